@@ -1,0 +1,117 @@
+"""The seams: everything a run takes from the world, in one small object, so that virtual time can replace the world.
+
+Here: Clock, Compute, Seams, and their real forms. Not here: their simulated forms (flowrt/simulation), which transports exist
+(transports/registry.py), how a process is started (flowrt/cluster). Every room takes time, random numbers, ids, computing and
+transports from a Seams object given to it; a lint forbids `time`, `random`, `uuid`, `threading`, `subprocess` elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from transports.contract import Transport
+from transports.registry import get_transport
+
+T = TypeVar("T")
+
+INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
+_WEIGHT = 0.2  # of the newest duration in the running mean
+
+
+class Clock(Protocol):
+    """Time. `now` is monotonic and in seconds; `wall` is for people only."""
+
+    def now(self) -> float: ...
+    def wall(self) -> float: ...
+    async def sleep(self, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Running:
+    """The operation computing now: what, since when (Clock.now), and the most it may take before it counts as hung."""
+
+    label: str
+    since_seconds: float
+    bound_seconds: float
+
+
+class Compute(Protocol):
+    """Runs one call at a time, off the loop when it is long. Owned by one worker."""
+
+    @property
+    def running(self) -> Running | None:
+        """What runs now, visible while it runs, so that a hung operation is told from a busy one."""
+        ...
+
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+        """The call's result; its exception is raised here. Calls with one `label` are expected to take alike."""
+        ...
+
+    async def aclose(self) -> None:
+        """Wait for the call in progress, then end the thread. Idempotent."""
+        ...
+
+
+class RealClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ThreadCompute:
+    """One thread; calls whose label has lately taken less than INLINE_SECONDS run on the loop instead."""
+
+    def __init__(self, name: str = "compute") -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._mean_seconds: dict[str, float] = {}
+        self._running: Running | None = None
+
+    @property
+    def running(self) -> Running | None:
+        return self._running
+
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+        if self._running is not None:
+            raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
+        mean = self._mean_seconds.get(label, 1.0)
+        start = time.monotonic()
+        self._running = Running(label, start, bound_seconds)
+        try:
+            if mean < INLINE_SECONDS:
+                return call()
+            future = asyncio.get_running_loop().run_in_executor(self._executor, call)
+            try:
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await asyncio.wait([future])  # a thread cannot be stopped: leave only when it is done with our memory
+                raise
+        finally:
+            self._running = None
+            self._mean_seconds[label] = mean + _WEIGHT * (time.monotonic() - start - mean) if mean < 1.0 else time.monotonic() - start
+
+    async def aclose(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Seams:
+    """The world as one process sees it. `Seams()` is the real one."""
+
+    clock: Clock = field(default_factory=RealClock)
+    new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
+    new_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    new_compute: Callable[[str], Compute] = ThreadCompute
+    transport: Callable[[str], Transport] = get_transport
+    random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay

@@ -1,0 +1,170 @@
+"""The contract of a transport: what every scheme promises, and all that the rest of flowrt may rely on.
+
+Here: Limits, Identity, Capabilities, ChannelStatistics, and the abstract Channel, Listener, Transport. Not here: any scheme
+(one file each), finding one by name (registry.py), the executable form of these promises (checks.py).
+
+The promises, held by every scheme and checked by `transports.checks`:
+
+* Order: messages of one channel arrive in the order sent, each exactly once; channels are independent of each other.
+* Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` on the way; when it is full `send`
+  waits. The sender's side may hold no more than that.
+* Ownership: the tensors given to `send` must not change until `send` returns; afterwards they are the caller's again, unless
+  `capabilities.aliases_sender` says that the receiver may see the sender's own memory (then: never write to them again).
+* Received tensors may alias the transport's memory; that memory is kept until the last object referring to `Tensor.data` is
+  gone, even after `aclose`. Received headers are copies.
+* Cancelling `recv` loses no message. Cancelling `send` either sent the whole message or nothing of it.
+* `aclose` is idempotent; it wakes pending `send` and `recv` of this side with ClosedChannelError. The peer still receives all
+  that was sent before, then EndOfChannel. A peer that dies is BrokenChannelError once what it had sent completely is received.
+* Nothing is allocated on a peer's word before it is checked against the limits; an invalid message closes the channel
+  (BrokenChannelError), never more.
+* Nothing outlives the channel: no descriptor, task, thread, file, shared memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import ClassVar, Self
+
+import msgspec
+
+from transports.message import Message
+
+PROTOCOL_VERSION = 1
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one channel, from the specs of the edges it carries. All sizes in bytes."""
+
+    max_header_bytes: int = 1 << 16
+    max_tensors: int = 16
+    max_message_bytes: int = 1 << 24
+    capacity_messages: int = 64
+    capacity_bytes: int = 1 << 25
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who speaks: the process's name in the graph and its incarnation (one life of it)."""
+
+    name: str
+    incarnation: str = ""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scheme can do beyond the promises. Asked here, never by type or by the scheme's name."""
+
+    aliasing_receive: bool = False  # received tensors may lie in memory the transport owns
+    aliases_sender: bool = False  # received tensors may be the sender's own memory
+    between_processes: bool = True
+    between_hosts: bool = False
+
+
+class ChannelStatistics(msgspec.Struct):
+    """Counters of one end of a channel since it opened."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0  # payload bytes
+    bytes_received: int = 0
+    sends_waited: int = 0  # sends that found the channel full
+    late_wakeups: int = 0  # wake-ups found only by the bounded re-check: a lost one, must stay 0
+    held_buffers: int = 0  # received buffers still referred to
+
+
+class Channel(ABC):
+    """One end of a connection between two processes; both directions. One task may be in `recv`, any number in `send`."""
+
+    peer: Identity
+    scheme: ClassVar[str]
+
+    @abstractmethod
+    async def send(self, message: Message) -> None:
+        """Hand over `message`; waits while the channel is full. Does not suspend when there is room.
+
+        Raises LimitError (too large, nothing sent), ClosedChannelError, BrokenChannelError.
+        """
+
+    @abstractmethod
+    def send_nowait(self, message: Message) -> bool:
+        """As `send` if it need not wait: True. False, and nothing sent, when the channel is full or a `send` is waiting."""
+
+    @abstractmethod
+    async def recv(self) -> Message:
+        """The next message. Raises EndOfChannel, ClosedChannelError, BrokenChannelError, BusyChannelError."""
+
+    @abstractmethod
+    def recv_nowait(self) -> Message | None:
+        """The next message if one is here already, else None. Same errors as `recv`."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close this end, as the contract above says. Returns when nothing of the channel is left but aliased buffers."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once this end was closed or found broken."""
+
+    @abstractmethod
+    def statistics(self) -> ChannelStatistics:
+        """A snapshot of the counters."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+
+class Listener(ABC):
+    """Accepts channels at `address` (the real one: a wildcard in the request has been filled in)."""
+
+    address: str
+
+    @abstractmethod
+    async def accept(self) -> Channel:
+        """The next channel whose peer has proved the key. A peer that fails costs nothing but its own connection.
+
+        Raises ClosedChannelError once closed; BusyChannelError when two tasks accept at once.
+        """
+
+    @property
+    @abstractmethod
+    def rejected(self) -> int:
+        """How many connections failed the handshake or spoke nonsense."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop listening. Accepted channels live on. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+
+class Transport(ABC):
+    """A scheme. Stateless but for what the whole process shares; make one per event loop through `registry.get_transport`."""
+
+    scheme: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls) -> str | None:
+        """None when this scheme works here, else one sentence: why not, and what would help."""
+
+    @abstractmethod
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        """Listen at `address` ("scheme://..." or "scheme://" for any free one on this host).
+
+        Raises AddressError, UnavailableError.
+        """
+
+    @abstractmethod
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        """A channel to whoever listens at `address`. `key` is 32 bytes; both sides prove it. No time-out of its own.
+
+        Raises AddressError (nobody there), HandshakeError, UnavailableError.
+        """

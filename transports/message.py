@@ -1,0 +1,89 @@
+"""The message: what every transport carries, and the tag that orders the work.
+
+Here: Tag, TensorSpec, Tensor, Message, and the header decoders. Not here: bytes on a wire (codec.py), torch (flowrt/dataflow
+turns tensors into buffers and back). Every room of flowrt may import this file; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TypeVar
+
+import msgspec
+
+H = TypeVar("H", bound=msgspec.Struct)
+
+DTYPE_BYTES: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+MAX_DIMENSIONS = 8
+
+
+class Tag(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a message belongs to. A node fires when its inputs for one tag are there; nothing else orders the work.
+
+    `source` is the minting node's name and incarnation ("attention.0.source@5f3a"), kept when a message is forwarded.
+    `epoch` counts the roll-backs of that group, `micro_batch` is the lane, `step` its step, `layer` the layer within it.
+    """
+
+    source: str
+    epoch: int = 0
+    micro_batch: int = 0
+    step: int = 0
+    layer: int = 0
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """dtype (a key of DTYPE_BYTES) and shape of a dense, contiguous, row-major tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
+
+
+class Tensor(msgspec.Struct, frozen=True, gc=False):
+    """A spec and the buffer that holds exactly spec.nbytes bytes.
+
+    `data` is any object with the buffer protocol, C-contiguous. A received buffer may alias the transport's memory, for
+    as long as anything still refers to `data` (contract.py).
+    """
+
+    spec: TensorSpec
+    data: object
+
+
+class Message(msgspec.Struct, gc=False):
+    """kind, edge, tag, typed header, tensors.
+
+    `kind` names what this is ("data", "credit", ...), `edge` the edge of the graph it travels on (-1: none). `header` is a
+    msgspec struct on the way out and, from a wire, its undecoded MessagePack bytes; read it with `decode_header`.
+    """
+
+    kind: str
+    tag: Tag | None = None
+    edge: int = -1
+    header: msgspec.Struct | bytes | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(tensor.spec.nbytes for tensor in self.tensors)
+
+    def decode_header(self, header_type: type[H]) -> H:
+        """The header as `header_type`; raises msgspec.ValidationError when it is not one."""
+        if type(self.header) is header_type:
+            return self.header
+        if isinstance(self.header, (bytes, bytearray, memoryview)):
+            return _decoder(header_type).decode(self.header)
+        raise msgspec.ValidationError(f"a {self.kind!r} message carries no {header_type.__name__} header")
+
+
+@lru_cache(maxsize=256)
+def _decoder(header_type: type[H]) -> msgspec.msgpack.Decoder[H]:
+    return msgspec.msgpack.Decoder(header_type)
