@@ -1,0 +1,55 @@
+# One environment for running and testing. `make run` on a fresh machine needs Python 3.11 or newer and a network, nothing else;
+# a C compiler is used where there is one (it builds the atomics that shared memory needs).
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Whatever decides what is installed; a change of any of these installs again, nothing else does.
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_words.c)
+GRAPH ?= examples/quickstart.yaml
+SEEDS ?= 1000
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint format types simulate clean
+
+help: ## what each target does
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+$(STAMP): $(INSTALL_INPUTS)
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "make: $(PYTHON) cannot make virtual environments; install its venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+install: $(STAMP) ## make .venv and install flowrt in it, with what the tests need
+
+run: $(STAMP) ## answer eight prompts with the quickstart's graph (GRAPH=... for another)
+	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
+
+test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(STAMP) ## put every file into the format that lint asks for
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy, strict, over flowrt, transports and operators
+	@$(BIN)/mypy
+
+simulate: $(STAMP) ## the 2x3 graph under SEEDS=1000 seeds of virtual time
+	@$(BIN)/python -m flowrt.simulation --seeds $(SEEDS) $(ARGS)
+
+clean: ## remove what was built; the environment stays
+	rm -rf build dist *.egg-info transports/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(STAMP)

@@ -1,0 +1,171 @@
+"""What every test may rely on, and the check after each that it left nothing behind.
+
+Here: the leak checks (asyncio tasks, processes, descriptors, shared memory, compute threads), the choice of event loop, skipping
+of tests that need a GPU. Not here: checkpoints (checkpoints.py), fixtures of a single room (that room's folder).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Before anything imports torch: two cores are shared by many processes, and results must not depend on how many there are.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+GRACE_SECONDS = 3.0  # for what ends by itself soon: a killed process, a thread told to stop
+_PR_SET_CHILD_SUBREAPER = 36
+_SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
+_IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform == "linux":
+        # Orphans (children of a process that a test has killed) come to us instead of to init, where no check would see them.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    """A test that asks for `loop_kind` runs once on the standard loop and once on uvloop, which workers use."""
+    factories: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop}
+    if "loop_kind" in getattr(item, "fixturenames", ()) and importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+@pytest.fixture
+async def loop_kind() -> str:
+    """ "asyncio" or "uvloop": the loop this test runs on. Asking for it makes the test run on both."""
+    return "uvloop" if type(asyncio.get_running_loop()).__module__.startswith("uvloop") else "asyncio"
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(inspect.unwrap(item.function)):
+            # Right after the autouse fixtures: set up before, and so torn down after, every fixture of the test itself.
+            item.fixturenames.insert(0, "no_task_left")
+
+
+@pytest.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    """Fails a test whose tasks still run once it and its fixtures are done."""
+    before = asyncio.all_tasks()
+    yield
+    left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=0.1)  # one told to end in the last moment needs a few turns
+    assert not left, f"tasks left running: {left}"
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this process holds that a test could forget to give back."""
+
+    processes: frozenset[tuple[int, float]]
+    descriptors: frozenset[tuple[int, str]]
+    threads: frozenset[int]
+    shared_memory: frozenset[str]
+
+
+def _descriptors() -> frozenset[tuple[int, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith(_IGNORED_DESCRIPTORS) and not target.startswith(f"/proc/{os.getpid()}/fd"):
+                found.add((int(name), target))
+    return frozenset(found)
+
+
+def _shared_memory() -> frozenset[str]:
+    """Named segments, and the memfds this process still maps (a map keeps the memory when the descriptor is long closed)."""
+    found = set()
+    with contextlib.suppress(OSError):
+        found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_SHARED_MEMORY_PREFIXES)}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/memfd:" in line:
+                fields = line.split(maxsplit=5)
+                found.add(f"{fields[5]} inode {fields[4]}")
+    return frozenset(found)
+
+
+def _living_children() -> frozenset[tuple[int, float]]:
+    """Descendants that still run, with their start times. (One that is dead but not waited for holds nothing.)"""
+    with contextlib.suppress(OSError):  # the quick look that answers for most tests
+        if not any(Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")):
+            return frozenset()
+    living = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                living.add((child.pid, child.create_time()))
+    return frozenset(living)
+
+
+def _held() -> _Held:
+    threads = frozenset(thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith("compute"))
+    if not sys.platform.startswith("linux"):
+        return _Held(_living_children(), frozenset(), threads, frozenset())
+    return _Held(_living_children(), _descriptors(), threads, _shared_memory())
+
+
+def _leaks(before: _Held) -> list[str]:
+    now = _held()
+    leaks = [f"descriptor {number} -> {target}" for number, target in sorted(now.descriptors - before.descriptors)]
+    leaks += [f"shared memory {name}" for name in sorted(now.shared_memory - before.shared_memory)]
+    leaks += [f"compute thread {ident}" for ident in sorted(now.threads - before.threads)]
+    for pid, _ in sorted(now.processes - before.processes):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leaks.append(f"process {pid}: {' '.join(psutil.Process(pid).cmdline())[:200]}")
+    return leaks
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test: no process, descriptor, shared memory or compute thread more than before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    before = _held()
+    yield
+    leaks = _leaks(before)
+    if not leaks:
+        return
+    gc.collect()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (leaks := _leaks(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid, created in _held().processes - before.processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                process.kill()  # so that the next test starts clean
+    assert not leaks, "left behind:\n  " + "\n  ".join(leaks)
