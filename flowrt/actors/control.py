@@ -98,14 +98,20 @@ class Cancel(Control, frozen=True):
     attempt: int
 
 
-class Token(Control, frozen=True):
+class Token(msgspec.Struct, frozen=True):
     """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt."""
 
-    kind: ClassVar[str] = "control.token"
     request_id: str
     attempt: int
     index: int
     token_ids: tuple[int, ...]
+
+
+class Tokens(Control, frozen=True):
+    """What one step gave: several requests' tokens in one message."""
+
+    kind: ClassVar[str] = "control.tokens"
+    tokens: tuple[Token, ...]
 
 
 class Ended(Control, frozen=True):

@@ -1,0 +1,204 @@
+"""Links: the channels of one worker to the others, opened here and nowhere else.
+
+Here: Link (one channel, its reader and its outbox), Links (all of a worker's: who connects to whom, over what). Not here: what
+a message means (flowrt/dataflow), transports themselves. Used by flowrt/workers.
+
+Posting to a link never waits: every message either holds a credit of its edge or gives one back, so the outbox is bounded by
+the graph. A peer that stops reading fills its own outbox and delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from transports.errors import EndOfChannel, TransportError
+from transports.message import Message
+
+
+class LinkLostError(Exception):
+    """The peer of a link is gone or broke its word. `peer` is its process name."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lost {peer}: {reason}")
+        self.peer = peer
+
+
+class Link:
+    """One channel to one process. `on_message` is called for each message, in order, and must not wait.
+
+    `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
+    """
+
+    def __init__(self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None]) -> None:
+        self._channel = channel
+        self._on_message = on_message
+        self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
+
+    @property
+    def peer(self) -> Identity:
+        return self._channel.peer
+
+    @property
+    def scheme(self) -> str:
+        return self._channel.scheme
+
+    def statistics(self) -> ChannelStatistics:
+        return self._channel.statistics()
+
+    def post(self, message: Message) -> None:
+        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow.
+
+        A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
+        """
+        if len(self._outbox) == 0:
+            try:
+                if self._channel.send_nowait(message):
+                    return
+            except TransportError:
+                return  # `run` sees the same and says so
+        try:
+            self._outbox.post(message)
+        except MailboxClosedError:
+            return
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._send(), name=f"send to {self.peer.name}")
+                try:
+                    await self._read()
+                finally:
+                    sender.cancel()
+        except* TransportError as errors:
+            raise LinkLostError(self.peer.name, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__) from errors
+
+    async def flush(self) -> None:
+        """Wait until nothing is left in the outbox."""
+        while len(self._outbox):
+            await asyncio.sleep(0.001)
+
+    async def aclose(self) -> None:
+        self._outbox.close()
+        await self._channel.aclose()
+
+    async def _read(self) -> None:
+        channel, on_message = self._channel, self._on_message
+        try:
+            while True:
+                on_message(await channel.recv())
+                while (message := channel.recv_nowait()) is not None:
+                    on_message(message)
+        except EndOfChannel:
+            return
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                message = await self._outbox.wait_item()
+                await self._channel.send(message)
+                self._outbox.take_nowait()
+        except MailboxClosedError:
+            return
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """One link this worker needs: to whom, over which scheme, with which bounds, and who calls whom."""
+
+    peer: str
+    scheme: str
+    limits: Limits
+    capacity_messages: int
+    connects: bool
+
+
+class Links:
+    """All links of one worker. Use: `listen`, tell the addresses, `open` with everybody's addresses, then `run`.
+
+    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme.
+    """
+
+    def __init__(
+        self, identity: Identity, key: bytes, plans: Iterable[LinkPlan], transport: Callable[[str], Transport], on_message: Callable[[Message], None]
+    ) -> None:
+        self._identity = identity
+        self._key = key
+        self._plans = {(plan.peer, plan.scheme): plan for plan in plans}
+        self._transport = transport
+        self._on_message = on_message
+        self._listeners: dict[str, Listener] = {}
+        self._links: dict[tuple[str, str], Link] = {}
+
+    def __getitem__(self, key: tuple[str, str]) -> Link:
+        """The link to (process, scheme). Raises KeyError when there is none yet."""
+        return self._links[key]
+
+    def values(self) -> list[Link]:
+        return list(self._links.values())
+
+    async def listen(self) -> dict[str, str]:
+        """Listen wherever somebody will connect; returns scheme -> address."""
+        for scheme in sorted({scheme for (_, scheme), plan in self._plans.items() if not plan.connects}):
+            limits = _widest([plan.limits for plan in self._plans.values() if plan.scheme == scheme and not plan.connects])
+            self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", limits, self._key, self._identity)
+        return {scheme: listener.address for scheme, listener in self._listeners.items()}
+
+    async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
+        """Connect and accept until every planned link is up. `addresses`: process -> scheme -> address.
+
+        A caller that is not the incarnation named is closed again. Raises TransportError when somebody cannot be reached.
+        """
+        async with asyncio.TaskGroup() as group:
+            for scheme, listener in self._listeners.items():
+                group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
+            for plan in self._plans.values():
+                if plan.connects:
+                    group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
+
+    async def run(self) -> None:
+        """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes.
+
+        A peer that ends in order ends its link only.
+        """
+        async with asyncio.TaskGroup() as group:
+            for link in self._links.values():
+                group.create_task(link.run(), name=f"link to {link.peer.name}")
+
+    async def aclose(self) -> None:
+        """Close every link and listener. Idempotent."""
+        async with AsyncExitStack() as stack:
+            for listener in self._listeners.values():
+                stack.push_async_callback(listener.aclose)
+            for link in self._links.values():
+                stack.push_async_callback(link.aclose)
+
+    async def _connect(self, plan: LinkPlan, address: str) -> None:
+        channel = await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity)
+        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, self._on_message)
+
+    async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
+        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects}
+        while missing:
+            channel = await listener.accept()
+            peer = channel.peer
+            if peer.name not in missing or peer.incarnation != incarnations.get(peer.name):
+                await channel.aclose()
+                continue
+            missing.discard(peer.name)
+            self._links[peer.name, scheme] = Link(channel, self._plans[peer.name, scheme].capacity_messages, self._on_message)
+
+
+def _widest(limits: list[Limits]) -> Limits:
+    """Bounds that fit every expected caller: a listener does not know yet who it will be."""
+    return Limits(
+        max_header_bytes=max(each.max_header_bytes for each in limits),
+        max_tensors=max(each.max_tensors for each in limits),
+        max_message_bytes=max(each.max_message_bytes for each in limits),
+        capacity_messages=max(each.capacity_messages for each in limits),
+        capacity_bytes=max(each.capacity_bytes for each in limits),
+    )

@@ -1,0 +1,74 @@
+"""A bounded queue with one reader: where an actor's messages wait.
+
+Here: Mailbox. Not here: what an actor does with a message, channels (links.py). `post` never waits: whoever posts holds a credit
+for it, so an overfull mailbox is a fault of ours and not load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class MailboxClosedError(Exception):
+    """The mailbox was closed; nothing more goes in, and nothing is left to take out."""
+
+
+class Mailbox(Generic[T]):
+    """First in, first out; at most `capacity` items. One task takes, any task or callback of the same loop posts."""
+
+    __slots__ = ("_capacity", "_closed", "_items", "_waiter", "high_water")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._items: deque[T] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+        self.high_water = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def post(self, item: T) -> None:
+        """Raises OverflowError when it is full (a credit was counted twice) and MailboxClosedError after `close`."""
+        if self._closed:
+            raise MailboxClosedError
+        if len(self._items) >= self._capacity:
+            raise OverflowError(f"a mailbox of {self._capacity} is full: somebody posts without a credit")
+        self._items.append(item)
+        self.high_water = max(self.high_water, len(self._items))
+        self._wake()
+
+    def peek(self) -> T | None:
+        return self._items[0] if self._items else None
+
+    def take_nowait(self) -> T | None:
+        """The oldest item, or None."""
+        return self._items.popleft() if self._items else None
+
+    async def wait_item(self) -> T:
+        """The oldest item, which stays in the box until `take_nowait`: cancelling loses nothing.
+
+        Raises MailboxClosedError once closed and empty.
+        """
+        while not self._items:
+            if self._closed:
+                raise MailboxClosedError
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items[0]
+
+    def close(self) -> None:
+        """Nothing more goes in; what is inside can still be taken. Idempotent."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

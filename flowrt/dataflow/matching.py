@@ -1,0 +1,214 @@
+"""The matching table: arrivals in, firings out. Pure: no torch, no loop, no clock.
+
+Here: Firing, MatchingTable. Not here: running a firing (region.py, runner.py), what a part is (parts.py). Called by the runner
+for every message, and by region.py for nodes fused behind an entry.
+
+A row is (node, tag) and holds what has come for it. Waiting for something means having a row here and nothing else, so that
+rolling back deletes rows and cancels no coroutine. A row is touched by one thread at a time: rows of fused nodes by the
+compute call, all others by the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrt.dataflow.parts import Cover
+from flowrt.graph.model import Edge, Node
+from transports.message import Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """A node whose inputs for one tag are all there. A gather port's input is a list in plan order.
+
+    `via` names the edges the inputs came along: an edge that `answers` one of them carries this firing's result back.
+    """
+
+    node: str
+    tag: Tag
+    inputs: dict[str, Any]
+    via: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What `arrive` decided: at most one firing, and whether the message was dropped (late, or a duplicate)."""
+
+    firing: Firing | None = None
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class _Row:
+    inputs: dict[str, Any] = field(default_factory=dict)
+    covers: dict[str, Cover[Any]] = field(default_factory=dict)
+    via: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a node needs at one layer."""
+
+    ports: frozenset[str]
+    gathers: tuple[tuple[str, str], ...]  # (gather port, its count port)
+
+
+class MatchingTable:
+    """Matches the inputs of `nodes` by tag.
+
+    `plan_of(value)` reads the message of a count port: the ids of the parts to wait for, or how many if they carry none.
+    """
+
+    def __init__(self, nodes: Iterable[Node], edges: Iterable[Edge], plan_of: Callable[[Any], tuple[int, ...] | int]) -> None:
+        self._nodes: Mapping[str, Node] = {node.name: node for node in nodes}
+        self._edges_into: dict[str, list[Edge]] = {name: [] for name in self._nodes}
+        for edge in edges:
+            if edge.target in self._edges_into:
+                self._edges_into[edge.target].append(edge)
+        self._plan_of = plan_of
+        self._shapes: dict[tuple[str, int], _Shape] = {}
+        self._rows: dict[tuple[str, Tag], _Row] = {}
+        self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, lane) -> step
+        self._held: dict[tuple[str, str, int, int], dict[int, list[Firing]]] = {}
+        self._released: list[Firing] = []
+
+    def __len__(self) -> int:
+        """Rows that wait for something, and firings held back for their turn."""
+        return len(self._rows) + sum(len(firings) for steps in self._held.values() for firings in steps.values())
+
+    def arrive(self, edge: Edge, tag: Tag, value: Any, part: int | None = None) -> Arrival:
+        """A message for `edge.target`, its tag already stepped along the edge.
+
+        Raises ValueError when a `one` port gets a second message for a tag: the graph, not the network, is then wrong.
+        """
+        key = (edge.target, tag)
+        row = self._rows.get(key)
+        port = self._nodes[edge.target].inputs[edge.target_port]
+        if row is None:
+            if part is not None and port.takes == "gather":
+                return Arrival(dropped=True)  # its plan is minted before it is asked for: no row means the tag is over
+            row = self._rows[key] = _Row()
+        if port.takes == "gather":
+            cover = row.covers.get(port.name)
+            if cover is None:
+                cover = row.covers[port.name] = Cover()
+            if not cover.arrive(part, value):
+                return Arrival(dropped=True)
+        elif port.name in row.inputs:
+            raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
+        else:
+            row.inputs[port.name] = value
+        row.via.append(edge.id)
+        shape = self._shape(edge.target, tag.layer)
+        for gather, count in shape.gathers:
+            if count == port.name:
+                self._expect(row, gather, value)
+        return Arrival(firing=self._complete(key, row, shape))
+
+    def gathers(self, edge: Edge) -> bool:
+        """Whether `edge` ends at a gather port, whose messages may carry part ids."""
+        return self._nodes[edge.target].inputs[edge.target_port].takes == "gather"
+
+    def supersede(self, node: str, port: str, tag: Tag, part: int, by: Iterable[int]) -> bool:
+        """Replace a lost or late part. False when the tag no longer waits for anything."""
+        row = self._rows.get((node, tag))
+        if row is None or port not in row.covers:
+            return False
+        row.covers[port].supersede(part, by)
+        return True
+
+    def drop(self, stale: Callable[[Tag], bool]) -> int:
+        """Delete every row whose tag is stale (a roll-back); returns how many rows went."""
+        gone = [key for key in list(self._rows) if stale(key[1])]
+        for key in gone:
+            del self._rows[key]
+        dropped = len(gone)
+        for lane in list(self._held):
+            for step, firings in list(self._held[lane].items()):
+                kept = [firing for firing in firings if not stale(firing.tag)]
+                dropped += len(firings) - len(kept)
+                self._held[lane][step] = kept
+        return dropped
+
+    def released(self) -> list[Firing]:
+        """Firings of stateful nodes that an earlier firing has let go. Empties the list."""
+        released, self._released = self._released, []
+        return released
+
+    def waiting(self) -> list[tuple[str, Tag, list[str]]]:
+        """(node, tag, ports still empty) of every row: what a stuck graph waits for."""
+        found = []
+        for (node, tag), row in list(self._rows.items()):
+            shape = self._shape(node, tag.layer)
+            empty = sorted(shape.ports - row.inputs.keys())
+            empty += [gather for gather, _ in shape.gathers if gather not in row.covers or row.covers[gather].complete() is None]
+            found.append((node, tag, empty))
+        return found
+
+    def _expect(self, row: _Row, gather: str, value: Any) -> None:
+        cover = row.covers.get(gather)
+        if cover is None:
+            cover = row.covers[gather] = Cover()
+        plan = self._plan_of(value)
+        if isinstance(plan, int):
+            cover.expect_count(plan)
+        else:
+            cover.expect(plan)
+
+    def _complete(self, key: tuple[str, Tag], row: _Row, shape: _Shape) -> Firing | None:
+        if len(row.inputs) < len(shape.ports):
+            return None
+        inputs = row.inputs
+        for gather, _ in shape.gathers:
+            values = row.covers[gather].complete()
+            if values is None:
+                return None
+            inputs[gather] = values
+        del self._rows[key]
+        node, tag = key
+        firing = Firing(node, tag, inputs, tuple(row.via))
+        return self._in_turn(firing) if self._nodes[node].stateful else firing
+
+    def _in_turn(self, firing: Firing) -> Firing | None:
+        """A stateful node fires in step order per lane: step s only after step s-1. Steps count from 0 in each epoch."""
+        tag = firing.tag
+        lane = (firing.node, tag.source, tag.epoch, tag.micro_batch)
+        expected = self._next_step.get(lane, 0)
+        if tag.step > expected:
+            self._held.setdefault(lane, {}).setdefault(tag.step, []).append(firing)
+            return None
+        if tag.step == expected:
+            self._next_step[lane] = expected + 1
+            held = self._held.get(lane, {})
+            while self._next_step[lane] in held:
+                self._released.extend(held.pop(self._next_step[lane]))
+                self._next_step[lane] += 1
+            if not held:
+                self._held.pop(lane, None)
+        return firing
+
+    def _shape(self, node: str, layer: int) -> _Shape:
+        shape = self._shapes.get((node, layer))
+        if shape is None:
+            fed = {edge.target_port for edge in self._edges_into[node] if arrives_at(edge, layer)}
+            ports = self._nodes[node].inputs
+            gathers = tuple((name, ports[name].count or "") for name in sorted(fed) if ports[name].takes == "gather")
+            gathers += tuple(
+                (name, port.count)
+                for name, port in ports.items()
+                if port.takes == "gather" and port.count in fed and name not in fed and port.count is not None
+            )
+            shape = _Shape(frozenset(name for name in fed if ports[name].takes == "one"), gathers)
+            self._shapes[node, layer] = shape
+        return shape
+
+
+def arrives_at(edge: Edge, layer: int) -> bool:
+    """Whether `edge` can bring its target a message whose tag, stepped along the edge, has this layer."""
+    if edge.tag.kind == "same":
+        return layer in edge.layers
+    if edge.tag.kind == "next_layer":
+        return layer >= 1 and layer - 1 in edge.layers
+    return layer == (edge.tag.layer if edge.tag.kind == "to_layer" else 0)

@@ -1,0 +1,77 @@
+"""Payload: the torch side of a message, and the way to and from a transport's buffers.
+
+Here: Payload, `to_message`, `from_message`. Not here: what the bytes look like on a wire (transports/codec.py), whether a
+payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a process.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
+
+H = TypeVar("H", bound=msgspec.Struct)
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+class Payload(msgspec.Struct, gc=False):
+    """What one message means to an operator: a typed header (or its undecoded bytes, or none) and tensors on any device."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    header: msgspec.Struct | bytes | None = None
+
+    def header_as(self, header_type: type[H]) -> H:
+        """Raises msgspec.ValidationError when the header is not one."""
+        if type(self.header) is header_type:
+            return self.header
+        if isinstance(self.header, bytes):
+            return msgspec.msgpack.decode(self.header, type=header_type)
+        raise msgspec.ValidationError(f"this payload carries no {header_type.__name__}")
+
+
+def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Message:
+    """The payload's own bytes only: a view is made contiguous, a tensor on another device is brought to the host."""
+    return Message(kind, tag, edge, payload.header, tuple(_to_buffer(tensor) for tensor in payload.tensors))
+
+
+def from_message(message: Message, device: torch.device | None = None) -> Payload:
+    """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` is another one."""
+    tensors = tuple(_from_buffer(tensor) for tensor in message.tensors)
+    if device is not None and device.type != "cpu":
+        tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+    header = message.header
+    return Payload(tensors, bytes(header) if isinstance(header, (bytearray, memoryview)) else header)
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Raises TypeError for a dtype that no transport carries."""
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise TypeError(f"a tensor of {tensor.dtype} cannot travel; possible are {', '.join(DTYPE_BYTES)}")
+    return TensorSpec(name, tuple(tensor.shape))
+
+
+def _to_buffer(tensor: torch.Tensor) -> Tensor:
+    spec = spec_of(tensor)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor cannot travel; make it dense first")
+    if tensor.numel() == 0:
+        return Tensor(spec, b"")
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return Tensor(spec, flat.view(torch.uint8).numpy())
+
+
+def _from_buffer(tensor: Tensor) -> torch.Tensor:
+    dtype, shape = _TORCH_DTYPES[tensor.spec.dtype], tensor.spec.shape
+    if tensor.spec.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    array = np.frombuffer(tensor.data, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer will do
+    if not array.flags.writeable:
+        array = array.copy()  # torch has no read-only tensors, and a write would reach memory that is not ours
+    return torch.from_numpy(array).view(dtype).reshape(shape)

@@ -1,0 +1,104 @@
+"""One firing and all that is fused behind it: the pure-compute half of the runner.
+
+Here: NodeFunction, Output, Region, which runs an entry node and goes on into every node of the process whose inputs are then
+at hand. Not here: the loop, credits, links (runner.py), which nodes are fused (flowrt/graph/fuse.py). Called by the runner,
+inside the compute seam.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flowrt.dataflow.matching import Firing, MatchingTable
+from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.payload import Payload
+from flowrt.graph.model import Edge, Graph
+from transports.message import Tag
+
+NodeFunction = Callable[[Sequence[Firing]], Sequence[Mapping[str, Payload]]]
+"""Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the answer holds,
+per firing, at most one Payload per output port. A port left out sends nothing."""
+
+
+class OperatorError(Exception):
+    """An operator raised, or gave something its ports do not allow. The text names the node; the cause is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A payload that leaves the firing: along `edge`, with its tag already stepped."""
+
+    edge: Edge
+    tag: Tag
+    payload: Payload
+
+
+class Region:
+    """The nodes of one process, run from an entry until everything left goes to another entry or another process."""
+
+    def __init__(self, graph: Graph, process: str, fused: frozenset[str], functions: Mapping[str, NodeFunction], table: MatchingTable) -> None:
+        self._functions = functions
+        self._table = table
+        self._fused = fused
+        self._out: dict[tuple[str, str], list[Edge]] = {}
+        names = {node.name for node in graph.nodes_of(process)}
+        for edge in graph.edges:
+            if edge.source in names:
+                self._out.setdefault((edge.source, edge.source_port), []).append(edge)
+        self._batches = {node.name for node in graph.nodes_of(process) if node.batches}
+
+    def run(self, firings: Sequence[Firing]) -> list[Output]:
+        """Fire them (all of one node, more than one only if it `batches`), and what is fused behind. Raises OperatorError."""
+        leaving: list[Output] = []
+        queue: deque[Sequence[Firing]] = deque([firings])
+        while queue:
+            batch = queue.popleft()
+            node = batch[0].node
+            for firing, outputs in zip(batch, self._call(node, batch), strict=True):
+                for output in self.route(firing, outputs):
+                    if output.edge.target not in self._fused:
+                        leaving.append(output)
+                        continue
+                    arrival = self.arrive(output)
+                    if arrival is not None:
+                        queue.append([arrival])
+        return leaving
+
+    def arrive(self, output: Output) -> Firing | None:
+        """Match a message for a fused node of this process."""
+        part = part_of(output.payload) if self._table.gathers(output.edge) else None
+        return self._table.arrive(output.edge, output.tag, output.payload, part).firing
+
+    def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
+        """Which edges the outputs of a firing take. Raises OperatorError for a port the node does not have."""
+        routed = []
+        for port, payload in outputs.items():
+            edges = self._out.get((firing.node, port))
+            if edges is None:
+                raise OperatorError(f"{firing.node} gave an output {port!r} that no edge takes")
+            for edge in edges:
+                if firing.tag.layer in edge.layers and (edge.answers is None or edge.answers in firing.via):
+                    routed.append(Output(edge, edge.tag.apply(firing.tag), payload))
+        return routed
+
+    def is_fused(self, node: str) -> bool:
+        return node in self._fused
+
+    def batches(self, node: str) -> bool:
+        return node in self._batches
+
+    def _call(self, node: str, firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
+        try:
+            return self._functions[node](firings)
+        except OperatorError:
+            raise
+        except Exception as error:
+            tag = firings[0].tag
+            raise OperatorError(f"{node} failed at step {tag.step}, layer {tag.layer}: {type(error).__name__}: {error}") from error
+
+
+def part_of(payload: Payload) -> int | None:
+    """The part id a payload carries, if it carries one."""
+    return None if payload.header is None else payload.header_as(PartHeader).part
