@@ -1,0 +1,140 @@
+"""Reading typed values out of a config.json, with errors that name file, key and what would be right.
+
+Used by the family files and by model_config. Free of torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from operators.model_config import DTYPES, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The keys and values of one JSON file. Each reader takes the key's names, newest first: files of older writers differ."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def error(self, key: str, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: {key}: {problem}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _find(self, keys: tuple[str, ...]) -> tuple[str, Any]:
+        for key in keys:
+            if self.has(key):
+                return key, self.values[key]
+        return keys[0], None
+
+    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
+        key, value = self._find(keys)
+        if value is None:
+            if default is None:
+                raise self.error(" or ".join(keys), "is missing; a whole number is needed")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"is {value!r}; a whole number is needed")
+        if value < at_least:
+            raise self.error(key, f"is {value}; at least {at_least} is needed")
+        return value
+
+    def number(self, *keys: str, default: float | None = None) -> float:
+        key, value = self._find(keys)
+        if value is None:
+            if default is None:
+                raise self.error(" or ".join(keys), "is missing; a positive number is needed")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(key, f"is {value!r}; a positive number is needed")
+        return float(value)
+
+    def flag(self, *keys: str, default: bool) -> bool:
+        key, value = self._find(keys)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {value!r}; true or false is needed")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0; an absent key is an empty list."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in value):
+            raise self.error(key, f"is {value!r}; a list of whole numbers is needed")
+        return tuple(value)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        value = self.values.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.error(key, f"is {value!r}; a mapping is needed")
+        return value
+
+    def token_id(self, key: str) -> int | None:
+        return self.integer(key, at_least=0) if self.has(key) else None
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id, a list of ids, or none."""
+        if isinstance(self.values.get(key), list):
+            return self.integers(key)
+        value = self.token_id(key)
+        return () if value is None else (value,)
+
+    def must_be(self, key: str, allowed: object, default: object) -> None:
+        """Refuse a feature that is not supported: `key` must hold `allowed` (absent: `default`)."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value != allowed:
+            raise self.error(key, f"is {value!r}; only {allowed!r} is supported")
+
+    def dtype(self) -> str:
+        """The checkpoint's own dtype (newer writers say `dtype`, older ones `torch_dtype`); absent: float32."""
+        key, value = self._find(("dtype", "torch_dtype"))
+        name = "float32" if value is None else str(value).removeprefix("torch.")
+        if name not in DTYPES:
+            raise self.error(key, f"is {value!r}; use one of {', '.join(DTYPES)}")
+        return name
+
+    def default_rope_theta(self) -> float:
+        """theta of plain rotary positions; every scaled variant is refused.
+
+        Newer writers put rope_theta and rope_type in `rope_parameters`; older ones have `rope_theta` beside `rope_scaling`.
+        """
+        for key in ("rope_parameters", "rope_scaling"):
+            rope = self.mapping(key)
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise self.error(key, f"rope_type {kind!r} is not supported yet; only 'default' is")
+        rope = self.mapping("rope_parameters")
+        for source in (rope, self.values):
+            factor = source.get("partial_rotary_factor")
+            if factor is not None and factor != 1.0:
+                raise self.error("partial_rotary_factor", f"is {factor!r}; only 1.0 is supported")
+        if "rope_theta" in rope:
+            return ConfigFile(self.path, rope).number("rope_theta")
+        return self.number("rope_theta", default=10000.0)
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Parse one JSON file; ModelError when it is missing, unreadable or not a mapping."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a Hugging Face model directory has one") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a {type(values).__name__}; a mapping of keys to values is needed")
+    return ConfigFile(path, values)

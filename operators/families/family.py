@@ -1,0 +1,68 @@
+"""The contract of a model family: how to read its config.json, and under which names its weights are stored.
+
+A family file builds one `Family`. Parts are the pieces of a model in our words; weights.py asks a family where a part lies and
+reads it. Free of torch. docs/operators.md says how to add a family, also from another package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from operators.families.config_file import ConfigFile
+from operators.model_config import ModelConfig
+
+# The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
+PARTS: Mapping[str, str] = {
+    "embedding": "[V, H]",
+    "final_norm": "[H]",
+    "head": "[V, H]",
+    "attention_norm": "[H], before attention",
+    "mlp_norm": "[H], after attention",
+    "qkv": "[(N + 2K) * D, H], queries then keys then values",
+    "qkv_bias": "[(N + 2K) * D]",
+    "query_norm": "[D]",
+    "key_norm": "[D]",
+    "attention_output": "[H, N * D]",
+    "attention_output_bias": "[H]",
+    "gate": "[E, H]",
+    "expert_gate_up": "[2F, H] of one expert, gate rows then up rows",
+    "expert_down": "[H, F] of one expert",
+    "dense_gate_up": "[2 * dense width, H], gate rows then up rows",
+    "dense_down": "[H, dense width]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored tensor, or one expert's share of it.
+
+    `name` may hold {layer} and {expert}. `expert` says how a tensor that holds all experts is cut: "index" takes [expert] of
+    its first dimension, "rows" takes the expert's equal share of the rows, None takes the whole tensor. `transpose` swaps the
+    two dimensions of what was taken.
+    """
+
+    name: str
+    expert: Literal["index", "rows"] | None = None
+    transpose: bool = False
+
+
+Layout = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`name` is the model_type of config.json. `parts` maps a part to the layouts it may have, the first found being taken.
+
+    A layout is the pieces that make up the part when joined along the first dimension.
+    """
+
+    name: str
+    read_config: Callable[[ConfigFile], ModelConfig]
+    parts: Mapping[str, tuple[Layout, ...]]
+
+
+def stored_as(*names: str) -> tuple[Layout, ...]:
+    """The common case: one layout, whole tensors."""
+    return (tuple(Piece(name) for name in names),)

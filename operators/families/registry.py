@@ -1,0 +1,57 @@
+"""Which families there are: those of this package, and those that other packages offer.
+
+Another package adds a family with an entry point in group `flowrt.models`: the name is the model_type of config.json, the value
+is `module:FAMILY` (a families.family.Family). Ours win over an entry point of the same name. Free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+from operators.families.config_file import ConfigFile
+from operators.families.family import Family
+from operators.model_config import ModelError
+
+ENTRY_POINT_GROUP = "flowrt.models"
+BUILT_IN: dict[str, str] = {"qwen3_moe": "operators.families.qwen3_moe"}
+
+
+def known_families() -> tuple[str, ...]:
+    """The names of all families, sorted."""
+    return tuple(sorted(BUILT_IN.keys() | _offered().keys()))
+
+
+def family_named(name: str) -> Family:
+    """The family `name`; ModelError, listing the known ones, when there is none."""
+    if name in BUILT_IN:
+        return _checked(import_module(BUILT_IN[name]).FAMILY, name, BUILT_IN[name])
+    offered = _offered().get(name)
+    if offered is None:
+        raise ModelError(f"model family {name!r} is not known; known are: {', '.join(known_families())}")
+    try:
+        loaded = offered.load()
+    except Exception as error:  # another package's import may fail in any way; the user needs to know which one
+        raise ModelError(f"model family {name!r}: entry point {offered.value!r} cannot be loaded: {error}") from error
+    return _checked(loaded, name, offered.value)
+
+
+def find_family(file: ConfigFile) -> Family:
+    """The family that a config.json names in `model_type`."""
+    name = file.values.get("model_type")
+    if not isinstance(name, str):
+        raise file.error("model_type", f"is {name!r}; one of these is needed: {', '.join(known_families())}")
+    try:
+        return family_named(name)
+    except ModelError as error:
+        raise file.error("model_type", str(error)) from error
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _checked(loaded: object, name: str, where: str) -> Family:
+    if not isinstance(loaded, Family) or loaded.name != name:
+        raise ModelError(f"model family {name!r}: {where} must be a Family with that name, not {loaded!r:.80}")
+    return loaded

@@ -1,0 +1,38 @@
+"""The end of a step: final norm and vocabulary logits, only for the rows that are sampled. Called by the worker that ends a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from operators.embedding import Embedding
+from operators.model_config import ModelConfig
+from operators.normalization import rms_norm
+from operators.weights import Checkpoint
+
+
+class Head:
+    """Final norm and output matrix."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: torch.device | str = "cpu",
+        embedding: Embedding | None = None,
+    ) -> None:
+        """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
+        self._epsilon = config.norm_epsilon
+        self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
+        if config.tie_word_embeddings and embedding is not None:
+            self.weight_VH = embedding.weight_VH
+        else:
+            part = "embedding" if config.tie_word_embeddings else "head"
+            self.weight_VH = checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device)
+
+    def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
+        """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""
+        rows = rms_norm(x_TH.index_select(0, sample_rows_S), self._norm_H, self._epsilon)
+        logits = F.linear(rows, self.weight_VH)
+        return logits if logits.dtype == torch.float64 else logits.float()

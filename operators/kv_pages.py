@@ -1,0 +1,52 @@
+"""Where keys and values live: preallocated pages, addressed by slot. Which sequence owns a page is decided by the engine.
+
+Slot = page * page_tokens + offset. Written and read by attention.py; moved page by page when a sequence changes its process.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from operators.model_config import ModelConfig
+from operators.weights import torch_dtype
+
+
+class KvPages:
+    """Keys and values of all layers, [num_pages, page_tokens, K, D] each, so that one page of one layer is one block of memory."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_layers, self.num_pages, self.page_tokens = num_layers, num_pages, page_tokens
+        shape = (num_pages, page_tokens, num_kv_heads, head_dim)
+        # Zeros cost nothing until a page is touched, and a slot read before it was written never holds a NaN.
+        self.keys_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, num_pages: int, page_tokens: int, device: torch.device | str = "cpu") -> KvPages:
+        """Pages of the size that `config` needs."""
+        return cls(config.num_layers, num_pages, page_tokens, config.num_kv_heads, config.head_dim, torch_dtype(config), device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys_GCKD, *self.values_GCKD))
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store each row's key and value in its slot (int64, all different)."""
+        self.keys_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
+        self.values_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+
+    def read(self, layer: int, slots_L: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values in `slots_L`: [L, K, D] each, in the order asked for."""
+        keys = self.keys_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
+        values = self.values_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
+        return keys, values

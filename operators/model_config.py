@@ -1,0 +1,88 @@
+"""What kind of model a directory holds: ModelConfig, read from config.json and generation_config.json.
+
+Free of torch, so that the parent process, the planner and the checks of a graph may read it. What a key of config.json means is
+known to one file per family (families/); weights are read by weights.py. Called by every room that needs facts of the model.
+
+Legend of shape suffixes, one for the whole folder (README.md explains them): T rows (tokens) of a step, S sequences, H hidden,
+N query heads, K key/value heads, D head width, E experts, A active experts per row (top-k), P (row, slot) pairs, R rows of a
+part, F expert width, V vocabulary, G pages of a sequence, C tokens of a page, L context length, B copies of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class ModelError(ValueError):
+    """A model directory that cannot be served. One line: what, where, what would be right."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The facts of a model that operators, planner and graph checks use, in names that belong to no family.
+
+    `dtype` is the type that weights are held and products are computed in; it starts as the checkpoint's own and `with_dtype`
+    changes it. `moe_layers` are the layers with experts, in order; the others hold a dense MLP of `dense_width`.
+    """
+
+    family: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_token: int
+    expert_width: int
+    dense_width: int
+    moe_layers: tuple[int, ...]
+    norm_epsilon: float
+    normalize_topk: bool
+    rope_theta: float
+    max_position_embeddings: int
+    qk_norm: bool = False
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers without experts, in order."""
+        moe = frozenset(self.moe_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in moe)
+
+    def with_dtype(self, dtype: str) -> ModelConfig:
+        """The same model held and computed in `dtype`, one of DTYPES."""
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+        return replace(self, dtype=dtype)
+
+
+def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
+    """The config of the Hugging Face model directory `directory`, in `dtype` if given, else in the checkpoint's own.
+
+    Raises ModelError: no directory or config.json, a family that is not known (the known ones are listed), a value that is
+    missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of
+    generation_config.json where it names any, else those of config.json, as transformers' generation has it.
+    """
+    # Here and not above: a family's file imports ModelConfig from this one.
+    from operators.families.config_file import read_config_file
+    from operators.families.registry import find_family
+
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
+    file = read_config_file(directory / "config.json")
+    config = find_family(file).read_config(file)
+    generation_path = directory / "generation_config.json"
+    if generation_path.is_file():
+        ids = read_config_file(generation_path).token_ids("eos_token_id")
+        if ids:
+            config = replace(config, eos_token_ids=ids)
+    return config if dtype is None else config.with_dtype(dtype)

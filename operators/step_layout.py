@@ -1,0 +1,93 @@
+"""Which row of a step is which token of which sequence, and where its keys and values lie.
+
+A step mixes chunks of prompts and decode rows freely: a sequence brings query_length rows, which are the last tokens of a context
+of kv_length. The engine builds a layout with `from_lists`; it travels as a message; attention.py reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepLayout:
+    """All tensors are int64. The two tuples repeat lengths as Python numbers, so that nobody waits for a device to learn them.
+
+    `positions_T` is each row's position in its sequence; `slots_T` the slot that takes its key and value (kv_pages.py).
+    `query_start_S1` are the offsets of each sequence's rows, `kv_length_S` its context length including this step's rows,
+    `page_table_SG` its pages in order, padded with 0. `derived` is scratch space: what a module works out once per step and
+    uses in every layer, under a key of its own; it does not travel.
+    """
+
+    positions_T: Tensor
+    slots_T: Tensor
+    query_start_S1: Tensor
+    kv_length_S: Tensor
+    page_table_SG: Tensor
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.query_lengths)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.query_lengths)
+
+    @classmethod
+    def from_lists(
+        cls,
+        query_lengths: Sequence[int],
+        kv_lengths: Sequence[int],
+        page_tables: Sequence[Sequence[int]],
+        page_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> StepLayout:
+        """The layout of a step in which sequence s brings its last query_lengths[s] of kv_lengths[s] tokens.
+
+        ValueError when the lists do not belong together or a page table is too short for its context.
+        """
+        if not len(query_lengths) == len(kv_lengths) == len(page_tables):
+            raise ValueError(f"{len(query_lengths)} query lengths, {len(kv_lengths)} context lengths, {len(page_tables)} page tables; one each is needed")
+        for sequence, (query, context, pages) in enumerate(zip(query_lengths, kv_lengths, page_tables, strict=True)):
+            if not 0 < query <= context <= len(pages) * page_tokens:
+                raise ValueError(
+                    f"sequence {sequence}: {query} rows of a context of {context} in {len(pages)} pages of {page_tokens} tokens;"
+                    " 0 < rows <= context <= room in pages is needed"
+                )
+        starts = torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int64)
+        lengths, contexts = torch.tensor(query_lengths, dtype=torch.int64), torch.tensor(kv_lengths, dtype=torch.int64)
+        width = max((len(pages) for pages in page_tables), default=0)
+        table = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in page_tables], dtype=torch.int64).reshape(-1, width)
+        sequence_T = torch.repeat_interleave(lengths)
+        positions = torch.arange(sequence_T.numel()) - (starts[1:] - contexts)[sequence_T]
+        slots = table[sequence_T, positions // page_tokens] * page_tokens + positions % page_tokens
+        return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths)).to(device)
+
+    def to(self, device: torch.device | str) -> StepLayout:
+        """The same layout with its tensors on `device`."""
+        if self.positions_T.device == torch.device(device):
+            return self
+        moved = [tensor.to(device) for tensor in self.to_tensors()]
+        return StepLayout(*moved, query_lengths=self.query_lengths, kv_lengths=self.kv_lengths)
+
+    def to_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What travels: positions, slots, query starts, context lengths, page table."""
+        return self.positions_T, self.slots_T, self.query_start_S1, self.kv_length_S, self.page_table_SG
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> StepLayout:
+        """The inverse of to_tensors. ValueError when the shapes do not belong together."""
+        positions, slots, starts, contexts, table = tensors
+        lengths = starts.diff()
+        if not positions.shape == slots.shape == (int(lengths.sum()),) or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
+            raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
+        return cls(positions, slots, starts, contexts, table, tuple(lengths.tolist()), tuple(contexts.tolist()))

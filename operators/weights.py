@@ -1,0 +1,250 @@
+"""Reading weights out of a Hugging Face directory: exactly the tensors, or parts of tensors, that a process will hold.
+
+Here: the safetensors files (with or without an index) and the parts of a model as its family names them. Not here: what is done
+with weights. Called by the constructors of the role modules.
+
+Files are read with positioned reads straight into the memory where the weights will stay. The safetensors package maps files
+instead; mapped pages count as resident until the map goes, so a server would be charged twice while it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from operators.families.config_file import read_config_file
+from operators.families.family import PARTS, Piece
+from operators.families.registry import family_named
+from operators.model_config import ModelConfig, ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+SCRATCH_BYTES = 16 << 20  # converted tensors pass through a buffer of at most about this size
+
+STORED_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(config: ModelConfig) -> torch.dtype:
+    """The dtype that weights are held in."""
+    return TORCH_DTYPES[config.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: file, first byte, dtype and shape."""
+
+    path: Path
+    offset_bytes: int
+    stored_dtype: str  # as the file spells it, "F32", "BF16", ...
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return STORED_DTYPES[self.stored_dtype]
+
+
+class Checkpoint:
+    """The tensors of a model directory, by name. Nothing stays open or mapped between reads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Find the files; ModelError when there are none or the index is broken. Headers are read when first needed."""
+        self.directory = Path(directory)
+        self._tensors: dict[Path, dict[str, StoredTensor]] = {}
+        index_path = self.directory / INDEX_NAME
+        if index_path.is_file():
+            self._files = _read_index(index_path)
+            return
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{self.directory} holds no *.safetensors file; weights in that format are needed")
+        self._files = {}
+        for path in paths:
+            for name in self._header(path):
+                if name in self._files:
+                    raise ModelError(f"tensor {name} is in {self._files[name].name} and in {path.name} of {self.directory}; add {INDEX_NAME}")
+                self._files[name] = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, sorted."""
+        return tuple(sorted(self._files))
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where tensor `name` lies; ModelError when it is missing or of a dtype that is not supported."""
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"tensor {name} is missing from the checkpoint in {self.directory}")
+        tensor = self._header(path).get(name)
+        if tensor is None:
+            raise ModelError(f"tensor {name} is missing from {path}, where {INDEX_NAME} says it is")
+        if tensor.stored_dtype not in STORED_DTYPES:
+            raise ModelError(f"tensor {name} in {path} is stored as {tensor.stored_dtype}; {', '.join(STORED_DTYPES)} are supported")
+        return tensor
+
+    def has_part(self, config: ModelConfig, part: str, *, layer: int = 0, expert: int = 0) -> bool:
+        """Whether the checkpoint holds `part` in one of its family's layouts."""
+        layouts = family_named(config.family).parts.get(part, ())
+        return any(all(_fill(piece, layer, expert) in self for piece in layout) for layout in layouts)
+
+    def read_part(
+        self,
+        config: ModelConfig,
+        part: str,
+        shape: tuple[int, ...],
+        *,
+        layer: int = 0,
+        expert: int = 0,
+        device: torch.device | str = "cpu",
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Part `part` (families.family.PARTS) of `shape` in the config's dtype, in `out` if given, else newly allocated.
+
+        Raises ModelError naming the tensor and the file when it is missing or its shape is another one.
+        """
+        family = family_named(config.family)
+        layouts = family.parts.get(part)
+        if not layouts:
+            raise ModelError(f"model family {family.name} does not say where part {part!r} lies ({PARTS.get(part, 'unknown part')})")
+        found = [layout for layout in layouts if all(_fill(piece, layer, expert) in self for piece in layout)]
+        if not found:
+            missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self]
+            raise ModelError(f"tensor {missing[0]} ({part}) is missing from the checkpoint in {self.directory}")
+        if out is None:
+            out = torch.empty(shape, dtype=torch_dtype(config), device=device)
+        start = 0
+        for piece in found[0]:
+            start += self._read_piece(_fill(piece, layer, expert), piece, config.num_experts, expert, shape, out, start)
+        if start != shape[0]:
+            names = " + ".join(_fill(piece, layer, expert) for piece in found[0])
+            raise ModelError(f"{names} in {self.directory} have {start} rows; config.json asks for {shape[0]}")
+        return out
+
+    def _read_piece(self, name: str, piece: Piece, num_experts: int, expert: int, shape: tuple[int, ...], out: Tensor, start: int) -> int:
+        """Read one piece into out[start:]; returns its number of rows."""
+        stored = self.stored(name)
+        taken, offset = stored.shape, stored.offset_bytes
+        if piece.expert is not None:
+            if not taken or taken[0] % num_experts or (piece.expert == "index" and taken[0] != num_experts):
+                raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}; {num_experts} experts are needed in its first dimension")
+            taken = taken[1:] if piece.expert == "index" else (taken[0] // num_experts, *taken[1:])
+            offset += expert * prod(taken) * stored.dtype.itemsize
+        placed = tuple(reversed(taken)) if piece.transpose else taken
+        if len(placed) != len(shape) or placed[1:] != shape[1:] or start + placed[0] > shape[0]:
+            raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which does not fit {list(shape)} as config.json asks")
+        destination = out[start : start + placed[0]]
+        if piece.transpose:
+            buffer = torch.empty(taken, dtype=stored.dtype)
+            _read_bytes(stored.path, offset, buffer)
+            destination.copy_(buffer.t())
+        elif destination.dtype == stored.dtype and destination.device.type == "cpu" and destination.is_contiguous():
+            _read_bytes(stored.path, offset, destination)
+        else:
+            self._read_converted(stored, offset, destination)
+        return placed[0]
+
+    @staticmethod
+    def _read_converted(stored: StoredTensor, offset: int, destination: Tensor) -> None:
+        row_bytes = prod(destination.shape[1:]) * stored.dtype.itemsize
+        rows = max(1, SCRATCH_BYTES // max(1, row_bytes))
+        scratch = torch.empty((min(rows, destination.shape[0]), *destination.shape[1:]), dtype=stored.dtype)
+        for first in range(0, destination.shape[0], rows):
+            chunk = destination[first : first + rows]
+            buffer = scratch[: chunk.shape[0]]
+            _read_bytes(stored.path, offset + first * row_bytes, buffer)
+            chunk.copy_(buffer)
+
+    def _header(self, path: Path) -> dict[str, StoredTensor]:
+        if path not in self._tensors:
+            self._tensors[path] = _read_header(path)
+        return self._tensors[path]
+
+
+def _fill(piece: Piece, layer: int, expert: int) -> str:
+    return piece.name.format(layer=layer, expert=expert)
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    weight_map = read_config_file(path).mapping("weight_map")
+    files: dict[str, Path] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelError(f"{path}: weight_map: {name} is in {file_name!r}; the name of a file beside the index is needed")
+        files[name] = path.parent / file_name
+    if not files:
+        raise ModelError(f"{path}: weight_map: is missing or empty; it must map tensor names to files")
+    return files
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The header of one safetensors file: 8 bytes of length, then JSON, then the data. Everything is checked here, once."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise ModelError(f"{path} is not a safetensors file, or was cut off: its header would be {header_bytes} bytes of {file_bytes}")
+            entries = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise ModelError(f"{path} is not a safetensors file: its header is not a mapping")
+    data_start = 8 + header_bytes
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            stored_dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ModelError(f"{path}: tensor {name}: its header entry needs dtype, shape and data_offsets") from None
+        dtype = STORED_DTYPES.get(stored_dtype)  # None: masks or quantized data, refused only when a part asks for them
+        num_bytes = end - begin if dtype is None else prod(shape) * dtype.itemsize
+        if begin < 0 or any(size < 0 for size in shape) or end - begin != num_bytes or data_start + end > file_bytes:
+            raise ModelError(f"{path}: tensor {name}: bytes {begin} to {end} do not fit its shape or the file, which has {file_bytes} bytes; copy it again")
+        tensors[name] = StoredTensor(path, data_start + begin, str(stored_dtype), shape)
+    return tensors
+
+
+def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:
+    """Fill a contiguous CPU tensor from a file."""
+    if destination.numel() == 0:
+        return
+    left = memoryview(destination.detach().reshape(-1).view(torch.uint8).numpy())
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        while left:
+            count = os.preadv(descriptor, [left], offset_bytes)
+            if count == 0:
+                raise ModelError(f"{path} ends early; copy it again")
+            left, offset_bytes = left[count:], offset_bytes + count
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
