@@ -1,0 +1,140 @@
+"""Rules that no common linter knows: what may be imported and called only through the seams, and what nowhere at all."""
+
+from __future__ import annotations
+
+import ast
+
+from repository.source_tree import Source, sources
+
+MAX_LINES = 400
+LONG_FILES: dict[str, str] = {}  # path: why it must be longer; empty, and meant to stay so
+
+# Time, chance, threads and processes come through flowrt/seams.py, so that virtual time can stand in for the world.
+SEAM_MODULES = {"time", "random", "uuid", "secrets", "threading", "subprocess", "_thread", "sched"}
+SEAM_FILES = {
+    "flowrt/seams.py": "the seams themselves",
+    "flowrt/simulation/": "the other form of the seams",
+    "flowrt/cluster/starter.py": "starts processes",
+    "flowrt/cluster/launcher.py": "starts processes",
+    "flowrt/bench": "measures the real world",
+    "transports/handshake.py": "draws the nonces of the handshake, which must not be replayed",
+}
+NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
+EXECUTOR_FILES = ("flowrt/seams.py", "flowrt/bench")
+# Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
+TASK_OWNERS: dict[str, str] = {
+    "flowrt/simulation/loop.py": "makes the main task of a run and awaits it",
+}
+SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
+BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
+BAD_FILE_NAMES = {"utils", "util", "helpers", "helper", "core", "base", "common", "misc"}
+
+
+def place(source: Source, node: ast.AST) -> str:
+    return f"{source.path}:{getattr(node, 'lineno', 0)}"
+
+
+def test_time_chance_threads_and_processes_come_through_the_seams() -> None:
+    wrong = [
+        f"{source.path}:{entry.line}: {entry.target}"
+        for source in sources()
+        if not source.path.startswith(tuple(SEAM_FILES))
+        for entry in source.imports
+        if entry.target.split(".")[0] in SEAM_MODULES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_executors_belong_to_the_compute_seam() -> None:
+    wrong = [
+        f"{source.path}:{entry.line}: {entry.target}"
+        for source in sources()
+        if not source.path.startswith(EXECUTOR_FILES)
+        for entry in source.imports
+        if entry.target.startswith("concurrent.futures")
+    ]
+    for source in sources():
+        if not source.path.startswith(EXECUTOR_FILES):
+            wrong += [place(source, call) for call, name in calls(source) if name.endswith(("run_in_executor", "asyncio.to_thread"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_executes_what_it_receives() -> None:
+    wrong = [f"{s.path}:{e.line}: {e.target}" for s in sources() for e in s.imports if e.target.split(".")[0] in NOWHERE]
+    for source in sources():
+        for call, name in calls(source):
+            if name in ("eval", "exec", "compile", "__import__") or name in ("torch.load", "torch.save", "numpy.load", "np.load"):
+                wrong.append(f"{place(source, call)}: {name}")
+            if name.endswith((".recv_pyobj", ".send_pyobj")):
+                wrong.append(f"{place(source, call)}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def calls(source: Source) -> list[tuple[ast.Call, str]]:
+    return [(node, ast.unparse(node.func)) for node in source.nodes() if isinstance(node, ast.Call)]
+
+
+def test_no_wait_for() -> None:
+    """asyncio.wait_for can swallow a cancellation on Python 3.11; asyncio.timeout cannot."""
+    wrong = [place(source, call) for source in sources() for call, name in calls(source) if name.split(".")[-1] == "wait_for"]
+    wrong += [f"{s.path}:{e.line}" for s in sources() for e in s.imports if e.target == "asyncio.wait_for"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_task_has_an_owner() -> None:
+    wrong = []
+    for source in sources():
+        if source.path in TASK_OWNERS:
+            continue
+        wrong += [f"{source.path}:{e.line}" for e in source.imports if e.target in ("asyncio.create_task", "asyncio.ensure_future")]
+        for call, name in calls(source):
+            owner, _, verb = name.rpartition(".")
+            if verb == "ensure_future" or (verb == "create_task" and (owner == "asyncio" or "loop" in owner.lower())):
+                wrong.append(f"{place(source, call)}: {name}")
+    assert not wrong, "tasks without an owner:\n" + "\n".join(wrong)
+
+
+def test_waiting_for_a_time_goes_through_the_clock() -> None:
+    """asyncio.sleep(0) gives way to others and is fine anywhere; a real wait asks the seams' clock."""
+    wrong = []
+    for source in sources():
+        if source.module.startswith("flowrt.") and not source.path.startswith(SLEEPERS):
+            for call, name in calls(source):
+                if name == "asyncio.sleep" and not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
+                    wrong.append(place(source, call))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_says_what_lives_in_it() -> None:
+    wrong = []
+    for source in sources():
+        text = ast.get_docstring(source.tree) or ""
+        enough = 20 if source.path.endswith("__init__.py") else 40
+        if len(text) < enough:
+            wrong.append(f"{source.path}: {len(text)} characters")
+    assert not wrong, "files without an opening docstring:\n" + "\n".join(wrong)
+
+
+def test_no_file_is_too_long_to_hold_in_mind() -> None:
+    wrong = [
+        f"{source.path}: {source.text.count(chr(10))} lines"
+        for source in sources()
+        if source.text.count("\n") > MAX_LINES and source.path not in LONG_FILES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_say_something() -> None:
+    wrong = [source.path for source in sources() if source.path.rsplit("/", 1)[-1].removesuffix(".py") in BAD_FILE_NAMES]
+    for source in sources():
+        for node in source.nodes():
+            if isinstance(node, ast.ClassDef) and node.name.endswith(BAD_WORDS_IN_CLASSES):
+                wrong.append(f"{place(source, node)}: {node.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_exemptions_are_still_needed() -> None:
+    """An exemption for a file that is gone would let a new file of that name slip through."""
+    paths = [source.path for source in sources()]
+    stale = [entry for entry in (*LONG_FILES, *TASK_OWNERS) if entry not in paths]
+    assert not stale
