@@ -11,10 +11,11 @@ The promises, held by every scheme and checked by `transports.checks`:
 * Ownership: the tensors given to `send` must not change until `send` returns; afterwards they are the caller's again, unless
   `capabilities.aliases_sender` says that the receiver may see the sender's own memory (then: never write to them again).
 * Received tensors may alias the transport's memory; that memory is kept until the last object referring to `Tensor.data` is
-  gone, even after `aclose`. Received headers are copies.
+  gone, even after `aclose`. Received headers are copies. A buffer that came from another process may be written to.
 * Cancelling `recv` loses no message. Cancelling `send` either sent the whole message or nothing of it.
 * `aclose` is idempotent; it wakes pending `send` and `recv` of this side with ClosedChannelError. The peer still receives all
-  that was sent before, then EndOfChannel. A peer that dies is BrokenChannelError once what it had sent completely is received.
+  that was sent before, then EndOfChannel; its own `send` raises BrokenChannelError, as nobody will read it. A peer that dies is
+  BrokenChannelError once what it had sent completely is received. A peer that is stopped delays `aclose` by LINGER_SECONDS at most.
 * Nothing is allocated on a peer's word before it is checked against the limits; an invalid message closes the channel
   (BrokenChannelError), never more.
 * Nothing outlives the channel: no descriptor, task, thread, file, shared memory.
@@ -31,12 +32,17 @@ import msgspec
 from transports.message import Message
 
 PROTOCOL_VERSION = 1
+LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one channel, from the specs of the edges it carries. All sizes in bytes."""
+    """Bounds of one channel, from the specs of the edges it carries. All sizes in bytes.
 
-    max_header_bytes: int = 1 << 16
+    When the two ends declare different limits, the smaller value holds, field by field. A message larger than
+    `capacity_bytes` but within `max_message_bytes` travels alone: it waits until nothing else is on the way.
+    """
+
+    max_header_bytes: int = 1 << 16  # the whole encoded envelope: kind, tag, header, tensor specs
     max_tensors: int = 16
     max_message_bytes: int = 1 << 24
     capacity_messages: int = 64
@@ -68,7 +74,8 @@ class ChannelStatistics(msgspec.Struct):
     bytes_received: int = 0
     sends_waited: int = 0  # sends that found the channel full
     late_wakeups: int = 0  # wake-ups found only by the bounded re-check: a lost one, must stay 0
-    held_buffers: int = 0  # received buffers still referred to
+    held_buffers: int = 0  # received buffers still referred to that lie in the transport's memory
+    messages_dropped: int = 0  # repeated messages, each dropped once
 
 
 class Channel(ABC):
@@ -81,7 +88,7 @@ class Channel(ABC):
     async def send(self, message: Message) -> None:
         """Hand over `message`; waits while the channel is full. Does not suspend when there is room.
 
-        Raises LimitError (too large, nothing sent), ClosedChannelError, BrokenChannelError.
+        Raises LimitError or InvalidMessageError (nothing sent), ClosedChannelError, BrokenChannelError.
         """
 
     @abstractmethod

@@ -37,3 +37,7 @@ class AddressError(TransportError, ValueError):
 
 class UnavailableError(TransportError):
     """This transport cannot work here; the text says why and what to install."""
+
+
+class InvalidMessageError(TransportError, ValueError):
+    """What was given to `send` is not a message: an unknown dtype, a buffer of another size than its spec. Nothing was sent."""

@@ -80,7 +80,8 @@ class Message(msgspec.Struct, gc=False):
         if type(self.header) is header_type:
             return self.header
         if isinstance(self.header, (bytes, bytearray, memoryview)):
-            return _decoder(header_type).decode(self.header)
+            decoder: msgspec.msgpack.Decoder[H] = _decoder(header_type)
+            return decoder.decode(self.header)
         raise msgspec.ValidationError(f"a {self.kind!r} message carries no {header_type.__name__} header")
 
 

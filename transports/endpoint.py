@@ -1,0 +1,267 @@
+"""What every scheme's channel and listener do alike, so that each scheme only says how bytes move.
+
+Here: `Endpoint` (the line of waiting senders, the one receiver, the ways a channel ends) and `Backlog` (accepted channels waiting for
+`accept`). Not here: any medium. Called by inproc.py, stream.py, shared_memory.py, zeromq.py.
+
+A scheme's channel gives two synchronous functions, `_transmit` (send now or say no) and `_take` (next message or None), and calls
+`_wake_receiver` and `_wake_sender` when trying again may help. Nothing is handed over inside a future: a woken caller tries again, so
+a cancelled call loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+
+import msgspec
+
+from transports.contract import Channel, ChannelStatistics, Identity, Limits
+from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel
+from transports.message import Message
+
+YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
+
+
+class Endpoint(Channel):
+    """One end of a channel; subclasses move the bytes."""
+
+    yields = True  # whether a peer in another process can keep `recv` from ever waiting
+
+    def __init__(self, limits: Limits, peer: Identity) -> None:
+        self.peer = peer
+        self.limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._counters = ChannelStatistics()
+        self._closed = False  # by this side
+        self._broken: str | None = None  # by the world, and why
+        self._ended = False  # by the peer, in order
+        self._receiver: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None  # what the sender at the head of the line waits on
+        self._line_taken = False
+        self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
+        self._gone: asyncio.Future[None] | None = None
+        self._streak = 0
+
+    # What a scheme gives.
+
+    @abstractmethod
+    def _transmit(self, message: Message) -> bool:
+        """Send `message` whole and now, or return False with nothing done. Raises LimitError, InvalidMessageError."""
+
+    @abstractmethod
+    def _take(self) -> Message | None:
+        """The next message that is here, else None."""
+
+    @abstractmethod
+    async def _shut(self) -> None:
+        """Tell the peer that this is the end and let go of everything; called once, must not fail."""
+
+    def _advance(self, message: Message) -> bool:
+        """As `_transmit`, for the sender at the head of the line; it may send a message in parts over several calls."""
+        return self._transmit(message)
+
+    def _abandon(self) -> None:
+        """The sender at the head of the line gave up between two calls of `_advance`."""
+
+    def _expect_message(self) -> bool:
+        """`recv` is about to wait. True when a message came meanwhile, so that it must not."""
+        return False
+
+    def _expect_room(self) -> bool:
+        """`send` is about to wait. True when room came meanwhile, so that it must not."""
+        return False
+
+    # The contract.
+
+    def send_nowait(self, message: Message) -> bool:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return not self._line_taken and self._transmit(message)
+
+    async def send(self, message: Message) -> None:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        if self._line_taken or not self._transmit(message):
+            await self._send_in_line(message)
+
+    def recv_nowait(self) -> Message | None:
+        if self._receiver is not None:
+            raise BusyChannelError("another task is in recv of this channel")
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        message = self._take()
+        if message is None and (self._ended or self._broken is not None):
+            self._raise_unreceivable()
+        return message
+
+    async def recv(self) -> Message:
+        if self._receiver is not None:
+            raise BusyChannelError("another task is in recv of this channel")
+        if self._streak >= YIELD_AFTER:
+            self._streak = 0
+            self._receiver = self._loop.create_future()
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._receiver = None
+        while True:
+            if self._closed:
+                raise ClosedChannelError("this channel was closed")
+            message = self._take()
+            if message is not None:
+                self._streak += self.yields
+                return message
+            if self._ended or self._broken is not None:
+                self._raise_unreceivable()
+            if self._expect_message():
+                continue
+            self._streak = 0
+            future = self._receiver = self._loop.create_future()
+            try:
+                await future
+            finally:
+                self._receiver = None
+
+    async def aclose(self) -> None:
+        if self._gone is not None:
+            await asyncio.shield(self._gone)
+            return
+        self._gone = self._loop.create_future()
+        self._closed = True
+        self._wake_receiver()
+        self._wake_sender()
+        try:
+            await self._shut()
+        finally:
+            self._gone.set_result(None)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._broken is not None
+
+    def statistics(self) -> ChannelStatistics:
+        return msgspec.structs.replace(self._counters)
+
+    # For schemes.
+
+    def _wake_receiver(self) -> None:
+        future = self._receiver
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _wake_sender(self) -> None:
+        future = self._room
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _end(self) -> None:
+        """The peer has closed in order; what it sent before may still be taken."""
+        if self._broken is None:
+            self._ended = True
+        self._wake_receiver()
+        self._wake_sender()
+
+    def _break(self, reason: str) -> None:
+        """The channel is broken; what had arrived whole may still be taken. The first reason holds."""
+        if self._broken is None and not self._ended:
+            self._broken = reason
+        self._wake_receiver()
+        self._wake_sender()
+
+    # Inside.
+
+    async def _send_in_line(self, message: Message) -> None:
+        self._counters.sends_waited += 1
+        if self._line_taken:
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._turns.append(turn)
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._pass_turn()
+                else:
+                    self._turns.remove(turn)
+                raise
+        self._line_taken = True
+        try:
+            while True:
+                if self._closed or self._ended or self._broken is not None:
+                    self._raise_unsendable()
+                if self._advance(message):
+                    return
+                if self._expect_room():
+                    continue
+                self._room = self._loop.create_future()
+                try:
+                    await self._room
+                finally:
+                    self._room = None
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._line_taken = False
+
+    def _raise_unsendable(self) -> None:
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        raise BrokenChannelError(self._broken or f"{self.peer.name or 'the peer'} has closed the channel")
+
+    def _raise_unreceivable(self) -> None:
+        if self._ended:
+            raise EndOfChannel(f"{self.peer.name or 'the peer'} has closed the channel")
+        raise BrokenChannelError(self._broken)
+
+
+class Backlog:
+    """Accepted channels waiting for `accept`; bounded by `capacity`."""
+
+    def __init__(self, capacity: int = 128) -> None:
+        self.capacity = capacity
+        self.closed = False
+        self._channels: deque[Channel] = deque()
+        self._acceptor: asyncio.Future[None] | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self._channels) >= self.capacity
+
+    def put(self, channel: Channel) -> None:
+        """Add a channel; the caller has looked at `full`."""
+        self._channels.append(channel)
+        self._wake()
+
+    async def accept(self) -> Channel:
+        """See Listener.accept."""
+        if self._acceptor is not None:
+            raise BusyChannelError("another task is in accept of this listener")
+        while not self.closed:
+            if self._channels:
+                return self._channels.popleft()
+            self._acceptor = asyncio.get_running_loop().create_future()
+            try:
+                await self._acceptor
+            finally:
+                self._acceptor = None
+        raise ClosedChannelError("this listener was closed")
+
+    async def aclose(self) -> None:
+        """Wake `accept` and close the channels that nobody has accepted."""
+        self.closed = True
+        self._wake()
+        while self._channels:
+            await self._channels.popleft().aclose()
+
+    def _wake(self) -> None:
+        if self._acceptor is not None and not self._acceptor.done():
+            self._acceptor.set_result(None)

@@ -1,0 +1,166 @@
+"""The reference transport: both ends live in one event loop, messages pass by reference.
+
+Here: InprocTransport, its listener and its channel. Not here: copies of any kind; a header may stay the struct it was. It shows how a
+transport behaves when nothing is lost, slow or dead, and it is the way between actors that share a process, so it does little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import deque
+from itertools import count
+from math import prod
+from typing import ClassVar
+
+from transports.address import expect_scheme
+from transports.codec import check_limits
+from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
+from transports.endpoint import Backlog, Endpoint
+from transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
+from transports.handshake import check_key
+from transports.message import DTYPE_BYTES, Message
+
+_listeners: dict[str, InprocListener] = {}
+_free_names = count(1)
+
+
+class InprocChannel(Endpoint):
+    """One end; `_other` is the other one. `_inbox` holds (message, payload bytes) that the other end has sent."""
+
+    scheme: ClassVar[str] = "inproc"
+    yields = False
+
+    def __init__(self, limits: Limits, peer: Identity) -> None:
+        super().__init__(limits, peer)
+        self._other = self
+        self._inbox: deque[tuple[Message, int]] = deque()
+        self._inbox_bytes = 0
+        self._capacity_messages = limits.capacity_messages
+        self._capacity_bytes = limits.capacity_bytes
+
+    @classmethod
+    def pair(cls, limits: Limits, first: Identity, second: Identity) -> tuple[InprocChannel, InprocChannel]:
+        """Two connected ends: `first`'s, whose peer is `second`, and the other way round."""
+        one, two = cls(limits, second), cls(limits, first)
+        one._other, two._other = two, one
+        return one, two
+
+    def _transmit(self, message: Message) -> bool:
+        other = self._other
+        inbox = other._inbox
+        size = 0
+        if message.tensors or type(message.header) is bytes:
+            size = self._payload_bytes(message)
+        if inbox and (len(inbox) >= self._capacity_messages or other._inbox_bytes + size > self._capacity_bytes):
+            return False
+        inbox.append((message, size))
+        other._inbox_bytes += size
+        counters = self._counters
+        counters.messages_sent += 1
+        counters.bytes_sent += size
+        future = other._receiver
+        if future is not None and not future.done():
+            future.set_result(None)
+        return True
+
+    def _take(self) -> Message | None:
+        if not self._inbox:
+            return None
+        message, size = self._inbox.popleft()
+        self._inbox_bytes -= size
+        counters = self._counters
+        counters.messages_received += 1
+        counters.bytes_received += size
+        room = self._other._room
+        if room is not None and not room.done():
+            room.set_result(None)
+        return message
+
+    def _payload_bytes(self, message: Message) -> int:
+        size = 0
+        for tensor in message.tensors:
+            spec = tensor.spec
+            try:
+                size += DTYPE_BYTES[spec.dtype] * prod(spec.shape)
+            except KeyError:
+                raise InvalidMessageError(f"unknown dtype {spec.dtype[:32]!r}; known: {', '.join(DTYPE_BYTES)}") from None
+        limits = self.limits
+        if size > limits.max_message_bytes or len(message.tensors) > limits.max_tensors:
+            check_limits(message, size, limits)
+        if type(message.header) is bytes and len(message.header) > limits.max_header_bytes:
+            raise LimitError(f"the header of a {message.kind!r} message takes {len(message.header)} bytes of {limits.max_header_bytes}")
+        return size
+
+    async def _shut(self) -> None:
+        self._inbox.clear()
+        self._inbox_bytes = 0
+        self._other._end()
+
+
+class InprocListener(Listener):
+    """Accepts channels from the same event loop."""
+
+    def __init__(self, address: str, limits: Limits, key: bytes, identity: Identity) -> None:
+        self.address = address
+        self.limits = limits
+        self.identity = identity
+        self.loop = asyncio.get_running_loop()
+        self.backlog = Backlog()
+        self._key = key
+        self._rejected = 0
+
+    def admit(self, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        """The connecting side's end of a new channel."""
+        if not hmac.compare_digest(key, self._key):
+            self._rejected += 1
+            raise HandshakeError("the peer does not know the key of this run")
+        if self.backlog.full:
+            raise AddressError(f"{self.address} has {self.backlog.capacity} connections that nobody has accepted yet")
+        names = Limits.__struct_fields__
+        agreed = Limits(**{name: min(getattr(limits, name), getattr(self.limits, name)) for name in names})
+        ours, theirs = InprocChannel.pair(agreed, self.identity, identity)
+        self.backlog.put(ours)
+        return theirs
+
+    async def accept(self) -> Channel:
+        return await self.backlog.accept()
+
+    @property
+    def rejected(self) -> int:
+        return self._rejected
+
+    async def aclose(self) -> None:
+        if _listeners.get(self.address) is self:
+            del _listeners[self.address]
+        await self.backlog.aclose()
+
+
+class InprocTransport(Transport):
+    """`inproc://name`, for actors that share a process and an event loop."""
+
+    scheme: ClassVar[str] = "inproc"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, aliases_sender=True, between_processes=False)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        if not name:
+            address = f"inproc://free-{next(_free_names)}"
+        held = _listeners.get(address)
+        if held is not None and not held.loop.is_closed():
+            raise AddressError(f"somebody listens at {address} already")
+        listener = _listeners[address] = InprocListener(address, limits, key, identity)
+        return listener
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        expect_scheme(address, self.scheme)
+        listener = _listeners.get(address)
+        if listener is None or listener.loop is not asyncio.get_running_loop():
+            raise AddressError(f"nobody listens at {address} in this event loop")
+        return listener.admit(limits, key, identity)

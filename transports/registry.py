@@ -1,0 +1,71 @@
+"""From a scheme's name to its transport.
+
+Here: the schemes this package brings, and those that other packages register under the entry point group `flowrt.transports`
+(name = scheme, object = a subclass of Transport). Not here: which scheme to choose (the graph says, or `auto` above this room).
+A scheme's file, and the library it needs, is imported at the first use of that scheme.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+from transports.contract import Transport
+from transports.errors import AddressError, UnavailableError
+
+ENTRY_POINT_GROUP = "flowrt.transports"
+
+_BUILT_IN = {
+    "inproc": "transports.inproc:InprocTransport",
+    "shm": "transports.shared_memory:SharedMemoryTransport",
+    "zmq": "transports.zeromq:ZeroMQTransport",
+}
+
+
+def known_schemes() -> tuple[str, ...]:
+    """Every scheme that can be asked for, whether or not it works here: our own first, then registered ones by name."""
+    registered = sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(_BUILT_IN))
+    return (*_BUILT_IN, *registered)
+
+
+def transport_class(scheme: str) -> type[Transport]:
+    """The class behind `scheme`, available or not. Raises AddressError listing the known ones, UnavailableError if it cannot load."""
+    if scheme in _BUILT_IN:
+        module, name = _BUILT_IN[scheme].split(":")
+        loaded = getattr(import_module(module), name)
+    else:
+        loaded = _load(scheme, _registered(scheme))
+    if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
+        raise UnavailableError(f"transport {scheme!r}: its entry point is {loaded!r}, not a subclass of transports.contract.Transport")
+    return loaded
+
+
+def unavailable_reason(scheme: str) -> str | None:
+    """None when `scheme` works here, else the sentence that says why not. Raises AddressError for an unknown scheme."""
+    try:
+        return transport_class(scheme).unavailable_reason()
+    except UnavailableError as error:
+        return str(error)
+
+
+def get_transport(scheme: str) -> Transport:
+    """A new transport of `scheme`; keep one per event loop. Raises AddressError (unknown scheme), UnavailableError."""
+    found = transport_class(scheme)
+    reason = found.unavailable_reason()
+    if reason is not None:
+        raise UnavailableError(reason)
+    return found()
+
+
+def _registered(scheme: str) -> EntryPoint:
+    found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=scheme))
+    if not found:
+        raise AddressError(f"unknown transport {scheme[:64]!r}; known: {', '.join(known_schemes())}")
+    return found[0]
+
+
+def _load(scheme: str, entry_point: EntryPoint) -> object:
+    try:
+        return entry_point.load()
+    except Exception as error:
+        raise UnavailableError(f"transport {scheme!r} cannot be loaded from {entry_point.value}: {error}") from error

@@ -1,0 +1,262 @@
+"""A channel over a stream socket that is already connected: the control line between a parent and the worker it started.
+
+Here: StreamChannel ("pipe"). Not here: listening and connecting (there is no address; the socket was inherited, which is why no key is
+proved), and bulk: payloads are copied once on the way out and read straight into their final memory on the way in.
+
+A frame is `uint8 kind, 3 zero bytes, uint32 length` and a body of that length, little-endian:
+
+    MESSAGE  the envelope; the tensors' bytes follow the body, their sizes are in the envelope
+    TAKEN    uint64 messages, uint64 bytes: how much the receiver's user has taken since the start
+    WAITING  (empty) the sender waits for room and asks for a TAKEN as soon as there is more
+    CLOSE    (empty) the orderly end; end-of-file anywhere else means that the peer died
+
+Both ends read as soon as bytes arrive; the credit window (window.py) bounds what can arrive, and a peer that exceeds it is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+from transports.codec import Envelope, Part, WireError, assemble, decode_envelope, encode, is_repeat
+from transports.contract import LINGER_SECONDS, Identity, Limits
+from transports.endpoint import Endpoint
+from transports.message import Message
+from transports.window import ReceiveWindow, SendWindow
+
+_FRAME = struct.Struct("<B3xI")
+_TAKEN = struct.Struct("<QQ")
+_MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND = 1, 2, 3, 4
+_SCRATCH_BYTES = 1 << 16
+_READ_BYTES_AT_ONCE = 1 << 20  # then the loop turns, and calls again
+
+
+class StreamChannel(Endpoint):
+    """One end of a socket pair, or of any connected stream socket. Make it with `from_socket`."""
+
+    scheme: ClassVar[str] = "pipe"
+
+    def __init__(self, sock: socket.socket, limits: Limits, peer: Identity) -> None:
+        super().__init__(limits, peer)
+        sock.setblocking(False)
+        self._socket = sock
+        self._fd = sock.fileno()
+        self._outbox: deque[memoryview] = deque()  # what the kernel would not take yet; bounded by the window
+        self._flushed: asyncio.Future[None] | None = None
+        self._sending = SendWindow(limits)
+        self._asked_for_room = False
+        self._inbox: deque[tuple[Message, int]] = deque()
+        self._receiving = ReceiveWindow(limits)
+        self._expected = 0
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch_start = self._scratch_end = 0
+        self._target = memoryview(bytearray(_FRAME.size))
+        self._filled = 0
+        self._then: Callable[[], None] = self._read_frame
+        self._frame_buffer = self._target
+        self._envelope: Envelope | None = None
+        self._buffers: list[bytearray] = []
+        self._payload_index = 0
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    @classmethod
+    async def from_socket(cls, sock: socket.socket, limits: Limits, peer: Identity) -> Self:
+        """A channel over `sock`, which it now owns. Both ends must be given the same `limits`. `peer` is taken on trust."""
+        return cls(sock, limits, peer)
+
+    # Sending.
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        size = sum(map(len, parts)) - len(parts[0])
+        if not self._sending.fits(size):
+            return False
+        self._sending.add(size)
+        self._counters.messages_sent += 1
+        self._counters.bytes_sent += size
+        self._write([_FRAME.pack(_MESSAGE_KIND, len(parts[0])), *parts])
+        return True
+
+    def _expect_room(self) -> bool:
+        if not self._asked_for_room:
+            self._asked_for_room = True
+            self._write([_FRAME.pack(_WAITING_KIND, 0)])
+        return False
+
+    def _write(self, parts: list[Part]) -> None:
+        """Give `parts` to the kernel, keep a copy of what it does not take. A dead peer is noticed by reading, not here."""
+        sent = 0
+        if not self._outbox:
+            try:
+                sent = self._socket.sendmsg(parts)
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError:
+                return
+        for part in parts:
+            if sent >= len(part):
+                sent -= len(part)
+                continue
+            if not self._outbox:
+                self._loop.add_writer(self._fd, self._on_writable)
+            self._outbox.append(memoryview(bytes(part[sent:])))
+            sent = 0
+
+    def _on_writable(self) -> None:
+        try:
+            sent = self._socket.sendmsg([self._outbox[index] for index in range(min(len(self._outbox), 64))])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._outbox.clear()
+            sent = 0
+        while self._outbox and sent >= len(self._outbox[0]):
+            sent -= len(self._outbox.popleft())
+        if self._outbox:
+            self._outbox[0] = self._outbox[0][sent:]
+            return
+        self._loop.remove_writer(self._fd)
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+
+    # Receiving.
+
+    def _take(self) -> Message | None:
+        if not self._inbox:
+            return None
+        message, size = self._inbox.popleft()
+        if self._receiving.took(size):
+            self._tell_taken()
+        self._counters.messages_received += 1
+        self._counters.bytes_received += size
+        return message
+
+    def _tell_taken(self) -> None:
+        if not self._ended and self._broken is None:
+            self._write([_FRAME.pack(_TAKEN_KIND, _TAKEN.size), _TAKEN.pack(*self._receiving.told())])
+
+    def _on_readable(self) -> None:
+        budget = _READ_BYTES_AT_ONCE
+        try:
+            while budget > 0:
+                received = self._receive()
+                if received < 0:
+                    return
+                if received == 0:
+                    raise WireError(f"{self.peer.name or 'the peer'} died: its end of the line closed without a word")
+                budget -= received
+                self._parse()
+                if self._ended or self._closed:
+                    return
+        except (OSError, WireError) as error:
+            self._stop_reading()
+            self._break(str(error))
+
+    def _receive(self) -> int:
+        """Read into the target if it is large, else into the scratch buffer. -1: nothing there now; 0: end of file."""
+        try:
+            if len(self._target) - self._filled >= _SCRATCH_BYTES:
+                received = self._socket.recv_into(self._target[self._filled :])
+                self._filled += received
+                return received
+            self._scratch_start = 0
+            self._scratch_end = 0  # _parse leaves nothing behind
+            self._scratch_end = self._socket.recv_into(self._scratch)
+            return self._scratch_end
+        except (BlockingIOError, InterruptedError):
+            return -1
+
+    def _parse(self) -> None:
+        while True:
+            missing = len(self._target) - self._filled
+            if missing:
+                count = min(missing, self._scratch_end - self._scratch_start)
+                if not count:
+                    return
+                end = self._scratch_start + count
+                self._target[self._filled : self._filled + count] = self._scratch[self._scratch_start : end]
+                self._scratch_start = end
+                self._filled += count
+                if count < missing:
+                    return
+            self._then()
+            if self._ended:
+                return
+
+    def _expect(self, target: bytearray | memoryview, then: Callable[[], None]) -> None:
+        self._target = target if isinstance(target, memoryview) else memoryview(target)
+        self._filled = 0
+        self._then = then
+
+    def _read_frame(self) -> None:
+        kind, length = _FRAME.unpack(self._frame_buffer)
+        if kind == _MESSAGE_KIND and length <= self.limits.max_header_bytes:
+            self._expect(bytearray(length), self._read_envelope)
+        elif kind == _TAKEN_KIND and length == _TAKEN.size:
+            self._expect(bytearray(length), self._read_taken)
+        elif kind == _WAITING_KIND and not length:
+            self._receiving.sender_waits = True
+            if self._receiving.taken_messages > self._receiving.told_messages:
+                self._tell_taken()
+            self._expect(self._frame_buffer, self._read_frame)
+        elif kind == _CLOSE_KIND and not length:
+            self._stop_reading()
+            self._end()
+        else:
+            raise WireError(f"a frame of kind {kind} and {length} bytes")
+
+    def _read_taken(self) -> None:
+        self._sending.update(*_TAKEN.unpack(self._target))
+        self._asked_for_room = False
+        self._wake_sender()
+        self._expect(self._frame_buffer, self._read_frame)
+
+    def _read_envelope(self) -> None:
+        self._envelope, sizes = decode_envelope(bytes(self._target), self.limits)
+        if not is_repeat(self._envelope.sequence, self._expected):
+            self._receiving.arrived(sum(sizes))  # before memory is taken for it
+        self._buffers = [bytearray(size) for size in sizes]
+        self._payload_index = 0
+        self._read_payload()
+
+    def _read_payload(self) -> None:
+        if self._payload_index < len(self._buffers):
+            self._payload_index += 1
+            self._expect(self._buffers[self._payload_index - 1], self._read_payload)
+            return
+        envelope, buffers = self._envelope, self._buffers
+        assert envelope is not None
+        self._envelope, self._buffers = None, []
+        self._expect(self._frame_buffer, self._read_frame)
+        if is_repeat(envelope.sequence, self._expected):
+            self._counters.messages_dropped += 1
+            return
+        self._expected += 1
+        self._inbox.append((assemble(envelope, buffers), sum(map(len, buffers))))
+        self._wake_receiver()
+
+    def _stop_reading(self) -> None:
+        self._loop.remove_reader(self._fd)
+
+    # Closing.
+
+    async def _shut(self) -> None:
+        try:
+            if not self._ended and self._broken is None:
+                self._write([_FRAME.pack(_CLOSE_KIND, 0)])
+                if self._outbox:
+                    self._flushed = self._loop.create_future()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LINGER_SECONDS):
+                            await self._flushed
+        finally:
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+            self._outbox.clear()
+            self._inbox.clear()
+            self._socket.close()
