@@ -1,0 +1,242 @@
+"""The engine of one group: requests, cancels and finished steps in, tokens, ends and new steps out.
+
+Here: Engine: the life of each request in the group, and steps as transactions. Not here: which sequences take part in a step
+(scheduler.py), what a step computes (the model's graph), who sends what is decided (flowrt/workers). Pure: no await, no torch, no
+clock. The same events in the same order give the same decisions.
+
+How a worker drives it: give it an event; carry out the returned decisions in order; then start what `next_steps()` returns. A
+lane is free again after its `step_done`, so the worker never waits for one lane before it serves another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from flowrt.actors.control import Ended, Request, Token
+from flowrt.engine.batch import Part, build_batch, produces_token
+from flowrt.engine.decision import Decision, Emit, End, StartStep
+from flowrt.engine.scheduler import Scheduler
+from flowrt.engine.sequence import Reason, Sequence
+from flowrt.engine.validation import refusal
+from flowrt.graph.model import GraphLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counts since the start, and what is there now (waiting, running, free pages)."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_pages: int
+    num_requests: int
+    num_steps: int  # committed ones
+    num_rows: int  # rows of committed steps
+    num_tokens: int  # tokens emitted
+    num_preemptions: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    number: int
+    parts: list[Part]
+    num_samples: int
+
+
+class Engine:
+    """`max_batch`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
+
+    `num_remembered` bounds how many ended or cancelled attempts are remembered, so that a repeated Submit or Cancel does nothing.
+    """
+
+    def __init__(
+        self,
+        limits: GraphLimits,
+        num_lanes: int,
+        max_position_embeddings: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        *,
+        chunk_tokens: int = 0,
+        num_remembered: int = 4096,
+    ) -> None:
+        self._limits = limits
+        self._max_position_embeddings = max_position_embeddings
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._scheduler = Scheduler(limits, num_lanes, chunk_tokens)
+        self._alive: dict[str, Sequence] = {}  # by request: its one attempt that has not ended
+        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its end was told; oldest first, bounded
+        self._num_remembered = num_remembered
+        self._steps: list[_Step | None] = [None] * num_lanes
+        self._next_step = [0] * num_lanes
+        self._epoch = 0
+        self._draining = False
+        self._num_requests = self._num_steps = self._num_rows = self._num_tokens = 0
+
+    @property
+    def epoch(self) -> int:
+        """How often this group was rolled back. Messages of an older epoch are to be dropped."""
+        return self._epoch
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._steps)
+
+    @property
+    def idle(self) -> bool:
+        """No request is alive and no step runs."""
+        return not self._alive and not any(self._steps)
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and self.idle
+
+    # Requests
+
+    def submit(self, request: Request) -> list[Decision]:
+        """Take a request. One that cannot be served ends at once with reason error; a repeated one is ignored."""
+        key = (request.id, request.attempt)
+        known = self._alive.get(request.id)
+        if self._over.get(key) or (known is not None and known.request.attempt == request.attempt):
+            return []
+        if key in self._over or (known is not None and known.request.attempt > request.attempt):
+            return [self._tell_end(request, "cancelled")]
+        decisions: list[Decision] = []
+        if known is not None:  # the gateway has placed it again: nobody listens to the older attempt any more
+            decisions += self._end(known, "cancelled")
+        self._num_requests += 1
+        sequence = Sequence(request, order=self._num_requests)
+        error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
+        if error is None and self._draining:
+            error = "the group is draining and takes no new requests"
+        if error is not None:
+            return [*decisions, self._tell_end(request, "error", error)]
+        if (reason := sequence.end_reason(self._eos_token_ids)) is not None:  # the committed tokens were all of it
+            return [*decisions, self._tell_end(request, reason)]
+        self._alive[request.id] = sequence
+        self._scheduler.add(sequence)
+        return decisions
+
+    def cancel(self, request_id: str, attempt: int) -> list[Decision]:
+        """End an attempt with reason cancelled. After its end: nothing. Before its Submit has come: it will end when it comes.
+
+        Its pages are free at once, or when the step that it takes part in is over.
+        """
+        sequence = self._alive.get(request_id)
+        if sequence is not None and sequence.request.attempt == attempt:
+            return self._end(sequence, "cancelled")
+        if (request_id, attempt) not in self._over:
+            self._remember((request_id, attempt), told=False)
+        return []
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those taken are finished. `drained` says when."""
+        self._draining = True
+
+    # Steps
+
+    def next_step(self, lane: int) -> StartStep | None:
+        """Begin the lane's next step; None when one is running there or the lane has nothing to do now."""
+        if self._steps[lane] is not None:
+            return None
+        parts = self._scheduler.schedule(lane)
+        if not parts:
+            return None
+        batch = build_batch(parts, self._limits.page_tokens)
+        number = self._next_step[lane]
+        self._next_step[lane] += 1
+        self._steps[lane] = _Step(number, parts, len(batch.samples))
+        return StartStep(self._epoch, lane, number, batch)
+
+    def next_steps(self) -> list[StartStep]:
+        """Begin a step in every free lane that has something to do. To be asked after every event: what one lane's event frees
+        may be what another lane waits for."""
+        steps = (self.next_step(lane) for lane in range(len(self._steps)))
+        return [step for step in steps if step is not None]
+
+    def step_done(self, lane: int, step: int, token_ids: ListLike[int]) -> list[Decision]:
+        """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens.
+
+        A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens.
+        """
+        running = self._steps[lane]
+        if running is None or running.number != step:
+            return []
+        if len(token_ids) != running.num_samples:
+            raise ValueError(f"step {step} of lane {lane} has {running.num_samples} sample rows, {len(token_ids)} tokens were given")
+        self._steps[lane] = None
+        self._num_steps += 1
+        decisions: list[Decision] = []
+        tokens = iter(token_ids)
+        for sequence, num_rows in running.parts:
+            sequence.in_step = False
+            self._num_rows += num_rows
+            token_id = next(tokens) if produces_token(sequence, num_rows) else None
+            sequence.num_computed_tokens += num_rows
+            if sequence.cancelled:
+                self._scheduler.remove(sequence)
+            elif token_id is not None:
+                decisions += self._append(sequence, token_id)
+        return decisions
+
+    def roll_back(self) -> list[Decision]:
+        """Drop the steps running in all lanes and begin a new epoch. What was committed stays; the rows are computed again.
+
+        KV written by a dropped step lies beyond the committed length of its sequences, so it is written over and never read.
+        Call it when no message of the old epoch can still write into this group's pages. Decisions: none today.
+        """
+        self._epoch += 1
+        for lane, running in enumerate(self._steps):
+            self._steps[lane] = None
+            for sequence, _ in running.parts if running is not None else ():
+                sequence.in_step = False
+                if sequence.cancelled:
+                    self._scheduler.remove(sequence)
+        return []
+
+    def statistics(self) -> EngineStatistics:
+        scheduler = self._scheduler
+        return EngineStatistics(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_free_pages=scheduler.pages.num_free,
+            num_pages=scheduler.pages.num_pages,
+            num_requests=self._num_requests,
+            num_steps=self._num_steps,
+            num_rows=self._num_rows,
+            num_tokens=self._num_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            epoch=self._epoch,
+        )
+
+    # Ends
+
+    def _append(self, sequence: Sequence, token_id: int) -> list[Decision]:
+        request = sequence.request
+        decisions: list[Decision] = [Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,)))]
+        sequence.tokens.append(token_id)
+        self._num_tokens += 1
+        if (reason := sequence.end_reason(self._eos_token_ids)) is not None:
+            decisions += self._end(sequence, reason)
+        return decisions
+
+    def _end(self, sequence: Sequence, reason: Reason) -> list[Decision]:
+        del self._alive[sequence.request.id]
+        if sequence.in_step:
+            sequence.cancelled = True
+        else:
+            self._scheduler.remove(sequence)
+        return [self._tell_end(sequence.request, reason)]
+
+    def _tell_end(self, request: Request, reason: Reason, error: str | None = None) -> End:
+        self._remember((request.id, request.attempt), told=True)
+        return End(Ended(request.id, request.attempt, reason, error))
+
+    def _remember(self, key: tuple[str, int], told: bool) -> None:
+        self._over[key] = told
+        while len(self._over) > self._num_remembered:
+            del self._over[next(iter(self._over))]

@@ -1,0 +1,26 @@
+"""Which group a request goes to. Pure; called by the gateway.
+
+Here: GroupLoad, choose_group. Not here: who counts the loads (flowrt/cluster/gateway.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """What a group has been given and has not ended: pending and running together."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # prompt tokens and new tokens still to come
+
+
+def choose_group(loads: Mapping[str, GroupLoad], avoid: Collection[str] = ()) -> str | None:
+    """The group with the fewest requests, then the fewest tokens, then the first in the mapping's order. None: there is none.
+
+    Requests before tokens: while decoding, a request costs a row of every step whatever its length is.
+    """
+    names = [name for name in loads if name not in avoid]
+    return min(names, key=lambda name: (loads[name].num_requests, loads[name].num_tokens), default=None)

@@ -1,0 +1,178 @@
+"""Which sequences have rows in a lane's next step, and which pages they get.
+
+Here: Scheduler: the queue, admission, lanes, pages, preemption, chunks. Not here: requests, steps and what their results mean
+(engine.py), lists for tensors (batch.py). Pure: no clock, no await, no torch. Called by the engine only.
+
+Nobody waits for ever, because everything goes by `order` (age):
+- Admission is first come, first served, from free pages only, with the pages of all its tokens and one page of head-room for
+  each running sequence that may still grow (which keeps a preempted sequence from being re-admitted only to be preempted again).
+- A decoding sequence that needs a page takes it from the youngest sequence that is younger than itself and in no step; that one
+  goes back to its place in the queue and is computed again later.
+- When all younger ones are in steps, it claims: until it has its page, no younger one gets any. So the oldest sequence always
+  proceeds, and alone it fits (validation.py), so every sequence ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from flowrt.engine.batch import Part
+from flowrt.engine.page_allocator import PageAllocator
+from flowrt.engine.sequence import Sequence, State
+from flowrt.engine.validation import num_pages_for
+from flowrt.graph.model import GraphLimits
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class Scheduler:
+    """`chunk_tokens` > 0 cuts prompts at its multiples from position 0 and replays output tokens one per step (DESIGN: strict
+    numerics), so that the cuts do not depend on the neighbours; 0 cuts wherever the step is full."""
+
+    def __init__(self, limits: GraphLimits, num_lanes: int, chunk_tokens: int = 0) -> None:
+        if num_lanes < 1:
+            raise ValueError(f"num_lanes is {num_lanes}, it must be at least 1")
+        if not 0 <= chunk_tokens <= limits.max_step_tokens:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}, it must be from 0 to limits.max_step_tokens ({limits.max_step_tokens})")
+        self.pages = PageAllocator(limits.kv_pages)
+        self.waiting: list[Sequence] = []  # both lists oldest first
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._limits = limits
+        self._num_lanes = num_lanes
+        self._chunk_tokens = chunk_tokens
+        self._turn = 0
+        self._claim: Sequence | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_age)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended: its pages are free again. Not while it is in a step."""
+        self._release(sequence)
+        sequence.state = State.ENDED
+
+    def schedule(self, lane: int) -> list[Part]:
+        """The sequences of the lane's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
+
+        Decoding sequences come first, one row each, then chunks of those whose tokens are not all computed, oldest first.
+        """
+        self._admit()
+        self._balance()
+        self._turn += 1
+        free_rows = self._limits.max_step_tokens
+        parts: list[Part] = []
+        idle = [sequence for sequence in self.running if sequence.lane == lane and not sequence.in_step]
+        decoding = [sequence for sequence in idle if sequence.num_missing_tokens == 1]
+        if len(decoding) > free_rows:
+            decoding.sort(key=lambda sequence: (sequence.last_turn, sequence.order))
+        for sequence in decoding:
+            if not free_rows:
+                break
+            if sequence.state is State.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
+                free_rows -= 1
+                parts.append((sequence, 1))
+                sequence.in_step, sequence.last_turn = True, self._turn
+        for sequence in idle:
+            if sequence.num_missing_tokens == 1 or sequence.state is not State.RUNNING:
+                continue
+            num_rows = self._chunk(sequence, free_rows)
+            if not num_rows:
+                break
+            free_rows -= num_rows
+            parts.append((sequence, num_rows))
+            sequence.in_step, sequence.last_turn = True, self._turn
+        return parts
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._limits.max_batch:
+            sequence = self.waiting[0]
+            soon = min(len(sequence.tokens) + 1, sequence.most_kv_tokens)
+            head_room = sum(len(other.pages) < self._num_pages(other.most_kv_tokens) for other in self.running)
+            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) + head_room:
+                return
+            pages = self.pages.allocate(self._num_pages(len(sequence.tokens)), sequence.name)
+            assert pages is not None
+            sequence.pages = pages
+            sequence.state = State.RUNNING
+            counts = self._lane_counts()
+            sequence.lane = counts.index(min(counts))
+            del self.waiting[0]
+            insort(self.running, sequence, key=_age)
+
+    def _balance(self) -> None:
+        """Move sequences that are in no step from the fullest lane to the emptiest, until the lanes differ by one at most."""
+        counts = self._lane_counts()
+        while max(counts) - min(counts) > 1:
+            fullest, emptiest = counts.index(max(counts)), counts.index(min(counts))
+            idle = [sequence for sequence in self.running if sequence.lane == fullest and not sequence.in_step]
+            if not idle:
+                return
+            idle[-1].lane = emptiest
+            counts[fullest] -= 1
+            counts[emptiest] += 1
+
+    def _lane_counts(self) -> list[int]:
+        counts = [0] * self._num_lanes
+        for sequence in self.running:
+            counts[sequence.lane] += 1
+        return counts
+
+    def _chunk(self, sequence: Sequence, free_rows: int) -> int:
+        """How many rows of a sequence with several tokens to compute fit into this step; 0: none."""
+        if not self._chunk_tokens:
+            return min(sequence.num_missing_tokens, free_rows)
+        start = sequence.num_computed_tokens
+        if start >= sequence.num_prompt_tokens:
+            return min(1, free_rows)
+        end = min(sequence.num_prompt_tokens, (start // self._chunk_tokens + 1) * self._chunk_tokens)
+        return end - start if end - start <= free_rows else 0
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """See that the sequence has pages for all its tokens, from younger ones if need be; False: not now."""
+        missing = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        if self._may_take_pages(sequence):
+            while self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
+                self._preempt(victim)
+            pages = self.pages.allocate(missing, sequence.name)
+            if pages is not None:
+                sequence.pages.extend(pages)
+                if self._claim is sequence:
+                    self._claim = None
+                return True
+            self._claim = sequence
+        return False
+
+    def _may_take_pages(self, sequence: Sequence) -> bool:
+        return self._claim is None or sequence.order <= self._claim.order
+
+    def _youngest_idle(self, than: Sequence) -> Sequence | None:
+        for sequence in reversed(self.running):
+            if sequence.order <= than.order:
+                return None
+            if not sequence.in_step:
+                return sequence
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.state = State.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert not sequence.in_step, sequence.name
+        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
+        self.pages.free(sequence.pages, sequence.name)
+        sequence.pages = []
+        if self._claim is sequence:
+            self._claim = None
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return num_pages_for(num_tokens, self._limits.page_tokens)

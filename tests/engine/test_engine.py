@@ -1,0 +1,336 @@
+"""The engine as tables of events: what each event decides, and what a batch looks like."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
+
+from flowrt.actors.control import Ended, Request, Sampling, Token
+from flowrt.engine.batch import SampleSpec
+from flowrt.engine.decision import Emit, End
+from flowrt.engine.engine import Engine
+from flowrt.graph.model import GraphLimits
+
+SMALL = GraphLimits(max_batch=4, kv_pages=8, page_tokens=4, max_tokens=16, max_step_tokens=8)
+ROOMY = GraphLimits(max_batch=8, kv_pages=64, page_tokens=4, max_tokens=64, max_step_tokens=64)
+
+
+def engine(limits: GraphLimits = SMALL, num_lanes: int = 1, **more: int) -> Engine:
+    return Engine(limits, num_lanes, 100, VOCABULARY, (0,), **more)
+
+
+def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
+    group = engine()
+    assert group.idle
+    assert group.submit(request("a", (5, 6, 7, 8, 9), max_tokens=2, seed=3)) == []
+    assert not group.idle
+    first = group.next_step(0)
+    assert first is not None
+    assert (first.epoch, first.lane, first.step) == (0, 0, 0)
+    batch = first.batch
+    assert batch.token_ids == [5, 6, 7, 8, 9]
+    assert batch.positions == [0, 1, 2, 3, 4]
+    (table,) = batch.page_tables
+    assert batch.slots == [table[0] * 4 + offset for offset in range(4)] + [table[1] * 4]
+    assert (batch.query_lengths, batch.kv_lengths, batch.sample_rows) == ([5], [5], [4])
+    assert batch.samples == [SampleSpec(0.0, 0, 1.0, 3, token_index=0)]
+    assert group.next_step(0) is None, "a lane runs one step at a time"
+    assert group.step_done(0, 0, [11]) == [Emit(Token("a", 0, 0, (11,)))]
+    second = group.next_step(0)
+    assert second is not None
+    assert (second.step, second.batch.token_ids, second.batch.positions, second.batch.kv_lengths) == (1, [11], [5], [6])
+    assert second.batch.samples[0].token_index == 1
+    assert group.step_done(0, 1, [12]) == [Emit(Token("a", 0, 1, (12,))), End(Ended("a", 0, "length"))]
+    assert group.idle
+    assert group.next_step(0) is None
+    assert group.statistics().num_free_pages == 8
+
+
+def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample() -> None:
+    group = engine()
+    group.submit(request("a", range(1, 21), max_tokens=1))
+    lengths = []
+    for number in range(3):
+        step = group.next_step(0)
+        assert step is not None
+        lengths.append(step.batch.query_lengths)
+        if number < 2:
+            assert step.batch.sample_rows == step.batch.samples == []
+            assert group.step_done(0, number, []) == []
+        else:
+            assert step.batch.sample_rows == [3]
+            assert step.batch.kv_lengths == [20]
+            assert len(group.step_done(0, number, [7])) == 2
+    assert lengths == [[8], [8], [4]]
+
+
+def test_decoding_rows_come_before_chunks_under_max_step_tokens() -> None:
+    group = ToyGroup(SMALL)
+    group.submit(request("old", (1, 2), max_tokens=10))
+    group.start()
+    group.finish(0)
+    group.submit(request("new", range(1, 13), max_tokens=2))
+    (step,) = group.start()
+    assert step.batch.sequence_names == ["old/0", "new/0"]
+    assert step.batch.query_lengths == [1, 7]
+    assert step.batch.sample_rows == [0]
+    group.run()
+
+
+@pytest.mark.parametrize(("num_lanes", "shares"), [(1, [8]), (2, [4, 4]), (3, [3, 3, 2])])
+def test_lanes_get_fair_shares(num_lanes: int, shares: list[int]) -> None:
+    group = ToyGroup(ROOMY, num_lanes)
+    group.submit(*(request(f"r{n}", (n,), max_tokens=4) for n in range(8)))
+    assert [step.batch.num_sequences for step in group.start()] == shares
+    group.run()
+
+
+def test_lanes_are_balanced_again_when_one_runs_empty() -> None:
+    group = ToyGroup(ROOMY, 2)
+    group.submit(*(request(f"r{n}", (n,), max_tokens=2 if n % 2 else 30) for n in range(8)))  # every second one is in lane 1
+    group.start()
+    for _ in range(2):
+        group.finish(1)
+        group.start()
+    assert group.engine.statistics().num_running == 4
+    assert 1 not in group.running, "lane 0 has all four, and they are in its step"
+    group.finish(0)
+    assert [step.batch.num_sequences for step in group.start()] == [2, 2]
+    group.run()
+
+
+REFUSALS = [
+    (request("x", ()), "the prompt is empty"),
+    (request("x", (1, VOCABULARY)), "prompt token 97 at position 1 is outside the vocabulary (0 to 96)"),
+    (request("x", (-1,)), "prompt token -1 at position 0"),
+    (request("x", max_tokens=0), "max_tokens is 0"),
+    (request("x", max_tokens=17), "max_tokens 17 is more than the graph allows (16, limits.max_tokens)"),
+    (request("x", [1] * 101), "prompt of 101 tokens is longer than the model's 100 positions"),
+    (request("x", [1] * 90), "prompt of 90 tokens needs 23 pages, the group has 8 (limits.kv_pages)"),
+    (request("x", [1] * 30, max_tokens=4), "prompt of 30 tokens and 4 new tokens need 9 pages, the group has 8 (limits.kv_pages)"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(temperature=float("nan"))), "temperature is nan"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(temperature=-1.0)), "temperature is -1.0"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(top_p=0.0)), "top_p is 0.0"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(top_k=-2)), "top_k is -2"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(seed=-2)), "seed is -2"),
+    (request("x", committed_token_ids=(99,)), "committed token 99 at position 0"),
+    (request("x", max_tokens=1, committed_token_ids=(1, 2)), "2 committed tokens are more than max_tokens 1"),
+]
+
+
+@pytest.mark.parametrize(("bad", "text"), REFUSALS, ids=[text for _, text in REFUSALS])
+def test_a_bad_request_ends_with_a_reason_and_the_others_go_on(bad: Request, text: str) -> None:
+    group = ToyGroup(SMALL)
+    good = [request("g0"), request("g1", seed=1)]
+    group.submit(good[0], bad, good[1])
+    ended = group.ends[("x", 0)]
+    assert ended.reason == "error"
+    assert ended.error is not None
+    assert text in ended.error
+    assert "\n" not in ended.error
+    group.run()
+    for each in good:
+        assert group.tokens[(each.id, 0)] == expected_output(each)
+
+
+def test_positions_bound_a_request() -> None:
+    group = Engine(ROOMY, 1, 20, VOCABULARY)
+    assert group.submit(request("fits", [1] * 11, max_tokens=10)) == []
+    (refused,) = group.submit(request("long", [1] * 12, max_tokens=10))
+    assert isinstance(refused, End)
+    assert refused.ended.error == "prompt of 12 tokens and 10 new tokens need 21 positions, the model has 20 (max_position_embeddings)"
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "reason"),
+    [
+        ({}, [5, 0], "stop"),
+        ({"ignore_eos": True}, [5, 0, 0], "length"),
+        ({"stop_token_ids": (5,)}, [5], "stop"),
+        ({"stop_token_ids": (5,), "ignore_eos": True}, [0, 5], "stop"),
+        ({"stop_token_ids": (9,)}, [1, 2, 9], "stop"),
+    ],
+)
+def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], given: list[int], reason: str) -> None:
+    group = engine()
+    group.submit(request("a", max_tokens=3, **more))
+    emitted: list[int] = []
+    ends: list[Ended] = []
+    for number, token_id in enumerate(given):
+        assert not ends
+        assert group.next_step(0) is not None
+        for decision in group.step_done(0, number, [token_id]):
+            if isinstance(decision, Emit):
+                emitted += decision.token.token_ids
+            else:
+                ends.append(decision.ended)
+    assert emitted == given
+    assert ends == [Ended("a", 0, reason)]
+    assert group.idle
+
+
+def test_committed_tokens_are_replayed_and_not_told_again() -> None:
+    whole = request("a", max_tokens=6, seed=4)
+    output = expected_output(whole)
+    again = msgspec.structs.replace(whole, attempt=1, committed_token_ids=tuple(output[:4]))
+    group = ToyGroup(SMALL)
+    group.submit(again)
+    group.run()
+    assert group.first_index[("a", 1)] == 4
+    assert group.tokens[("a", 1)] == output[4:]
+    assert group.batches[0][1].samples[0].token_index == 4
+
+
+@pytest.mark.parametrize(("committed", "more", "reason"), [((1, 2), {}, "length"), ((1,), {"stop_token_ids": (1,)}, "stop")])
+def test_an_attempt_whose_output_is_complete_ends_at_once(committed: tuple[int, ...], more: dict[str, object], reason: str) -> None:
+    group = engine()
+    assert group.submit(request("a", max_tokens=2, attempt=1, committed_token_ids=committed, **more)) == [End(Ended("a", 1, reason))]
+    assert group.idle
+
+
+def test_one_end_per_attempt_whatever_is_repeated() -> None:
+    group = engine()
+    first = request("a")
+    group.submit(first)
+    assert group.submit(first) == [], "alive: a repeated Submit does nothing"
+    assert group.cancel("a", 0) == [End(Ended("a", 0, "cancelled"))]
+    assert group.cancel("a", 0) == group.submit(first) == [], "over: neither does anything"
+    assert group.cancel("b", 0) == [], "not come yet"
+    assert group.submit(request("b")) == [End(Ended("b", 0, "cancelled"))]
+    assert group.submit(request("b")) == []
+    assert group.submit(request("c", attempt=1)) == []
+    assert group.submit(request("c", attempt=0)) == [End(Ended("c", 0, "cancelled"))], "an older attempt comes late"
+    assert group.submit(request("c", attempt=2)) == [End(Ended("c", 1, "cancelled"))], "a newer one takes over"
+    assert group.cancel("c", 1) == []
+    assert group.cancel("c", 2) == [End(Ended("c", 2, "cancelled"))]
+    assert group.idle
+
+
+def test_what_is_remembered_of_ended_attempts_is_bounded() -> None:
+    group = engine(num_remembered=3)
+    for number in range(10):
+        group.cancel(f"r{number}", 0)
+    assert [bool(group.submit(request(f"r{number}"))) for number in (6, 7)] == [False, True]
+
+
+def test_cancelling_in_a_step_keeps_the_pages_until_the_step_is_over() -> None:
+    group = ToyGroup(SMALL)
+    group.submit(request("a"), request("b"))
+    group.start()
+    group.take(group.engine.cancel("a", 0))
+    assert group.ends[("a", 0)].reason == "cancelled"
+    assert group.engine.statistics().num_free_pages == 6, "its page may still be written to"
+    group.finish(0)
+    assert group.engine.statistics().num_free_pages == 7
+    assert ("a", 0) not in group.tokens
+    group.run()
+    assert group.tokens[("b", 0)] == expected_output(request("b"))
+
+
+def test_rolling_back_drops_the_running_steps_only() -> None:
+    requests = [request(f"r{n}", range(1, 4 + n), max_tokens=7, seed=n) for n in range(4)]
+    group = ToyGroup(SMALL, num_lanes=2)
+    group.submit(*requests)
+    for _ in range(3):
+        group.start()
+        group.finish(0)
+    group.start()
+    group.take(group.engine.cancel("r1", 0))
+    late = dict(group.running)
+    group.roll_back()
+    assert group.engine.epoch == 1
+    for lane, step in late.items():
+        assert group.engine.step_done(lane, step.step, [1] * len(step.batch.samples)) == [], "late answers to dropped steps"
+    for step in group.start():
+        assert step.epoch == 1
+        assert step.step == late[step.lane].step + 1
+    group.run()
+    for each in requests:
+        if each.id != "r1":
+            assert group.tokens[(each.id, 0)] == expected_output(each)
+
+
+def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
+    group = engine()
+    group.submit(request("a"))
+    group.next_step(0)
+    with pytest.raises(ValueError, match="step 0 of lane 0 has 1 sample rows, 2 tokens were given"):
+        group.step_done(0, 0, [1, 2])
+    assert group.step_done(0, 0, [1])
+    assert group.step_done(0, 0, [1]) == []
+    assert group.step_done(0, 7, [1]) == []
+
+
+def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
+    group = ToyGroup(SMALL)
+    taken = [request(f"r{n}") for n in range(6)]  # more than max_batch: some are waiting
+    group.submit(*taken)
+    group.engine.drain()
+    group.submit(request("late"))
+    assert group.ends[("late", 0)].error == "the group is draining and takes no new requests"
+    assert not group.engine.drained
+    group.run()
+    assert group.engine.drained
+    assert all(group.ends[(each.id, 0)].reason == "length" for each in taken)
+
+
+def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
+    limits = GraphLimits(max_batch=4, kv_pages=8, page_tokens=2, max_tokens=16, max_step_tokens=16)
+    requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n) for n in range(4)]  # each alone needs all 8 pages
+    group = ToyGroup(limits, num_lanes=2)
+    group.submit(*requests)
+    group.run()
+    assert group.engine.statistics().num_preemptions > 0
+    for each in requests:
+        assert group.tokens[(each.id, 0)] == expected_output(each)
+    assert list(group.ends) == [(each.id, 0) for each in requests], "the oldest ends first"
+
+
+def test_eight_pages_serve_a_request_that_fills_them() -> None:
+    group = ToyGroup(SMALL)
+    full = request("a", [1] * 17, max_tokens=16)  # 17 + 16 - 1 = 32 positions = 8 pages of 4
+    group.submit(full)
+    group.run()
+    assert group.tokens[("a", 0)] == expected_output(full)
+
+
+def test_when_rows_are_too_few_they_go_round() -> None:
+    limits = GraphLimits(max_batch=3, kv_pages=16, page_tokens=4, max_tokens=16, max_step_tokens=2)
+    group = ToyGroup(limits)
+    group.submit(*(request(f"r{n}", (n,), max_tokens=8) for n in range(3)))  # one-token prompts decode from their first row on
+    names: list[list[str]] = []
+    for _ in range(6):
+        (step,) = group.start()
+        names.append(step.batch.sequence_names)
+        group.finish(0)
+    assert names == [["r0/0", "r1/0"], ["r2/0", "r0/0"], ["r1/0", "r2/0"]] * 2
+    group.run()
+    assert all(len(tokens) == 8 for tokens in group.tokens.values())
+
+
+def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
+    requests = [request(f"r{n}", range(1, 4 + 5 * n), max_tokens=9, seed=n) for n in range(5)]
+    cuts: list[dict[str, list[tuple[int, int]]]] = []
+    for max_step_tokens, num_lanes, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
+        limits = GraphLimits(max_batch=5, kv_pages=kv_pages, page_tokens=4, max_tokens=16, max_step_tokens=max_step_tokens)
+        group = ToyGroup(limits, num_lanes, chunk_tokens=4)
+        group.submit(*requests)
+        group.run()
+        assert all(group.tokens[(each.id, 0)] == expected_output(each) for each in requests)
+        seen: dict[str, list[tuple[int, int]]] = {each.id: [] for each in requests}
+        for _, batch in group.batches:
+            for name, num_rows, kv_length in zip(batch.sequence_names, batch.query_lengths, batch.kv_lengths, strict=True):
+                seen[name.split("/")[0]].append((kv_length, num_rows))
+        cuts.append({name: sorted(set(rows)) for name, rows in seen.items()})
+    assert cuts[0] == cuts[1] == cuts[2]
+    assert group.engine.statistics().num_preemptions > 0, "the last shape replays"
+
+
+def test_strict_chunks_must_fit_into_a_step() -> None:
+    with pytest.raises(ValueError, match=r"chunk_tokens is 9, it must be from 0 to limits.max_step_tokens \(8\)"):
+        engine(chunk_tokens=9)
+
+
+def test_the_toy_model_tells_prefixes_apart() -> None:
+    assert len({next_token(prefix, seed) for prefix in ((1, 2), (2, 1), (1, 2, 3)) for seed in (0, 1)}) > 3

@@ -1,0 +1,93 @@
+"""Drawn requests, lanes, limits, cancels and roll-backs against what an engine promises whatever happens."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from engine.toy_group import ToyGroup, expected_output, request
+
+from flowrt.graph.model import GraphLimits
+
+PROMPT = st.lists(st.integers(0, 96), min_size=1, max_size=40)
+EOS = (13, 57)
+
+
+@st.composite
+def drawn_limits(draw: st.DrawFn) -> GraphLimits:
+    return GraphLimits(
+        max_batch=draw(st.integers(1, 9)),
+        kv_pages=draw(st.integers(1, 14)),
+        page_tokens=draw(st.sampled_from([1, 2, 4, 8])),
+        max_tokens=24,
+        max_step_tokens=draw(st.integers(1, 40)),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(limits=drawn_limits(), num_lanes=st.integers(1, 4), strict=st.booleans(), data=st.data())
+def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits, num_lanes: int, strict: bool, data: st.DataObject) -> None:
+    chunk_tokens = data.draw(st.integers(1, limits.max_step_tokens)) if strict else 0
+    group = ToyGroup(limits, num_lanes, EOS, chunk_tokens)
+    requests = [
+        request(f"r{number}", prompt, max_tokens, seed=number, ignore_eos=bool(number % 2))
+        for number, (prompt, max_tokens) in enumerate(data.draw(st.lists(st.tuples(PROMPT, st.integers(1, 24)), min_size=1, max_size=12)))
+    ]
+    pending = list(requests)
+    cancelled: set[str] = set()
+    for event in data.draw(
+        st.lists(st.sampled_from(["submit", "submit", "step", "step", "step", "cancel", "roll back", "repeat"]), max_size=60)
+    ):
+        match event:
+            case "submit" if pending:
+                group.submit(pending.pop(0))
+            case "step":
+                group.start()
+                if group.running:
+                    group.finish(data.draw(st.sampled_from(sorted(group.running))))
+            case "cancel":
+                victim = data.draw(st.sampled_from(requests))
+                cancelled.add(victim.id)
+                group.take(group.engine.cancel(victim.id, 0))
+            case "roll back":
+                group.roll_back()
+            case "repeat":
+                done = [each for each in requests if each not in pending]
+                if done:
+                    group.submit(data.draw(st.sampled_from(done)))
+    group.submit(*pending)
+    group.run(max)
+    assert set(group.ends) == {(each.id, 0) for each in requests}
+    for each in requests:
+        ended = group.ends[(each.id, 0)]
+        tokens = group.tokens.get((each.id, 0), [])
+        num_pages = -(-(len(each.prompt_token_ids) + each.max_tokens - 1) // limits.page_tokens)
+        expected = expected_output(each, EOS)
+        if ended.reason == "cancelled":
+            assert each.id in cancelled
+            assert tokens == expected[: len(tokens)]
+        elif num_pages > limits.kv_pages:
+            assert (ended.reason, tokens) == ("error", [])
+        else:
+            assert tokens == expected
+            assert ended.reason == ("stop" if expected[-1] in EOS and not each.ignore_eos else "length")
+
+
+@settings(max_examples=60, deadline=None)
+@given(limits=drawn_limits(), num_lanes=st.integers(1, 3), data=st.data())
+def test_an_old_request_ends_while_new_ones_keep_coming(limits: GraphLimits, num_lanes: int, data: st.DataObject) -> None:
+    """No starvation: with one new request per step, the first one still ends within a bound that only its elders set."""
+    room = limits.kv_pages * limits.page_tokens
+    first = request("first", [3] * data.draw(st.integers(1, max(1, min(room - 4, 30)))), max_tokens=min(5, room), ignore_eos=True)
+    group = ToyGroup(limits, num_lanes)
+    for number in range(data.draw(st.integers(0, 6))):
+        group.submit(request(f"elder{number}", [number], max_tokens=min(8, room), seed=number))
+    group.submit(first)
+    for number in range(600):
+        group.submit(request(f"r{number}", [number % 97], max_tokens=min(24, room), seed=number))
+        group.start()
+        group.finish(
+            data.draw(st.sampled_from(sorted(group.running))) if number < 30 else sorted(group.running)[number % len(group.running)]
+        )
+        if ("first", 0) in group.ends:
+            break
+    assert ("first", 0) in group.ends
