@@ -34,7 +34,7 @@ class Sequence:
     lane: int = -1
     in_step: bool = False
     cancelled: bool = False  # its end has been told; its pages stay its own until its step is over
-    last_turn: int = -1  # the scheduler's count when it last had a row, so that rows go round when there are too few for all
+    last_turn: int = 0  # when it last had a row, counted by the scheduler, so that rows go round when there are too few for all
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.toy_group import ToyGroup, expected_output, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from engine.toy_group import ToyGroup, expected_output, request
 
 from flowrt.graph.model import GraphLimits
 
