@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from operators.dense import gated_silu
 from operators.model_config import ModelConfig
@@ -86,7 +86,8 @@ class Experts:
         config = self.config
         wrong = [expert for expert in expert_ids if not 0 <= expert < config.num_experts]
         if layer not in config.moe_layers or wrong or len(set(expert_ids)) != len(expert_ids):
-            raise ValueError(f"layer {layer}, experts {list(expert_ids)}: layers {list(config.moe_layers)} hold experts 0 to {config.num_experts - 1}, once each")
+            exist = f"layers {list(config.moe_layers)} have experts 0 to {config.num_experts - 1}, each held once at most"
+            raise ValueError(f"layer {layer}, experts {list(expert_ids)} cannot be held: {exist}")
         hidden, width, dtype = config.hidden_size, config.expert_width, torch_dtype(config)
         gate_up = torch.empty((len(expert_ids), 2 * width, hidden), dtype=dtype, device=device)
         down = torch.empty((len(expert_ids), hidden, width), dtype=dtype, device=device)

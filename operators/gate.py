@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from operators.model_config import ModelConfig
 from operators.weights import Checkpoint

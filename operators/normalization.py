@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  torch's own idiom
+from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -56,7 +56,8 @@ class StepLayout:
         ValueError when the lists do not belong together or a page table is too short for its context.
         """
         if not len(query_lengths) == len(kv_lengths) == len(page_tables):
-            raise ValueError(f"{len(query_lengths)} query lengths, {len(kv_lengths)} context lengths, {len(page_tables)} page tables; one each is needed")
+            counts = f"{len(query_lengths)} query lengths, {len(kv_lengths)} context lengths, {len(page_tables)} page tables"
+            raise ValueError(f"{counts}; one of each per sequence is needed")
         for sequence, (query, context, pages) in enumerate(zip(query_lengths, kv_lengths, page_tables, strict=True)):
             if not 0 < query <= context <= len(pages) * page_tokens:
                 raise ValueError(
@@ -76,8 +77,8 @@ class StepLayout:
         """The same layout with its tensors on `device`."""
         if self.positions_T.device == torch.device(device):
             return self
-        moved = [tensor.to(device) for tensor in self.to_tensors()]
-        return StepLayout(*moved, query_lengths=self.query_lengths, kv_lengths=self.kv_lengths)
+        positions, slots, starts, contexts, table = (tensor.to(device) for tensor in self.to_tensors())
+        return StepLayout(positions, slots, starts, contexts, table, self.query_lengths, self.kv_lengths)
 
     def to_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What travels: positions, slots, query starts, context lengths, page table."""
@@ -88,6 +89,7 @@ class StepLayout:
         """The inverse of to_tensors. ValueError when the shapes do not belong together."""
         positions, slots, starts, contexts, table = tensors
         lengths = starts.diff()
-        if not positions.shape == slots.shape == (int(lengths.sum()),) or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
+        rows_agree = positions.shape == slots.shape == (int(lengths.sum()),)
+        if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
             raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
         return cls(positions, slots, starts, contexts, table, tuple(lengths.tolist()), tuple(contexts.tolist()))

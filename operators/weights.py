@@ -78,7 +78,8 @@ class Checkpoint:
         for path in paths:
             for name in self._header(path):
                 if name in self._files:
-                    raise ModelError(f"tensor {name} is in {self._files[name].name} and in {path.name} of {self.directory}; add {INDEX_NAME}")
+                    both = f"{self._files[name].name} and {path.name}"
+                    raise ModelError(f"{self.directory}: tensor {name} is in {both}; an index ({INDEX_NAME}) must say which counts")
                 self._files[name] = path
 
     def __contains__(self, name: str) -> bool:
@@ -144,12 +145,13 @@ class Checkpoint:
         taken, offset = stored.shape, stored.offset_bytes
         if piece.expert is not None:
             if not taken or taken[0] % num_experts or (piece.expert == "index" and taken[0] != num_experts):
-                raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}; {num_experts} experts are needed in its first dimension")
+                raise ModelError(f"tensor {name} in {stored.path} has shape {list(taken)}, which is not that of {num_experts} experts")
             taken = taken[1:] if piece.expert == "index" else (taken[0] // num_experts, *taken[1:])
             offset += expert * prod(taken) * stored.dtype.itemsize
         placed = tuple(reversed(taken)) if piece.transpose else taken
         if len(placed) != len(shape) or placed[1:] != shape[1:] or start + placed[0] > shape[0]:
-            raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which does not fit {list(shape)} as config.json asks")
+            fits = f"does not fit the {list(shape)} that config.json asks for"
+            raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
         destination = out[start : start + placed[0]]
         if piece.transpose:
             buffer = torch.empty(taken, dtype=stored.dtype)
@@ -201,7 +203,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise ModelError(f"{path} is not a safetensors file, or was cut off: its header would be {header_bytes} bytes of {file_bytes}")
+                sizes = f"its header would be {header_bytes} bytes of {file_bytes}"
+                raise ModelError(f"{path} is not a safetensors file, or was cut off: {sizes}; copy it again")
             entries = json.loads(file.read(header_bytes))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
@@ -224,7 +227,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         dtype = STORED_DTYPES.get(stored_dtype)  # None: masks or quantized data, refused only when a part asks for them
         num_bytes = end - begin if dtype is None else prod(shape) * dtype.itemsize
         if begin < 0 or any(size < 0 for size in shape) or end - begin != num_bytes or data_start + end > file_bytes:
-            raise ModelError(f"{path}: tensor {name}: bytes {begin} to {end} do not fit its shape or the file, which has {file_bytes} bytes; copy it again")
+            where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"
+            raise ModelError(f"{path}: tensor {name}: {where}; copy the file again")
         tensors[name] = StoredTensor(path, data_start + begin, str(stored_dtype), shape)
     return tensors
 
@@ -233,7 +237,7 @@ def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:
     """Fill a contiguous CPU tensor from a file."""
     if destination.numel() == 0:
         return
-    left = memoryview(destination.detach().reshape(-1).view(torch.uint8).numpy())
+    left = destination.reshape(-1).view(torch.uint8).numpy().data
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,0 +1,249 @@
+"""Random checkpoints for tests, in the Hugging Face layout, and what transformers makes of them: the truth.
+
+Weights are random but scaled so that greedy decoding wanders over the vocabulary: a wrong expert, a stale key or a lost row then
+changes the tokens. Used by the tests of every room: `from checkpoints import make_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BOS, EOS = 1, 2
+
+
+def make_checkpoint(
+    directory: Path,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    width: int = 48,
+    experts: int = 8,
+    top_k: int = 2,
+    vocabulary: int = 512,
+    max_positions: int = 4096,
+    mlp_only_layers: Sequence[int] = (),
+    sparse_step: int = 1,
+    normalize_topk: bool = True,
+    attention_bias: bool = False,
+    tied: bool = False,
+    dtype: str = "float32",
+    gain: float | None = None,
+    shard_bytes: int | None = None,
+    tokenizer: bool = False,
+) -> Path:
+    """Write a qwen3_moe checkpoint with random weights, as `save_pretrained` of transformers does; returns `directory`.
+
+    `gain` multiplies the embedding (default 4, tied 1), `shard_bytes` splits the weights into files with an index, `tokenizer` adds
+    one that maps every byte to a token (the vocabulary must have 259 or more).
+    """
+    transformers = _transformers()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalize_topk,
+        mlp_only_layers=list(mlp_only_layers),
+        decoder_sparse_step=sparse_step,
+        attention_bias=attention_bias,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
+                else:
+                    parameter.normal_(1.0, 0.1)  # norms of exactly 1 would hide one that is forgotten or swapped
+                if "embed" in name:
+                    parameter.mul_(gain if gain is not None else 1.0 if tied else 4.0)
+    sizes = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.to(getattr(torch, dtype)).save_pretrained(directory, **sizes)
+    if tokenizer:
+        _write_tokenizer(directory, vocabulary)
+    return Path(directory)
+
+
+def fuse_experts(source: Path, directory: Path) -> Path:
+    """The same checkpoint with the experts of a layer in two tensors, `experts.gate_up_proj` and `experts.down_proj`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*.json"):
+        if not path.name.endswith(".index.json"):
+            (directory / path.name).write_bytes(path.read_bytes())
+    tensors: dict[str, torch.Tensor] = {}
+    for path in source.glob("*.safetensors"):
+        tensors |= load_file(path)
+    config = json.loads((source / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        if prefix + "0.down_proj.weight" not in tensors:
+            continue
+        experts: list[dict[str, torch.Tensor]] = [
+            {kind: tensors.pop(f"{prefix}{expert}.{kind}_proj.weight") for kind in ("gate", "up", "down")}
+            for expert in range(config.get("num_local_experts") or config["num_experts"])
+        ]
+        tensors[prefix + "gate_up_proj"] = torch.stack([torch.cat((expert["gate"], expert["up"])) for expert in experts])
+        tensors[prefix + "down_proj"] = torch.stack([expert["down"] for expert in experts])
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def make_large_checkpoint(
+    directory: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 512,
+    width: int = 768,
+    experts: int = 16,
+    top_k: int = 2,
+    vocabulary: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a checkpoint whose experts weigh layers * experts * 3 * width * hidden * 4 bytes (as given, 302 MB), one file per layer.
+
+    Quick, because nothing but the files is made: no model, no transformers. It runs like any other checkpoint.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    heads, kv_heads, head_dim = 8, 2, 64
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": width,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+
+    def save(file_name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        tensors = {}
+        for name, shape in shapes.items():
+            tensor = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
+            tensors[name] = (tensor * 4.0 if "embed" in name else tensor).to(dtype)
+            weight_map[name] = file_name
+        save_file(tensors, directory / file_name)
+
+    save(
+        "model-head.safetensors",
+        {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)},
+    )
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes: dict[str, tuple[int, ...]] = {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (heads * head_dim, hidden),
+            prefix + "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            prefix + "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, heads * head_dim),
+            prefix + "self_attn.q_norm.weight": (head_dim,),
+            prefix + "self_attn.k_norm.weight": (head_dim,),
+            prefix + "mlp.gate.weight": (experts, hidden),
+        }
+        for expert in range(experts):
+            for kind, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+                shapes[f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"] = shape
+        save(f"model-layer-{layer}.safetensors", shapes)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def random_prompts(lengths: Sequence[int], *, vocabulary: int = 512, seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths, without the ids that end a text."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(EOS + 1, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def load_truth(directory: Path, dtype: str = "float32") -> Any:
+    """The checkpoint as a transformers model."""
+    return _transformers().AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+
+
+@torch.inference_mode()
+def truth_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """logits [T, V] of one sequence."""
+    logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def truth_greedy(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy continuation by exactly `num_tokens` ids; end-of-sequence ids do not end it."""
+    input_ids, cache, generated = torch.tensor([list(prompt_ids)]), None, []
+    for _ in range(num_tokens):
+        output = model(input_ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        generated.append(int(output.logits[0, -1].argmax()))
+        input_ids = torch.tensor([generated[-1:]])
+    return generated
+
+
+def _transformers() -> Any:
+    """transformers, quiet. Imported here, because it takes seconds and few tests need it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A tokenizer without merges: three special tokens, then one token per byte. Any text goes in and comes out unchanged."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<s>", "</s>", *alphabet]
+    if vocabulary < len(tokens):
+        raise ValueError(f"a vocabulary of {vocabulary} has no room for {len(tokens)} tokens")
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens[:3])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -1,0 +1,87 @@
+"""The fast operators put together in one process, as the workers put them together in many. Used by tests of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from operators.attention import AttentionBlock
+from operators.combine import combine
+from operators.dense import DenseMlp
+from operators.dispatch import CopyTable, cut
+from operators.embedding import Embedding
+from operators.experts import Experts
+from operators.gate import Gate
+from operators.head import Head
+from operators.kv_pages import KvPages
+from operators.model_config import read_model_config
+from operators.step_layout import StepLayout
+from operators.weights import Checkpoint
+
+PAGE_TOKENS = 4
+
+
+class FastModel:
+    """The role modules in one process, with several expert servers, each expert on one or two of them."""
+
+    def __init__(self, directory: Path, dtype: str | None = None, num_servers: int = 3, num_pages: int = 512, device: str = "cpu") -> None:
+        config = self.config = read_model_config(directory, dtype)
+        checkpoint = Checkpoint(directory)
+        self.device = device
+        self.embedding = Embedding(config, checkpoint, device)
+        self.attention = AttentionBlock(config, checkpoint, range(config.num_layers), device)
+        self.gate = Gate(config, checkpoint, config.moe_layers, device)
+        self.dense = DenseMlp(config, checkpoint, config.dense_layers, device)
+        copies = [sorted({expert % num_servers, (expert // 2) % num_servers}) for expert in range(config.num_experts)]
+        self.copies = CopyTable.from_lists(copies, num_servers, device)
+        held = [[expert for expert, servers in enumerate(copies) if server in servers] for server in range(num_servers)]
+        self.servers = [Experts(config, checkpoint, dict.fromkeys(config.moe_layers, experts), device) for experts in held]
+        self.head = Head(config, checkpoint, device, self.embedding)
+        self.pages = KvPages.for_model(config, num_pages, PAGE_TOKENS, device)
+        self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def new_sequence(self, num_tokens: int) -> list[int]:
+        """A page table for a sequence of up to `num_tokens`, its pages in no order."""
+        return [self._free.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))]
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Sequence[int]], kv_lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits of all rows of a step, [T, V]."""
+        made = StepLayout.from_lists([len(row) for row in rows], kv_lengths, tables, PAGE_TOKENS)
+        layout = StepLayout.from_tensors(made.to_tensors()).to(self.device)
+        x = self.embedding.forward(torch.tensor([token for row in rows for token in row], device=self.device))
+        for layer in range(self.config.num_layers):
+            residual, normed = self.attention.forward(layer, x, layout, self.pages)
+            if layer in self.config.moe_layers:
+                parts = cut(*self.gate.forward(layer, normed), layout.positions_T, self.copies)
+                answers = [
+                    (
+                        part.rows_R,
+                        self.servers[part.server].forward(layer, normed[part.rows_R], part.row_P, part.expert_P, part.weight_P),
+                    )
+                    for part in parts
+                ]
+                x = combine(residual, answers)
+            else:
+                x = self.dense.forward(layer, normed, residual)
+        return self.head.forward(x, torch.arange(layout.num_rows, device=self.device))
+
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, chunk_tokens: int = 16) -> list[list[int]]:
+        """Greedy continuations of several prompts at once: prompts are read in chunks beside others' decode rows."""
+        texts = [list(prompt) for prompt in prompts]
+        read = [0] * len(texts)
+        tables = [self.new_sequence(len(prompt) + num_tokens) for prompt in prompts]
+        ends = [len(prompt) + num_tokens for prompt in prompts]
+        while active := [index for index in range(len(texts)) if len(texts[index]) < ends[index]]:
+            rows = [texts[index][read[index] : read[index] + chunk_tokens] for index in active]
+            for index, row in zip(active, rows, strict=True):
+                read[index] += len(row)
+            logits = self.step(rows, [read[index] for index in active], [tables[index] for index in active])
+            last = -1
+            for index, row in zip(active, rows, strict=True):
+                last += len(row)
+                if read[index] == len(texts[index]):
+                    texts[index].append(int(logits[last].argmax()))
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
