@@ -57,7 +57,7 @@ class Start(Control, frozen=True):
 
 
 class Progress(Control, frozen=True):
-    """Loading: `done` of `total` bytes of weights read."""
+    """Loading: `done` of this worker's `total` operators have their weights; `text` names the one at work."""
 
     kind: ClassVar[str] = "control.progress"
     text: str
@@ -165,6 +165,14 @@ class Stop(Control, frozen=True):
     kind: ClassVar[str] = "control.stop"
 
 
+class LinkLost(Control, frozen=True):
+    """The link to `peer` broke. Usually the peer died and its death notice is on the way; if none comes, this ends the run."""
+
+    kind: ClassVar[str] = "control.link_lost"
+    peer: str
+    reason: str
+
+
 class Failed(Control, frozen=True):
     """The worker cannot go on. `user` tells bad input (exit code 2) from a fault (exit code 3)."""
 
@@ -186,5 +194,3 @@ def from_message(message: Message) -> Control:
     if struct is None:
         raise msgspec.ValidationError(f"{message.kind!r} is no control message")
     return message.decode_header(struct)
-
-

@@ -25,7 +25,7 @@ class LinkLostError(Exception):
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"lost {peer}: {reason}")
-        self.peer = peer
+        self.peer, self.reason = peer, reason
 
 
 class Link:
@@ -79,8 +79,7 @@ class Link:
 
     async def flush(self) -> None:
         """Wait until nothing is left in the outbox."""
-        while len(self._outbox):
-            await asyncio.sleep(0.001)
+        await self._outbox.wait_empty()
 
     async def aclose(self) -> None:
         self._outbox.close()
@@ -124,7 +123,12 @@ class Links:
     """
 
     def __init__(
-        self, identity: Identity, key: bytes, plans: Iterable[LinkPlan], transport: Callable[[str], Transport], on_message: Callable[[Message], None]
+        self,
+        identity: Identity,
+        key: bytes,
+        plans: Iterable[LinkPlan],
+        transport: Callable[[str], Transport],
+        on_message: Callable[[Message], None],
     ) -> None:
         self._identity = identity
         self._key = key

@@ -20,12 +20,13 @@ class MailboxClosedError(Exception):
 class Mailbox(Generic[T]):
     """First in, first out; at most `capacity` items. One task takes, any task or callback of the same loop posts."""
 
-    __slots__ = ("_capacity", "_closed", "_items", "_waiter", "high_water")
+    __slots__ = ("_capacity", "_closed", "_emptied", "_items", "_waiter", "high_water")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: deque[T] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
         self._closed = False
         self.high_water = 0
 
@@ -47,7 +48,10 @@ class Mailbox(Generic[T]):
 
     def take_nowait(self) -> T | None:
         """The oldest item, or None."""
-        return self._items.popleft() if self._items else None
+        item = self._items.popleft() if self._items else None
+        if not self._items and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+        return item
 
     async def wait_item(self) -> T:
         """The oldest item, which stays in the box until `take_nowait`: cancelling loses nothing.
@@ -63,6 +67,15 @@ class Mailbox(Generic[T]):
             finally:
                 self._waiter = None
         return self._items[0]
+
+    async def wait_empty(self) -> None:
+        """Until everything posted so far has been taken. One task at a time."""
+        if self._items:
+            self._emptied = asyncio.get_running_loop().create_future()
+            try:
+                await self._emptied
+            finally:
+                self._emptied = None
 
     def close(self) -> None:
         """Nothing more goes in; what is inside can still be taken. Idempotent."""

@@ -172,10 +172,10 @@ class MatchingTable:
         return self._in_turn(firing) if self._nodes[node].stateful else firing
 
     def _in_turn(self, firing: Firing) -> Firing | None:
-        """A stateful node fires in step order per lane: step s only after step s-1. Steps count from 0 in each epoch."""
+        """A stateful node fires in step order per lane: step s only after step s-1. A new epoch begins where its first step is."""
         tag = firing.tag
         lane = (firing.node, tag.source, tag.epoch, tag.micro_batch)
-        expected = self._next_step.get(lane, 0)
+        expected = self._next_step.get(lane, tag.step if tag.epoch else 0)
         if tag.step > expected:
             self._held.setdefault(lane, {}).setdefault(tag.step, []).append(firing)
             return None

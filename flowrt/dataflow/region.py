@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
@@ -38,7 +40,9 @@ class Output:
 class Region:
     """The nodes of one process, run from an entry until everything left goes to another entry or another process."""
 
-    def __init__(self, graph: Graph, process: str, fused: frozenset[str], functions: Mapping[str, NodeFunction], table: MatchingTable) -> None:
+    def __init__(
+        self, graph: Graph, process: str, fused: frozenset[str], functions: Mapping[str, NodeFunction], table: MatchingTable
+    ) -> None:
         self._functions = functions
         self._table = table
         self._fused = fused
@@ -53,17 +57,15 @@ class Region:
         """Fire them (all of one node, more than one only if it `batches`), and what is fused behind. Raises OperatorError."""
         leaving: list[Output] = []
         queue: deque[Sequence[Firing]] = deque([firings])
-        while queue:
-            batch = queue.popleft()
-            node = batch[0].node
-            for firing, outputs in zip(batch, self._call(node, batch), strict=True):
-                for output in self.route(firing, outputs):
-                    if output.edge.target not in self._fused:
-                        leaving.append(output)
-                        continue
-                    arrival = self.arrive(output)
-                    if arrival is not None:
-                        queue.append([arrival])
+        with torch.inference_mode():
+            while queue:
+                batch = queue.popleft()
+                for firing, outputs in zip(batch, self._call(batch[0].node, batch), strict=True):
+                    for output in self.route(firing, outputs):
+                        if output.edge.target not in self._fused:
+                            leaving.append(output)
+                        elif (next_firing := self.arrive(output)) is not None:
+                            queue.append([next_firing])
         return leaving
 
     def arrive(self, output: Output) -> Firing | None:

@@ -159,7 +159,10 @@ class Runner:
 
     def waiting(self) -> list[str]:
         """What every unfinished tag waits for, a line each: the answer to "why is it stuck?"."""
-        lines = [f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}" for node, tag, empty in self._table.waiting()]
+        lines = [
+            f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
+            for node, tag, empty in self._table.waiting()
+        ]
         lines += [f"{self._edges[edge]} waits for credits" for edge, window in self._windows.items() if window.pending]
         return lines
 

@@ -1,0 +1,41 @@
+"""Which links a worker needs, from the graph alone. Pure.
+
+Here: `plan_links`. Not here: opening them (links.py), choosing a transport for an edge (flowrt/cluster/choose.py).
+"""
+
+from __future__ import annotations
+
+from flowrt.actors.links import LinkPlan
+from flowrt.graph.model import GATEWAY, Edge, Graph
+from transports.contract import Limits
+
+RING_BYTES = 4 << 20  # per direction: two parts of a few hundred rows of a mid-size model
+
+
+def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
+    """One link per (peer, transport) that shares an edge with `worker`; the side that comes first in the graph connects."""
+    order = {name: place for place, name in enumerate([GATEWAY, *graph.process_names()])}
+    process_of = {node.name: node.process for node in graph.nodes.values()}
+    shared: dict[tuple[str, str], list[Edge]] = {}
+    for edge in graph.edges:
+        source, target = process_of[edge.source], process_of[edge.target]
+        if source != target and worker in (source, target):
+            peer = target if source == worker else source
+            shared.setdefault((peer, edge.transport), []).append(edge)
+    return [
+        LinkPlan(peer, scheme, limits_of(graph, edges), outbox_messages(edges), order[worker] < order[peer])
+        for (peer, scheme), edges in shared.items()
+    ]
+
+
+def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
+    return Limits(
+        max_message_bytes=graph.limits.max_message_bytes,
+        capacity_messages=max(16, 2 * sum(edge.credits for edge in edges)),
+        capacity_bytes=RING_BYTES,
+    )
+
+
+def outbox_messages(edges: list[Edge]) -> int:
+    """The most messages that credits allow to wait at one end: requests or answers, and the credits given back for others."""
+    return 2 * sum(max(1, edge.credits) for edge in edges) + 16

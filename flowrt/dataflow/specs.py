@@ -1,0 +1,43 @@
+"""Checking real tensors against the specs of ports: "float32[rows,64]".
+
+Here: Spec, `parse_spec`, `check_tensor`. Not here: the notation (flowrt/graph/notation.py), checks between two ports before the
+start (flowrt/graph/checks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flowrt.dataflow.payload import spec_of
+from flowrt.graph.notation import parse_tensor_spec
+
+
+@dataclass(frozen=True)
+class Spec:
+    """dtype and dimensions of a port; a word is a free dimension, the same word the same size within one firing."""
+
+    dtype: str
+    dimensions: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"
+
+
+def parse_spec(text: str) -> Spec:
+    """Raises ValueError, with what would be right."""
+    return Spec(*parse_tensor_spec(text))
+
+
+def check_tensor(spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> str | None:
+    """None when `tensor` fits, else what it is. `sizes` holds the free dimensions known so far in this firing, and grows."""
+    actual = spec_of(tensor)
+    text = f"{actual.dtype}[{','.join(map(str, actual.shape))}]"
+    if actual.dtype != spec.dtype or len(actual.shape) != len(spec.dimensions):
+        return text
+    for size, dimension in zip(actual.shape, spec.dimensions, strict=True):
+        expected = dimension if isinstance(dimension, int) else sizes.setdefault(dimension, size)
+        if size != expected:
+            return text if isinstance(dimension, int) else f"{text}, where {dimension} is {expected}"
+    return None

@@ -1,0 +1,56 @@
+"""The client's side of the expert exchange: cut a step's rows into parts, one per server, and add the answers up again.
+
+Here: Dispatch and Combine, the functions of the nodes of those names. Not here: the cutting and adding themselves
+(operators/dispatch.py, operators/combine.py), which server holds what (flowrt/reliability/expert_map.py), credits (the runner).
+Built by flowrt/workers. Direct sending, one message per server with rows (EaaS section 3.2: header, rows, expert ids, scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.payload import Payload
+from operators.combine import combine
+from operators.dispatch import CopyTable, cut
+
+
+class Dispatch:
+    """Ports in: `x` (normed_TH, positions_T), `routing` (expert_ids_TA, weights_TA). Out: `plan` (rows_R of each part; header: the
+    part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets nothing."""
+
+    def __init__(self, copies: Mapping[int, CopyTable]) -> None:
+        """`copies[layer]` says which servers hold each expert of that layer."""
+        self._copies = copies
+
+    def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
+        return [self._cut(firing) for firing in firings]
+
+    def _cut(self, firing: Firing) -> dict[str, Payload]:
+        x_TH, positions_T = firing.inputs["x"].tensors
+        expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
+        parts = cut(expert_ids_TA, weights_TA, positions_T, self._copies[firing.tag.layer])
+        outputs = {"plan": Payload(tuple(part.rows_R for part in parts), PlanHeader(tuple(range(len(parts)))))}
+        for number, part in enumerate(parts):
+            tensors = (x_TH.index_select(0, part.rows_R), part.row_P, part.expert_P, part.weight_P)
+            outputs[f"server{part.server}"] = Payload(tensors, PartHeader(number))
+        return outputs
+
+
+class Combine:
+    """Ports in: `plan` (rows_R per part), `parts` (gather: y_RH each, in plan order), `residual` (x_TH). Out: `y` (x_TH).
+
+    Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster."""
+
+    def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
+        return [self._add(firing) for firing in firings]
+
+    def _add(self, firing: Firing) -> dict[str, Payload]:
+        rows: tuple[torch.Tensor, ...] = firing.inputs["plan"].tensors
+        answers: list[Payload] = firing.inputs["parts"]
+        (residual_TH,) = firing.inputs["residual"].tensors
+        parts = [(rows_R, answer.tensors[0]) for rows_R, answer in zip(rows, answers, strict=True)]
+        return {"y": Payload((combine(residual_TH, parts),))}

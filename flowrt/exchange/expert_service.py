@@ -1,0 +1,48 @@
+"""An expert server's service: a pure function of layer and rows, for whoever asks.
+
+Here: ExpertService, the function of an `experts` node. Not here: the products (operators/experts.py), which client asked and how
+the answer finds it (the runner's `answers` edges). Built by flowrt/workers.
+
+The service keeps no state between calls (EaaS section 3.1) and waits for nobody: it is given every request that has arrived while
+it computed, from any client and of any layer, and batches those of one layer (section 3.3: "a sufficient number", not all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.payload import Payload
+from operators.experts import Experts
+
+
+class ExpertService:
+    """Port in: `rows` (x_RH, row_P, expert_P, weight_P; header: part id). Out: `results` (y_RH, the weighted sums; same header)."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+
+    def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
+        by_layer: dict[int, list[int]] = {}
+        for place, firing in enumerate(firings):
+            by_layer.setdefault(firing.tag.layer, []).append(place)
+        answers: list[dict[str, Payload]] = [{} for _ in firings]
+        for layer, places in by_layer.items():
+            requests = [firings[place].inputs["rows"] for place in places]
+            for place, request, y_RH in zip(places, requests, self._compute(layer, requests), strict=True):
+                answers[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
+        return answers
+
+    def _compute(self, layer: int, requests: Sequence[Payload]) -> Sequence[torch.Tensor]:
+        if len(requests) == 1:
+            return [self._experts.forward(layer, *requests[0].tensors)]
+        sizes = [request.tensors[0].shape[0] for request in requests]
+        offset, row_parts = 0, []
+        for request, size in zip(requests, sizes, strict=True):
+            row_parts.append(request.tensors[1] + offset)
+            offset += size
+        x_RH, expert_P, weight_P = (torch.cat([request.tensors[place] for request in requests]) for place in (0, 2, 3))
+        return self._experts.forward(layer, x_RH, torch.cat(row_parts), expert_P, weight_P).split(sizes)

@@ -1,0 +1,85 @@
+"""An attention worker's source: its engine decides the steps, this carries the decisions out.
+
+Here: Group, which turns control messages into engine events, steps into minted tags, sampled tokens into messages for the gateway.
+Not here: the decisions (flowrt/engine, pure), the computing (the runner). One per DP group: a pipeline of its own, which asks
+nobody when to step (xDeepServe section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from flowrt.actors.control import Cancel, Control, Drain, Drained, Submit, Token, Tokens
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.runner import Runner
+from flowrt.engine.decision import Decision, Emit, End
+from flowrt.engine.engine import Engine
+from flowrt.workers.model_nodes import batch_payloads
+from transports.message import Tag
+
+
+class Group:
+    """Everything here is synchronous: an event comes in, what follows from it is handed to the runner or to `send`."""
+
+    def __init__(
+        self,
+        node: str,
+        incarnation: str,
+        engine: Engine,
+        runner: Runner,
+        send: Callable[[Control], None],
+        page_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._node = node
+        self._source = f"{node}@{incarnation}"
+        self._engine = engine
+        self._runner = runner
+        self._send = send
+        self._page_tokens = page_tokens
+        self._device = device
+        self._drain_asked = False
+
+    @property
+    def num_steps(self) -> int:
+        return self._engine.statistics().num_steps
+
+    def on_control(self, control: Control) -> None:
+        """Submit, Cancel and Drain; anything else is not for a group."""
+        match control:
+            case Submit(request):
+                self._carry_out(self._engine.submit(request))
+            case Cancel(request_id, attempt):
+                self._carry_out(self._engine.cancel(request_id, attempt))
+            case Drain():
+                self._engine.drain()
+                self._drain_asked = True
+                self._carry_out([])
+
+    def on_step_end(self, firing: Firing) -> None:
+        """The tokens of a step have come back to the source. Steps of an older epoch were stopped at the runner's door."""
+        tag = firing.tag
+        tokens: list[int] = firing.inputs["tokens"].tensors[0].tolist()
+        self._carry_out(self._engine.step_done(tag.micro_batch, tag.step - 1, tokens))
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        tokens: list[Token] = []
+        ends: list[Control] = []
+        for decision in decisions:
+            match decision:
+                case Emit(token):
+                    tokens.append(token)
+                case End(ended):
+                    ends.append(ended)
+        if tokens:
+            self._send(Tokens(tuple(tokens)))
+        for end in ends:
+            self._send(end)
+        for start in self._engine.next_steps():
+            tag = Tag(self._source, start.epoch, start.lane, start.step, 0)
+            self._runner.mint(self._node, tag, batch_payloads(start.batch, self._page_tokens, self._device))
+        if self._drain_asked and self._engine.drained:
+            self._drain_asked = False
+            self._send(Drained())

@@ -1,0 +1,190 @@
+"""The functions of a model graph's nodes: built-in operator names bound to weights.
+
+Here: `build_model_nodes`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions of a user's graph
+(user_nodes.py). Called by process.py while it loads; each worker reads only the weights of its own nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import NodeFunction
+from flowrt.engine.batch import Batch
+from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.exchange.expert_service import ExpertService
+from flowrt.graph.model import Graph, Node
+from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.reliability.expert_map import Copies
+from operators.attention import AttentionBlock
+from operators.dense import DenseMlp
+from operators.dispatch import CopyTable
+from operators.embedding import Embedding
+from operators.experts import Experts
+from operators.gate import Gate
+from operators.head import Head
+from operators.kv_pages import KvPages
+from operators.model_config import ModelConfig, read_model_config
+from operators.sampling import sample
+from operators.step_layout import StepLayout
+from operators.weights import Checkpoint
+
+Outputs = list[dict[str, Payload]]
+SOURCE = "source"  # the built-in operator that mints tags: it has no function, its inputs go to the engine
+
+
+def build_model_nodes(
+    graph: Graph, process: str, device: torch.device, on_built: Callable[[str, int, int], None]
+) -> dict[str, NodeFunction]:
+    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` follows the loading.
+
+    Raises ModelError when the checkpoint lacks something, ValueError for an operator that is not built in.
+    """
+    nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator != SOURCE]
+    if not nodes or graph.model is None:
+        return {}
+    directory = Path(graph.model.path)
+    config = read_model_config(directory).with_dtype(graph.model.dtype)
+    checkpoint = Checkpoint(directory)
+    pages = (
+        KvPages.for_model(config, graph.limits.kv_pages, graph.limits.page_tokens, device)
+        if any(node.operator == "attention" for node in nodes)
+        else None
+    )
+    embedding: Embedding | None = None
+    functions: dict[str, NodeFunction] = {}
+    for done, node in enumerate(nodes):
+        on_built(node.name, done, len(nodes))
+        match node.operator:
+            case "embed":
+                embedding = Embedding(config, checkpoint, device)
+                functions[node.name] = _each(_Embed(embedding))
+            case "attention":
+                assert pages is not None
+                functions[node.name] = _each(_Attention(AttentionBlock(config, checkpoint, range(config.num_layers), device), pages))
+            case "gate":
+                functions[node.name] = _each(_Gate(Gate(config, checkpoint, config.moe_layers, device)))
+            case "mlp":
+                functions[node.name] = _each(_Mlp(DenseMlp(config, checkpoint, config.dense_layers, device)))
+            case "dispatch":
+                functions[node.name] = Dispatch(_copy_tables(graph, node, config, device))
+            case "experts":
+                functions[node.name] = ExpertService(
+                    Experts(config, checkpoint, held_experts(node.options["experts"], config.moe_layers), device)
+                )
+            case "combine":
+                functions[node.name] = Combine()
+            case "head":
+                functions[node.name] = _each(_Head(Head(config, checkpoint, device, embedding)))
+            case _:
+                raise ValueError(f"node {node.name}: {node.operator!r} is no built-in operator; write module:function for one of your own")
+    on_built("", len(nodes), len(nodes))
+    return functions
+
+
+def batch_payloads(batch: Batch, page_tokens: int, device: torch.device) -> dict[str, Payload]:
+    """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn.
+
+    `sampling` is (sample_rows_S, temperature_S float64, top_p_S float64, top_k_S, seed_S, choice_S, token_index_S int64).
+    """
+    layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_tokens, device)
+    samples = batch.samples
+    floats = torch.tensor([[each.temperature for each in samples], [each.top_p for each in samples]], dtype=torch.float64)
+    integers = torch.tensor(
+        [
+            batch.sample_rows,
+            [each.top_k for each in samples],
+            [each.seed for each in samples],
+            [each.choice for each in samples],
+            [each.token_index for each in samples],
+        ],
+        dtype=torch.int64,
+    )
+    return {
+        "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
+        "layout": Payload(layout.to_tensors()),
+        "sampling": Payload((integers.to(device), floats.to(device))),
+    }
+
+
+def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
+    """A node that takes one tag at a time."""
+
+    def run(firings: Sequence[Firing]) -> Outputs:
+        return [function(firing) for firing in firings]
+
+    return run
+
+
+class _Embed:
+    def __init__(self, embedding: Embedding) -> None:
+        self._embedding = embedding
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        return {"x": Payload((self._embedding.forward(firing.inputs["tokens"].tensors[0]),))}
+
+
+class _Attention:
+    """Stateful: the pages, and each lane's layout, which comes with layer 0 and serves all layers of the step."""
+
+    def __init__(self, block: AttentionBlock, pages: KvPages) -> None:
+        self._block = block
+        self._pages = pages
+        self._layouts: dict[tuple[str, int], StepLayout] = {}
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        lane = (firing.tag.source, firing.tag.micro_batch)
+        if "layout" in firing.inputs:
+            self._layouts[lane] = StepLayout.from_tensors(firing.inputs["layout"].tensors)
+        layout = self._layouts[lane]
+        residual_TH, normed_TH = self._block.forward(firing.tag.layer, firing.inputs["x"].tensors[0], layout, self._pages)
+        return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH, layout.positions_T))}
+
+
+class _Gate:
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        return {"routing": Payload(self._gate.forward(firing.tag.layer, firing.inputs["x"].tensors[0]))}
+
+
+class _Mlp:
+    def __init__(self, mlp: DenseMlp) -> None:
+        self._mlp = mlp
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        inputs = firing.inputs
+        return {"y": Payload((self._mlp.forward(firing.tag.layer, inputs["x"].tensors[0], inputs["residual"].tensors[0]),))}
+
+
+class _Head:
+    """Logits of the sampled rows, and their tokens; a step of unfinished prompts gives an empty message, which ends it too."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        integers, floats = firing.inputs["sampling"].tensors
+        rows_S, top_k_S, seed_S, choice_S, index_S = integers
+        logits_SV = self._head.forward(firing.inputs["x"].tensors[0], rows_S)
+        tokens_S, _ = sample(logits_SV, floats[0], top_k_S, floats[1], seed_S, choice_S, index_S)
+        return {"tokens": Payload((tokens_S,))}
+
+
+def _copy_tables(graph: Graph, node: Node, config: ModelConfig, device: torch.device) -> dict[int, CopyTable]:
+    """The expert map as tables, one shared by all layers that are alike."""
+    expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
+    num_servers = len(node.options["servers"])
+    tables: dict[Copies, CopyTable] = {}
+    found: dict[int, CopyTable] = {}
+    for layer in config.moe_layers:
+        copies = expert_map.table(layer)
+        if copies not in tables:
+            tables[copies] = CopyTable.from_lists(copies, num_servers, device)
+        found[layer] = tables[copies]
+    return found

@@ -1,0 +1,244 @@
+"""A worker from its first word to its last: load, listen, link up, run, stop.
+
+Here: `run_worker`, the one entry of every worker, whatever it holds. Not here: how its process was started (flowrt/cluster), the
+engine (group.py), the operators (model_nodes.py, user_nodes.py). Started by module name; also run as a task by `processes: one`
+and by the simulation, which is why it takes its channel and its seams as arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+import torch
+
+from flowrt.actors.control import (
+    Ask,
+    Connected,
+    Control,
+    EdgeStatistics,
+    Failed,
+    LinkLost,
+    Listening,
+    Peers,
+    Progress,
+    Start,
+    Statistics,
+    Stop,
+    as_message,
+    from_message,
+)
+from flowrt.actors.link_plan import plan_links
+from flowrt.actors.links import Link, LinkLostError, Links
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.region import NodeFunction, OperatorError
+from flowrt.dataflow.runner import Runner
+from flowrt.engine.engine import Engine
+from flowrt.errors import UserError
+from flowrt.graph import from_json
+from flowrt.graph.model import Edge, Graph
+from flowrt.seams import Seams
+from flowrt.workers.group import Group
+from flowrt.workers.model_nodes import SOURCE, build_model_nodes
+from flowrt.workers.user_nodes import build_user_nodes
+from operators.model_config import ModelError, read_model_config
+from transports.contract import Channel, Identity
+from transports.message import Message
+
+log = logging.getLogger("flowrt.worker")
+
+CONTROL_MESSAGES = 1 << 16  # tokens a launcher may be behind before its group gives up on it
+FAREWELL_SECONDS = 2.0
+
+
+async def run_worker(control: Channel, seams: Seams) -> None:
+    """Serve until Stop, or until the control line ends: nobody works for a launcher that is gone.
+
+    What goes wrong is told to the launcher as Failed, and raised.
+    """
+    first = await control.recv()
+    start = from_message(first)
+    if not isinstance(start, Start):
+        raise msgspec.ValidationError(f"a worker's first message is Start, not {first.kind!r}")
+    worker = _Worker(start, control, seams)
+    async with asyncio.TaskGroup() as group:
+        line = group.create_task(worker.line.run(), name=f"control of {start.name}")
+        line.add_done_callback(lambda _: worker.stop())
+        try:
+            await worker.run()
+        except BaseException as error:
+            await worker.tell(error)
+            raise
+        finally:
+            line.cancel()
+            await control.aclose()
+
+
+class _Worker:
+    def __init__(self, start: Start, control: Channel, seams: Seams) -> None:
+        self.line = Link(control, CONTROL_MESSAGES, self._on_control)
+        self._start = start
+        self._seams = seams
+        self._graph: Graph = from_json(start.graph)
+        self._device = torch.device(self._graph.devices.get(start.name, "cpu"))
+        self._loop = asyncio.get_running_loop()
+        self._peers: asyncio.Future[Peers] = self._loop.create_future()
+        self._stopped = asyncio.Event()
+        self._compute = seams.new_compute(start.name)
+        self._runner: Runner | None = None
+        self._links: Links | None = None
+        self._group: Group | None = None
+        self._link_of: dict[int, tuple[str, str]] = {}
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if not self._peers.done():
+            self._peers.cancel()
+
+    async def run(self) -> None:
+        try:
+            functions = await self._compute.run("load", self._load, bound_seconds=3600.0)
+            self._make_runner(functions)
+            assert self._runner is not None
+            assert self._links is not None
+            async with asyncio.TaskGroup() as group:
+                self._send(Listening(await self._links.listen(), resident_bytes()))
+                peers = await self._peers
+                await self._links.open(peers.addresses, peers.incarnations)
+                self._send(Connected())
+                tasks = [
+                    group.create_task(self._runner.run(), name=f"runner of {self._start.name}"),
+                    group.create_task(self._run_links(), name=f"links of {self._start.name}"),
+                ]
+                await self._stopped.wait()
+                for task in tasks:
+                    task.cancel()
+            self._send(self._statistics())
+            await self._flush()
+        except asyncio.CancelledError:
+            if not self._stopped.is_set():
+                raise
+        finally:
+            await self._compute.aclose()
+            if self._links is not None:
+                await self._links.aclose()
+
+    async def tell(self, error: BaseException) -> None:
+        """The last words to the launcher: one line, and whether it is the user who can mend it."""
+        cause = first_error(error)
+        if isinstance(cause, asyncio.CancelledError):
+            return
+        user = isinstance(cause, (UserError, ModelError))
+        if not user:
+            log.error("%s failed", self._start.name, exc_info=cause.__cause__ if isinstance(cause, OperatorError) else cause)
+        text = str(cause) if user or isinstance(cause, OperatorError) else f"{type(cause).__name__}: {cause}"
+        self._send(Failed(text, user))
+        await self._flush()
+
+    # --- loading ------------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> dict[str, NodeFunction]:
+        """Runs in the compute thread: reading weights takes seconds, and beats go on meanwhile."""
+
+        def on_built(text: str, done: int, total: int) -> None:
+            self._loop.call_soon_threadsafe(self._send, Progress(text, done, total))
+
+        functions = build_user_nodes(self._graph, self._start.name, self._device)
+        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built))
+        return functions
+
+    def _make_runner(self, functions: dict[str, NodeFunction]) -> None:
+        graph, name, seams = self._graph, self._start.name, self._seams
+        identity = Identity(name, self._start.incarnation)
+        self._runner = Runner(graph, name, functions, self._compute, seams.clock, self._post, self._on_sink, self._device)
+        self._links = Links(identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.deliver)
+        process_of = {node.name: node.process for node in graph.nodes.values()}
+        for edge in graph.edges:
+            ends = {process_of[edge.source], process_of[edge.target]}
+            if name in ends and len(ends) == 2:
+                self._link_of[edge.id] = (ends - {name}).pop(), edge.transport
+        sources = [node.name for node in graph.nodes_of(name) if node.operator == SOURCE]
+        if sources and graph.model is not None:
+            config = read_model_config(Path(graph.model.path))
+            engine = Engine(graph.limits, graph.micro_batches, config.max_position_embeddings, config.vocab_size, config.eos_token_ids)
+            page_tokens = graph.limits.page_tokens
+            self._group = Group(sources[0], self._start.incarnation, engine, self._runner, self._send, page_tokens, self._device)
+
+    # --- messages -------------------------------------------------------------------------------------------------------------
+
+    def _on_control(self, message: Message) -> None:
+        control = from_message(message)
+        match control:
+            case Peers() if not self._peers.done():
+                self._peers.set_result(control)
+            case Stop():
+                self.stop()
+            case Ask():
+                self._send(self._statistics())
+            case _ if self._group is not None:
+                self._group.on_control(control)
+            case _:
+                raise msgspec.ValidationError(f"{self._start.name} has no use for {message.kind!r}")
+
+    def _on_sink(self, firing: Firing) -> None:
+        assert self._group is not None
+        self._group.on_step_end(firing)
+
+    def _post(self, edge: Edge, message: Message) -> None:
+        assert self._links is not None
+        self._links[self._link_of[edge.id]].post(message)
+
+    def _send(self, control: Control) -> None:
+        self.line.post(as_message(control))
+
+    async def _flush(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self.line.flush()
+
+    async def _run_links(self) -> None:
+        """A lost peer is told, not raised: its death notice may be on the way, and it is that one who failed."""
+        assert self._links is not None
+        try:
+            await self._links.run()
+        except* LinkLostError as errors:
+            lost = first_error(errors)
+            assert isinstance(lost, LinkLostError)
+            self._send(LinkLost(lost.peer, lost.reason))
+            await self._stopped.wait()
+
+    def _statistics(self) -> Statistics:
+        assert self._runner is not None
+        assert self._links is not None
+        counters = self._runner.statistics
+        edges = tuple(
+            EdgeStatistics(edge, self._graph.edges[edge].transport, sent[0], sent[1]) for edge, sent in sorted(counters.sent.items())
+        )
+        return Statistics(
+            edges=edges,
+            num_firings=counters.num_firings,
+            compute_seconds=counters.compute_seconds,
+            num_steps=self._group.num_steps if self._group is not None else 0,
+            late_wakeups=sum(link.statistics().late_wakeups for link in self._links.values()),
+            resident_bytes=resident_bytes(),
+        )
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error at the bottom of groups within groups: the first one that happened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def resident_bytes() -> int:
+    """Memory of this process that lies in RAM; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

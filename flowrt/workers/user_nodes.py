@@ -1,0 +1,183 @@
+"""The functions of a user's graph: "module:function", imported here, in the worker, and checked against its ports.
+
+Here: `build_user_nodes`. Not here: built-in operators (model_nodes.py), what a spec string means (specs.py in flowrt/dataflow).
+Called by process.py while it loads, with the graph file's folder first on the path.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import NodeFunction, OperatorError
+from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph, Node
+
+_LOOKS_LIKE_SPEC = re.compile(r"(?!list|dict|tuple|set|type)[a-z]+[0-9][a-z0-9_]*\[.*\]|bool\[.*\]")
+
+
+def build_user_nodes(graph: Graph, process: str, device: torch.device) -> dict[str, NodeFunction]:
+    """A function for each node of `process` whose operator is "module:function".
+
+    Raises UserError, one line, when the module or function is not there, when its parameters are not the node's inputs, or when a
+    spec in the file and an annotation disagree.
+    """
+    nodes = [node for node in graph.nodes_of(process) if ":" in node.operator]
+    if nodes and graph.folder and graph.folder not in sys.path:
+        sys.path.insert(0, graph.folder)
+    return {node.name: _UserNode(graph, node, _import(node), device) for node in nodes}
+
+
+class _UserNode:
+    """Calls the function with one tensor per port (a list on a gather port), one tag at a time."""
+
+    def __init__(self, graph: Graph, node: Node, function: Callable[..., Any], device: torch.device) -> None:
+        self._node = node
+        self._function = function
+        self._device = device
+        sent = {edge.source_port for edge in graph.edges_from(node.name)}
+        self._outputs = list(node.outputs)
+        annotations = _annotations(node, function)
+        self._in = _specs(node, "input", node.inputs, annotations)
+        returned = annotations.get("return")
+        if isinstance(returned, str):
+            returned = {self._outputs[0]: returned} if len(self._outputs) == 1 else None
+        self._out = _specs(node, "output", node.outputs, returned if isinstance(returned, Mapping) else {})
+        if isinstance(returned, Mapping) and not sent <= set(returned):
+            missing = ", ".join(sorted(sent - set(returned)))
+            raise UserError(f"node {node.name}: {node.operator} gives {', '.join(returned)}, but an edge takes {missing}")
+
+    def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
+        return [self._fire(firing) for firing in firings]
+
+    def _fire(self, firing: Firing) -> dict[str, Payload]:
+        arguments: dict[str, Any] = {}
+        for port, value in firing.inputs.items():
+            many = isinstance(value, list)
+            tensors = [self._one(port, payload) for payload in (value if many else [value])]
+            arguments[port] = tensors if many else tensors[0]
+        sizes: dict[str, int] = {}
+        for port, spec in self._in.items():
+            if isinstance(arguments.get(port), torch.Tensor):
+                self._check("input", port, spec, arguments[port], sizes)
+        given = self._named(self._function(**arguments))
+        for port, spec in self._out.items():
+            if port in given:
+                self._check("output", port, spec, given[port], sizes)
+        return {port: Payload((tensor,)) for port, tensor in given.items()}
+
+    def _one(self, port: str, payload: Payload) -> torch.Tensor:
+        if len(payload.tensors) != 1:
+            raise OperatorError(f"{self._node.name}.{port} takes one tensor per message, got {len(payload.tensors)}")
+        return payload.tensors[0].to(self._device)
+
+    def _check(self, way: str, port: str, spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> None:
+        fault = check_tensor(spec, tensor, sizes)
+        if fault:
+            raise OperatorError(f"{way} {self._node.name}.{port} is {fault}; {spec} is declared")
+
+    def _named(self, result: Any) -> dict[str, torch.Tensor]:
+        """The function's result by output port: a tensor, a tuple in port order, or a dict. None sends nothing."""
+        ports = self._outputs
+        if result is None:
+            return {}
+        if isinstance(result, torch.Tensor):
+            result = (result,)
+        if isinstance(result, Mapping):
+            named = dict(result)
+        elif isinstance(result, (tuple, list)) and len(result) == len(ports):
+            named = dict(zip(ports, result, strict=True))
+        else:
+            raise OperatorError(f"{self._node.name} gave {_what(result)} for its outputs {', '.join(ports) or '(none)'}")
+        for port, tensor in named.items():
+            if port not in ports or not isinstance(tensor, torch.Tensor):
+                raise OperatorError(f"{self._node.name} gave {_what(tensor)} as {port!r}; its outputs are tensors {', '.join(ports)}")
+        return named
+
+
+def _import(node: Node) -> Callable[..., Any]:
+    module_name, _, attribute = node.operator.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"node {node.name}: cannot import {module_name!r} ({error}); it is looked for beside the graph file") from error
+    except Exception as error:
+        raise UserError(f"node {node.name}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"node {node.name}: {module_name!r} has no function {attribute!r}; it has {', '.join(names) or 'none'}")
+    result: Callable[..., Any] = function
+    return result
+
+
+def _annotations(node: Node, function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return {}
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [] if takes_any else [port for port in node.inputs if port not in parameters]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in node.inputs
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    if unknown or missing:
+        takes, fed = ", ".join(parameters) or "nothing", ", ".join(node.inputs) or "nothing"
+        raise UserError(f"node {node.name}: {node.operator} takes {takes}, the graph feeds {fed}")
+    found: dict[str, Any] = {name: parameter.annotation for name, parameter in parameters.items()}
+    found["return"] = signature.return_annotation
+    return {name: _unquoted(annotation) for name, annotation in found.items()}
+
+
+def _unquoted(annotation: Any) -> Any:
+    """A spec, or a dict of specs, as written; under `from __future__ import annotations` it comes quoted once more."""
+    if isinstance(annotation, str):
+        with contextlib.suppress(ValueError, SyntaxError):
+            annotation = ast.literal_eval(annotation)
+    return annotation if isinstance(annotation, (str, Mapping)) else None
+
+
+def _specs(node: Node, way: str, ports: Mapping[str, Any], annotated: Mapping[str, Any]) -> dict[str, Spec]:
+    """Spec per port, from the file or from the annotation; both must agree."""
+    found: dict[str, Spec] = {}
+    for name, port in ports.items():
+        written = parse_spec(port.tensors[0]) if port.tensors else None
+        noted = _noted(node, annotated.get(name))
+        if written is not None and noted is not None and written != noted:
+            raise UserError(
+                f"node {node.name}: {way} {name} is {written} in the graph file and {noted} in {node.operator}; both must agree"
+            )
+        spec = written or noted
+        if spec is not None:
+            found[name] = spec
+    return found
+
+
+def _noted(node: Node, text: Any) -> Spec | None:
+    """The spec of an annotation, if it is one: "torch.Tensor" and the like are none."""
+    if not isinstance(text, str) or not _LOOKS_LIKE_SPEC.fullmatch(text):
+        return None
+    try:
+        return parse_spec(text)
+    except ValueError as error:
+        raise UserError(f"node {node.name}: {node.operator} is annotated wrongly: {error}") from error
+
+
+def _what(value: object) -> str:
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
