@@ -1,0 +1,328 @@
+"""An event loop whose time is virtual and whose choices come from a seed.
+
+Here: VirtualLoop, `current_node`. Not here: messages between nodes (transport.py), the seams built on the loop (world.py).
+Called by world.run; code under test sees an ordinary asyncio loop.
+
+Every handle belongs to a node: one simulated process. Within a node handles run in the order they became ready, as asyncio promises;
+which node goes next is drawn from the seed, since nothing orders processes. Timers fire by (time, insertion). Time stands still while
+anything is ready and then jumps to the next timer. The digest covers every step (time, node, what ran) and every message's bytes.
+
+Written against AbstractEventLoop, so that nothing of the real loop (selector, self-pipe, signals, executor) can slip in: what is not
+here raises NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import heapq
+import random
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+from flowrt.simulation.errors import DeadlockError, ForeignThreadError, LivelockError, UnhandledError
+
+T = TypeVar("T")
+
+OUTSIDE = "outside"  # the node of whatever runs before a node is named: the test itself
+_CLOSING = "close a generator"  # nobody's fault when it is left: a generator dropped in the last step
+START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caught
+
+current_node: ContextVar[str] = ContextVar("current_node", default=OUTSIDE)
+
+
+class VirtualHandle(asyncio.TimerHandle):
+    """A callback in line. Cancelled ones stay in their queue and are skipped when their turn comes."""
+
+    __slots__ = ("_args_given", "_call", "_node", "_run_context")
+
+    def __init__(self, when: float, node: str, callback: Callable[..., object], args: tuple[object, ...], context: Context) -> None:
+        self._when = when
+        self._node = node
+        self._call: Callable[..., object] | None = callback
+        self._args_given = args
+        self._run_context = context
+
+    def cancel(self) -> None:
+        self._call = None
+        self._args_given = ()
+
+    def cancelled(self) -> bool:
+        return self._call is None
+
+    def when(self) -> float:
+        return self._when
+
+    def __repr__(self) -> str:
+        return f"<VirtualHandle of {self._node} at {self._when:.6f}: {'cancelled' if self._call is None else _name_of(self._call)}>"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """See the file's docstring. One run each: `run_until_complete` once, then `close`."""
+
+    def __init__(
+        self, seed: int, *, max_steps: int = 20_000_000, max_steps_at_instant: int = 200_000, max_seconds: float = 24 * 3600.0
+    ) -> None:
+        self.num_steps = 0
+        self._random = random.Random(f"schedule {seed}")
+        self._now = START_SECONDS
+        self._ready: dict[str, deque[VirtualHandle]] = {}
+        self._timers: list[tuple[float, int, VirtualHandle]] = []
+        self._num_timers = 0
+        self._num_tasks: dict[str, int] = {}
+        self._tasks: list[tuple[str, weakref.ref[asyncio.Task[Any]]]] = []
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._failures: list[str] = []
+        self._thread = threading.get_ident()
+        self._max_steps, self._max_steps_at_instant, self._max_seconds = max_steps, max_steps_at_instant, max_seconds
+        self._instant_began = 0  # num_steps when time last moved
+        self._running = self._closed = False
+        self._generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
+
+    # what callers of a run ask
+
+    def digest(self) -> str:
+        """Of all steps and messages so far; equal runs have equal digests, whatever the process or its hash seed."""
+        return self._digest.hexdigest()
+
+    def note(self, *parts: bytes) -> None:
+        """Take `parts` (a message on its way) into the digest."""
+        for part in parts:
+            self._digest.update(len(part).to_bytes(8, "little"))
+            self._digest.update(part)
+
+    def time(self) -> float:
+        return self._now
+
+    # scheduling; the signatures say less of `args` than asyncio's, which no caller sees
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        context = copy_context() if context is None else context
+        handle = VirtualHandle(self._now, context.get(current_node, OUTSIDE), callback, args, context)
+        self._make_ready(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        if threading.get_ident() != self._thread:
+            raise ForeignThreadError(
+                f"{_name_of(callback)} from thread {threading.current_thread().name}: nothing orders it against the seed"
+            )
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        context = copy_context() if context is None else context
+        return self.call_at_node(when, context.get(current_node, OUTSIDE), callback, *args, context=context)
+
+    def call_at_node(
+        self, when: float, node: str, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        """As call_at, for a callback that belongs to another node: what arrives there."""
+        handle = VirtualHandle(when, node, callback, args, copy_context() if context is None else context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: object = None, context: Context | None = None, **options: Any
+    ) -> asyncio.Task[T]:
+        """As asyncio's, but an unnamed task is named after its node: asyncio's counter is shared by all loops of the process."""
+        node = (context or copy_context()).get(current_node, OUTSIDE)
+        if name is None:
+            self._num_tasks[node] = number = self._num_tasks.get(node, 0) + 1
+            name = f"{node}/{number}"
+        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, name=str(name), context=context, **options)
+        self._tasks.append((node, weakref.ref(task)))
+        if len(self._tasks) % 1024 == 0:
+            self._tasks = [(node, reference) for node, reference in self._tasks if reference() is not None]
+        return task
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """The call is made at once, on the loop: a thread's timing is not the seed's."""
+        future: asyncio.Future[T] = asyncio.Future(loop=self)
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    # running
+
+    def run_until_complete(self, future: Coroutine[Any, Any, T]) -> T:  # type: ignore[override]
+        """Run until `future` is done. Raises what it raises, DeadlockError, LivelockError, UnhandledError."""
+        if self._running or self._closed or asyncio._get_running_loop() is not None:
+            raise RuntimeError("a virtual loop runs once, and not inside another loop")
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=lambda made: self._generators.append(weakref.ref(made)), finalizer=self._finish_generator)
+        asyncio._set_running_loop(self)
+        self._running = True
+        try:
+            main = self.create_task(future, name="main")
+            self._run(main)
+            return main.result()
+        finally:
+            self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def finish(self) -> list[str]:
+        """Cancel what is left, in the order of its making, and let it end. Returns the names of the tasks that had to be cancelled.
+
+        Not part of the digest's promise. Raises UnhandledError when a task or callback failed unseen during the run or here.
+        """
+        left = [task for _, reference in self._tasks if (task := reference()) is not None and not task.done()]
+        names = [task.get_name() for task in left if task.get_name() != _CLOSING]
+
+        async def end() -> None:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            for reference in self._generators:
+                if (generator := reference()) is not None:
+                    await generator.aclose()
+
+        self._instant_began = self.num_steps  # a run that went on for too long still gets its time to end
+        self._max_steps += self.num_steps
+        self._max_seconds += self._now
+        self.run_until_complete(end())
+        return names
+
+    def raise_failures(self) -> None:
+        """Raise UnhandledError when anything failed unseen."""
+        if self._failures:
+            raise UnhandledError("; ".join(self._failures))
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def get_debug(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._failures.append(
+            f"{context.get('message')}: {type(error).__name__}: {error}" if error is not None else str(context.get("message"))
+        )
+
+    async def shutdown_asyncgens(self) -> None:
+        return None
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        return None
+
+    def _run(self, main: asyncio.Task[Any]) -> None:
+        while not main.done():
+            if not self._ready:
+                self._jump(main)
+                continue
+            nodes = list(self._ready)
+            node = nodes[0] if len(nodes) == 1 else nodes[self._random.randrange(len(nodes))]
+            queue = self._ready[node]
+            handle = queue.popleft()
+            if not queue:
+                del self._ready[node]
+            callback = handle._call
+            if callback is not None:
+                self._step(node, callback, handle)
+
+    def _step(self, node: str, callback: Callable[..., object], handle: VirtualHandle) -> None:
+        self.num_steps += 1
+        if self.num_steps - self._instant_began > self._max_steps_at_instant:
+            raise LivelockError(f"{self._max_steps_at_instant} steps at {self._now:.6f} s; now {node}: {_name_of(callback)}")
+        if self.num_steps > self._max_steps:
+            raise LivelockError(f"{self._max_steps} steps and no end; at {self._now:.6f} s")
+        self._digest.update(f"{self._now.hex()} {node} {_name_of(callback)}\n".encode())
+        try:
+            handle._run_context.run(callback, *handle._args_given)
+        except Exception as error:
+            self.call_exception_handler({"message": f"callback {_name_of(callback)} of {node}", "exception": error})
+
+    def _jump(self, main: asyncio.Task[Any]) -> None:
+        """Nothing is ready: move time to the next timer and make everything that is due ready, in order."""
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+        if not self._timers:
+            raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set:\n{self.describe_waiting()}")
+        self._now = max(self._now, self._timers[0][0])
+        self._instant_began = self.num_steps
+        if self._now - START_SECONDS > self._max_seconds:
+            raise LivelockError(f"no end within {self._max_seconds} virtual seconds:\n{self.describe_waiting()}")
+        while self._timers and self._timers[0][0] <= self._now:
+            handle = heapq.heappop(self._timers)[2]
+            if not handle.cancelled():
+                self._make_ready(handle)
+
+    def describe_waiting(self) -> str:
+        """One line per task that is not done: its node and name, and the chain of calls it waits in."""
+        lines = []
+        for node, reference in self._tasks:
+            task = reference()
+            if task is not None and not task.done():
+                lines.append(f"  {node} {task.get_name()}: {_chain(task.get_coro())}")
+        return "\n".join(lines)
+
+    def _make_ready(self, handle: VirtualHandle) -> None:
+        queue = self._ready.get(handle._node)
+        if queue is None:
+            self._ready[handle._node] = deque((handle,))
+        else:
+            queue.append(handle)
+
+    def _finish_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        if not self._closed:
+            self.create_task(generator.aclose(), name=_CLOSING)
+
+
+def _name_of(callback: Callable[..., object]) -> str:
+    """A name that is the same in every process: a task's name, or the function's."""
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, asyncio.Task):
+        return f"task {owner.get_name()}"
+    return getattr(callback, "__qualname__", None) or type(callback).__name__
+
+
+def _chain(coroutine: Any) -> str:
+    places = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None) or getattr(coroutine, "ag_frame", None)
+        if frame is None:
+            break
+        places.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None) or getattr(coroutine, "ag_await", None)
+    return " > ".join(places) or "not started"
