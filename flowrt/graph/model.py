@@ -98,7 +98,7 @@ class Node:
     options: Mapping[str, Any] = field(default_factory=dict)
     stateful: bool = False
     batches: bool = False
-    line: int = 0  # where it stands in the file, for error texts
+    line: int = field(default=0, compare=False)  # where it stands in the file, for error texts
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Edge:
     layers: LayerSet = LayerSet()
     tag: TagStep = TagStep()
     answers: int | None = None
-    line: int = 0
+    line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_port} -> {self.target}.{self.target_port}"

@@ -1,0 +1,36 @@
+"""What a user gets to read when something is wrong: one line, and the exit code that goes with it.
+
+Here: UserError and its kinds. Not here: what a transport may raise (transports/errors.py). A leaf: every room may import it.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input. The text is one line: what, where, what would be right. Command lines print it and end with `exit_code`."""
+
+    exit_code = 2
+
+
+class GraphError(UserError):
+    """A graph file (or a `--set`) is wrong: "FILE:LINE: path.to.key: what is wrong; what would be right".
+
+    `where` is "FILE:LINE" or "--set path=value", `path` the dotted key, `text` the rest.
+    """
+
+    def __init__(self, where: str, path: str, text: str) -> None:
+        self.where, self.path, self.text = where, path, text
+        super().__init__(": ".join(part for part in (where, path, text) if part))
+
+    def __reduce__(self) -> tuple[type[GraphError], tuple[str, str, str]]:
+        return GraphError, (self.where, self.path, self.text)
+
+
+class WorkerDiedError(Exception):
+    """A process of the graph ended by itself. `process` is its name, `last_words` the last lines it wrote, oldest first."""
+
+    exit_code = 3
+
+    def __init__(self, process: str, reason: str, last_words: tuple[str, ...] = ()) -> None:
+        self.process, self.reason, self.last_words = process, reason, last_words
+        super().__init__(f"{process} {reason}")

@@ -1,0 +1,312 @@
+"""What must hold of a graph before any process starts. Pure: a Graph in, problems out.
+
+Here: ports and specs, what feeds what at which layer, cycles, credits, answers, transports, experts. Not here: the types of single keys
+(schema.py), names that do not exist (explicit.py), texts with file and line (file.py). Called by file.py for both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrt.graph.document import Path_
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, LayerSet, Node
+from flowrt.graph.notation import specs_disagree
+from flowrt.graph.placement import Held, experts_map, held_experts
+from flowrt.graph.reach import Flow, Point, follow, mints
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`path` is the key in the explicit form that is at fault; `text` says what is wrong and what would be right."""
+
+    path: Path_
+    text: str
+
+
+def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
+    """All problems, the most basic first; later ones may follow from earlier ones."""
+    yield from _check_ports(graph)
+    yield from _check_answers(graph)
+    yield from _check_transports(graph)
+    flow = follow(graph)
+    yield from _check_feeding(graph, flow)
+    yield from _check_cycles(graph, flow)
+    yield from _check_credits(graph)
+    yield from _check_model(graph, facts)
+
+
+def _check_ports(graph: Graph) -> Iterator[Problem]:
+    fed = {(edge.target, edge.target_port) for edge in graph.edges}
+    led = {(edge.source, edge.source_port) for edge in graph.edges}
+    for node in graph.nodes.values():
+        path = ("nodes", node.name)
+        if not node.inputs and not mints(node.operator):
+            yield Problem(path, "nothing leads here; connect an input of it")
+        for port in node.inputs.values():
+            here = (*path, "inputs", port.name)
+            if (node.name, port.name) not in fed:
+                yield Problem(here, f"no edge leads to {node.name}.{port.name}; connect it")
+            if port.takes == "gather":
+                count = None if port.count is None else node.inputs.get(port.count)
+                if count is None or count.takes != "one" or count is port:
+                    yield Problem(here, "gather needs the port that says how many messages to wait for; write count: PORT, another input")
+            elif port.count is not None:
+                yield Problem(here, "count belongs to takes: gather; remove it, or write takes: gather")
+        for port in node.outputs.values():
+            if (node.name, port.name) not in led and node.operator != INPUT:
+                yield Problem((*path, "outputs", port.name), f"no edge leads from {node.name}.{port.name}; connect it, or remove the port")
+    for edge in graph.edges:
+        given = graph.nodes[edge.source].outputs[edge.source_port].tensors
+        taken = graph.nodes[edge.target].inputs[edge.target_port].tensors
+        if given and taken:
+            why = f"{len(given)} tensors are not {len(taken)}" if len(given) != len(taken) else None
+            why = why or next((text for a, b in zip(given, taken, strict=True) if (text := specs_disagree(a, b))), None)
+            if why is not None:
+                text = f"{edge} connects {', '.join(given)} to {', '.join(taken)}: {why}; make both ends agree"
+                yield Problem(("edges", edge.id, "to"), text)
+    if not any(mints(node.operator) for node in graph.nodes.values()):
+        yield Problem(("edges",), f"nothing begins the work; connect {INPUT}.NAME to a node")
+    if INPUT in graph.nodes and OUTPUT not in graph.nodes:
+        yield Problem(("edges",), f"nothing leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
+
+
+def _check_answers(graph: Graph) -> Iterator[Problem]:
+    answered: dict[int, Edge] = {}
+    for edge in graph.edges:
+        if edge.answers is None:
+            continue
+        path: Path_ = ("edges", edge.id, "answers")
+        request = graph.edges[edge.answers]
+        asking, answering = graph.nodes[request.source].process, graph.nodes[edge.target].process
+        if request.target != edge.source or request.answers is not None:
+            yield Problem(path, f"{request} does not ask {edge.source}; name an edge that leads to {edge.source}")
+        elif asking != answering:
+            text = f"the request comes from process {asking}, its answer goes to {answering}, so its credit would be lost; answer {asking}"
+            yield Problem(path, text)
+        elif request.id in answered:
+            yield Problem(path, f"{answered[request.id]} answers {request} already; a request has one answer: remove this edge")
+        elif edge.tag.kind != "same" or edge.layers.layers is not None:
+            yield Problem(path, "an answer has the tag of its request; remove tag and layers")
+        answered[request.id] = edge
+
+
+def _check_transports(graph: Graph) -> Iterator[Problem]:
+    if graph.processes in ("one", 1):
+        return
+    for edge in graph.edges:
+        ends = graph.nodes[edge.source].process, graph.nodes[edge.target].process
+        if edge.transport == "inproc" and ends[0] != ends[1]:
+            text = f"inproc stays inside one process, {edge} leads from {ends[0]} to {ends[1]}; write auto, or processes: one"
+            yield Problem(("edges", edge.id, "transport"), text)
+
+
+def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
+    for node in graph.nodes.values():
+        if mints(node.operator):
+            continue
+        for port in node.inputs.values():
+            if port.takes == "one":
+                yield from _fed_twice(graph, flow, node, port.name)
+        if node.inputs and not flow.fires[node.name]:
+            yield Problem(("nodes", node.name), f"it never fires: {_never(flow, node)}")
+            continue
+        yield from _left_waiting(flow, node)
+
+
+def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
+    for (later, layer), ids in sorted(flow.at(node.name, port).items()):
+        edges = [graph.edges[edge] for edge in sorted(ids)]
+        for index, edge in enumerate(edges):
+            for other in edges[:index]:
+                if flow.edge_origins[edge.id] & flow.edge_origins[other.id]:
+                    text = f"{other} and {edge} both bring a message {_at(later, layer)}; a port takes one per tag: give them layers that do not meet"
+                    yield Problem(("edges", edge.id), text)
+                    return
+
+
+def _never(flow: Flow, node: Node) -> str:
+    for port in node.inputs.values():
+        if port.takes == "one" and not flow.at(node.name, port.name):
+            return f"no message can reach its port {port.name}; feed it from {INPUT} or from a node that fires"
+    ports = ", ".join(port.name for port in node.inputs.values() if port.takes == "one")
+    return f"its ports {ports} get nothing at the same step and layer; let their edges' tag and layers agree"
+
+
+def _left_waiting(flow: Flow, node: Node) -> Iterator[Problem]:
+    fires: set[Point] = flow.fires[node.name]
+    for port in node.inputs.values():
+        for later, layer in sorted(flow.at(node.name, port.name)):
+            if (later, layer) in fires:
+                continue
+            empty = [p.name for p in node.inputs.values() if p.takes == "one" and (later, layer) not in flow.at(node.name, p.name)]
+            text = (
+                f"what comes to {port.name} {_at(later, layer)} would wait for ever, since nothing comes to {', '.join(empty)} there; "
+                "let the edges' tag and layers agree"
+            )
+            yield Problem(("nodes", node.name), text)
+            return
+
+
+def _at(later: bool, layer: int) -> str:
+    return f"at layer {layer}" + (" of later steps" if later else "")
+
+
+def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
+    """Without the edges that advance the tag, no (node, layer) may lead back to itself."""
+    onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]] = {}
+    for edge in graph.edges:
+        if edge.tag.advances or mints(graph.nodes[edge.target].operator):
+            continue
+        for layer in {layer for _, layer in flow.fires[edge.source]} or {0}:
+            if layer in edge.layers:
+                target = edge.tag.layer if edge.tag.kind == "to_layer" else layer
+                onward.setdefault((edge.source, layer), []).append(((edge.target, target), edge))
+    done: set[tuple[str, int]] = set()
+    for start in onward:
+        cycle = _cycle_from(start, onward, done)
+        if cycle:
+            edge = max(cycle, key=lambda edge: edge.id)
+            names = " -> ".join([edge.source for edge in cycle] + [cycle[0].source])
+            text = f"the cycle {names} does not advance the tag, so it waits for itself; write tag: layer+1 or tag: step+1 on one of its edges"
+            yield Problem(("edges", edge.id), text)
+            return
+
+
+def _cycle_from(
+    start: tuple[str, int], onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]], done: set[tuple[str, int]]
+) -> list[Edge]:
+    """The edges of a cycle that can be reached from `start`, or nothing. Marks what it has been through as done."""
+    if start in done:
+        return []
+    way: list[tuple[tuple[str, int], Edge | None]] = [(start, None)]
+    on_way = {start}
+    left = [iter(onward.get(start, ()))]
+    while way:
+        step = next(left[-1], None)
+        if step is None:
+            place, _ = way.pop()
+            left.pop()
+            on_way.discard(place)
+            done.add(place)
+            continue
+        place, edge = step
+        if place in on_way:
+            first = next(index for index, (other, _) in enumerate(way) if other == place)
+            return [taken for _, taken in way[first + 1 :] if taken is not None] + [edge]
+        if place not in done:
+            way.append((place, edge))
+            on_way.add(place)
+            left.append(iter(onward.get(place, ())))
+    return []
+
+
+def _check_credits(graph: Graph) -> Iterator[Problem]:
+    """On a cycle, an edge between processes must hold all that may be on the way: a message per tag in flight."""
+    is_model = any(node.operator == "source" for node in graph.nodes.values())
+    tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
+    component = _components(graph)
+    for edge in graph.edges:
+        if edge.answers is not None or graph.nodes[edge.source].process == graph.nodes[edge.target].process:
+            continue
+        path: Path_ = ("edges", edge.id, "credits")
+        if edge.credits < 1:
+            yield Problem(path, "an edge between processes needs credits; write at least 1")
+        elif component[edge.source] == component[edge.target] and edge.credits < tags:
+            yield Problem(path, f"{edge.credits} is too few: {tags} {what} keep {tags} messages on the way; write at least {tags}")
+
+
+def _components(graph: Graph) -> dict[str, int]:
+    """node -> the number of its strongly connected component: two nodes of one lie on a common cycle."""
+    onward: dict[str, list[str]] = {name: [] for name in graph.nodes}
+    backward: dict[str, list[str]] = {name: [] for name in graph.nodes}
+    for edge in graph.edges:
+        onward[edge.source].append(edge.target)
+        backward[edge.target].append(edge.source)
+    order: list[str] = []
+    seen: set[str] = set()
+    for start in graph.nodes:
+        stack = [(start, False)]
+        while stack:
+            name, leaving = stack.pop()
+            if leaving:
+                order.append(name)
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                stack += [(target, False) for target in onward[name]]
+    component: dict[str, int] = {}
+    for number, start in enumerate(reversed(order)):
+        names = [start]
+        while names:
+            name = names.pop()
+            if name not in component:
+                component[name] = number
+                names += backward[name]
+    return component
+
+
+def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
+    """The options of built-in nodes against the model: layers, who holds which experts, who is asked for which."""
+    built_in = [node for node in graph.nodes.values() if ":" not in node.operator and node.name not in (INPUT, OUTPUT)]
+    if built_in and facts is None:
+        yield Problem(("nodes", built_in[0].name, "operator"), "a built-in operator needs a model; write model: {path: DIRECTORY}")
+        return
+    if facts is None:
+        return
+    held: dict[str, Held] = {}
+    for node in built_in:
+        path: Path_ = ("nodes", node.name, "options")
+        layers = node.options.get("num_layers", facts.num_layers)
+        if layers != facts.num_layers:
+            text = f"the graph was made for {layers} layers, the model has {facts.num_layers}; expand it again for this model"
+            yield Problem((*path, "num_layers"), text)
+        if node.operator == "experts":
+            try:
+                held[node.name] = held_experts(node.options["experts"], facts.moe_layers)
+                experts_map({0: held[node.name]}, facts.num_experts)
+            except ValueError as error:
+                yield Problem((*path, "experts"), str(error))
+                return
+    for node in built_in:
+        if node.operator == "dispatch":
+            yield from _check_dispatch(graph, node, held, facts)
+
+
+def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: ModelFacts) -> Iterator[Problem]:
+    path: Path_ = ("nodes", node.name, "options", "servers")
+    servers = node.options["servers"]
+    if not isinstance(servers, dict) or not servers or not all(key.isascii() and key.isdigit() and str(int(key)) == key for key in servers):
+        yield Problem(path, "names no servers; write {'0': '0-5', '1': ...}: what the node behind each port server0, server1 holds")
+        return
+    asked: dict[int, Held] = {}
+    for key, option in servers.items():
+        here = (*path, key)
+        try:
+            asked[int(key)] = held_experts(option, facts.moe_layers)
+            experts_map({int(key): asked[int(key)]}, facts.num_experts)
+        except ValueError as error:
+            yield Problem(here, str(error))
+            return
+        edges = [edge for edge in graph.edges_from(node.name) if edge.source_port == f"server{key}"]
+        if len(edges) != 1:
+            yield Problem(here, f"{len(edges)} edges lead from {node.name}.server{key}; one must lead to the node that holds these experts")
+            return
+        there = held.get(edges[0].target)
+        for layer, experts in asked[int(key)].items():
+            absent = [] if there is None else sorted(set(experts) - set(there[layer]))
+            if absent:
+                yield Problem(here, f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here")
+                return
+    for edge in graph.edges_from(node.name):
+        if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
+            yield Problem(path, f"an edge leads from {node.name}.{edge.source_port}, which holds nothing here; add {edge.source_port[6:]!r}")
+            return
+    placement = experts_map(asked, facts.num_experts)
+    for layer in facts.moe_layers:
+        missing = placement.missing(layer)
+        if missing:
+            text = f"expert {missing[0]} has no copy in layer {layer}; place it on at least one server (layers {LayerSet(frozenset(facts.moe_layers))})"
+            yield Problem(path, text)
+            return

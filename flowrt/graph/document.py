@@ -1,0 +1,253 @@
+"""A graph file as plain values that remember their lines. Nothing is believed yet: meaning comes later (schema.py, file.py).
+
+Here: reading the YAML, `--set` overrides, and where a key stands. Refused: duplicate keys, tags, anchors and aliases (so no
+small file can become a large one), deep nesting, large files, several documents. Called by file.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+from flowrt.errors import GraphError
+
+Path_ = tuple[str | int, ...]  # the way from the top of the file to a key
+
+MAX_FILE_BYTES = 8 << 20
+MAX_DEPTH = 24
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS |= {word: True for word in ("true", "True", "TRUE")} | {word: False for word in ("false", "False", "FALSE")}
+
+
+@dataclass
+class Document:
+    """`value` is made of dict (keys are strings), list, str, int, float, bool and None; `lines` gives the line of each path."""
+
+    name: str
+    value: Any
+    lines: dict[Path_, int] = field(default_factory=dict)
+    overrides: dict[Path_, str] = field(default_factory=dict)
+
+    def where(self, path: Path_) -> str:
+        """"FILE:LINE" of the key at `path`, or of the nearest key above it; "--set ..." for what an override wrote."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.overrides:
+                return f"--set {self.overrides[path[:end]]}"
+            if path[:end] in self.lines:
+                return f"{self.name}:{self.lines[path[:end]]}"
+        return f"{self.name}:1"
+
+    def line(self, path: Path_) -> int:
+        """The line number alone; 0 for what an override wrote."""
+        where = self.where(path)
+        return 0 if where.startswith("--set ") else int(where.rpartition(":")[2])
+
+    def fail(self, path: Path_, text: str) -> NoReturn:
+        raise GraphError(self.where(path), dotted(path), text)
+
+    def has(self, path: Path_) -> bool:
+        """Whether the file, or an override, says anything at `path`."""
+        value = self.value
+        for key in path:
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+                value = value[key]
+            else:
+                return False
+        return True
+
+
+def dotted(path: Path_) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def read_document(path: Path, name: str | None = None) -> Document:
+    """The file at `path`. Raises GraphError: not there, too large, not UTF-8, or not the YAML that graph files may use."""
+    name = name or str(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise GraphError(name, "", "no such file; give the path of a graph file") from None
+    except IsADirectoryError:
+        raise GraphError(name, "", "is a folder; give the path of a graph file in it") from None
+    except OSError as error:
+        raise GraphError(name, "", f"cannot be read ({error.strerror}); give a file that you may read") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise GraphError(name, "", f"is larger than {MAX_FILE_BYTES >> 20} MiB, the most a graph file may have; is it one?")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise GraphError(f"{name}:{line}", "", "is not UTF-8 text; save the graph file as UTF-8") from None
+    return parse_document(text, name)
+
+
+def parse_document(text: str, name: str) -> Document:
+    """As `read_document`, of text. `name` stands for the file in error texts."""
+    document = Document(name=name, value=None)
+    try:
+        reader = YAML(typ="safe", pure=True)
+        events = iter(reader.parse(text))  # type: ignore[no-untyped-call]
+        _Reader(document, events).read()
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
+        raise GraphError(f"{name}:{line}", "", f"is not YAML: {_one_line(error.problem or str(error))}; mend this line") from None
+    except ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise GraphError(f"{name}:{line}", "", f"holds the character {error.character!r}; remove it") from None
+    except YAMLError as error:
+        raise GraphError(f"{name}:1", "", f"is not YAML: {_one_line(str(error))}; mend it") from None
+    return document
+
+
+class _Reader:
+    """Turns parse events into values. Own code, because a loader would already have followed aliases and tags."""
+
+    def __init__(self, document: Document, events: Iterator[Any]) -> None:
+        self._document, self._events = document, events
+
+    def read(self) -> None:
+        documents = 0
+        self._document.lines[()] = 1
+        for event in self._events:
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self._fail(event, (), "a second document begins; one file holds one graph: remove what follows '---'")
+            elif isinstance(event, ScalarEvent | MappingStartEvent | SequenceStartEvent | AliasEvent):
+                self._document.value = self._value(event, ())
+
+    def _value(self, event: Any, path: Path_) -> Any:
+        if len(path) > MAX_DEPTH:
+            self._fail(event, path[:4], f"is nested more than {MAX_DEPTH} deep; graph files need less than 8")
+        if isinstance(event, AliasEvent):
+            self._fail(event, path, f"'*{event.anchor}' refers to an anchor; graph files have none: write the value out")
+        if event.anchor is not None:
+            self._fail(event, path, f"'&{event.anchor}' is an anchor; graph files have none: write the value out where it is needed")
+        if event.tag is not None:
+            self._fail(event, path, f"the YAML tag {event.tag} is refused; write the plain value")
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event, path)
+        if isinstance(event, SequenceStartEvent):
+            return self._sequence(path)
+        return self._mapping(path)
+
+    def _sequence(self, path: Path_) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            self._document.lines[(*path, len(values))] = event.start_mark.line + 1
+            values.append(self._value(event, (*path, len(values))))
+        return values
+
+    def _mapping(self, path: Path_) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), MappingEndEvent):
+            if not isinstance(event, ScalarEvent):
+                self._fail(event, path, "a key must be a word, not a list or mapping; write key: value")
+            self._value(event, path)  # for its checks: no tag, no anchor
+            key = str(event.value)
+            here = (*path, key)
+            if key in values:
+                self._fail(event, here, f"the key is there twice, first on line {self._document.lines[here]}; keep one")
+            self._document.lines[here] = event.start_mark.line + 1
+            values[key] = self._value(next(self._events), here)
+        return values
+
+    def _scalar(self, event: ScalarEvent, path: Path_) -> Any:
+        text = str(event.value)
+        if event.style in ("'", '"', "|", ">"):
+            return text
+        if text in _WORDS:
+            return _WORDS[text]
+        if _INT.fullmatch(text):
+            digits = text.replace("_", "")
+            if len(digits) > 18:
+                self._fail(event, path, f"{text[:24]} is too large a number; write one of at most 18 digits")
+            return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+        if _FLOAT.fullmatch(text):
+            return float(text.replace("_", ""))
+        return text
+
+    def _fail(self, event: Any, path: Path_, text: str) -> NoReturn:
+        raise GraphError(f"{self._document.name}:{event.start_mark.line + 1}", dotted(path), text)
+
+
+def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
+    """A copy of `document` with each "path=value" written in. The value is read as YAML; "path=" empties it.
+
+    Names with dots are found: at each step the longest key that is there wins. Errors later name the override.
+    """
+    result = Document(document.name, copy.deepcopy(document.value), dict(document.lines), dict(document.overrides))
+    for override in overrides:
+        where = f"--set {override}"
+        name, equals, text = override.partition("=")
+        words = name.strip().split(".")
+        if not equals or "" in words:
+            raise GraphError(where, "", "is no override; write path=value, such as deploy.experts.servers=2")
+        try:
+            value = parse_document(text, where).value
+        except GraphError as error:
+            raise GraphError(where, name, error.text) from None
+        if result.value is None:
+            result.value = {}
+        _set(result, words, value, override)
+    return result
+
+
+def _set(document: Document, words: list[str], value: Any, override: str) -> None:
+    parent, path, rest = document.value, (), list(words)
+    while True:
+        key, used = _match(parent, rest)
+        if key is None:
+            text = f"{dotted(path) or 'the file'} holds no keys to set {rest[0]!r} in; set {dotted(path) or 'it'} as a whole"
+            raise GraphError(f"--set {override}", ".".join(words), text)
+        path, rest = (*path, key), rest[used:]
+        if not rest:
+            parent[key] = value
+            for known in [known for known in document.lines if known[: len(path)] == path and len(known) > len(path)]:
+                del document.lines[known]  # the old value's keys are gone
+            document.overrides[path] = override
+            return
+        if isinstance(parent, dict) and parent.get(key) is None:
+            parent[key] = {}
+            document.overrides[path] = override
+        parent = parent[key]
+
+
+def _match(parent: Any, words: list[str]) -> tuple[str | int | None, int]:
+    """The key of `parent` that the first words name, and how many words that took."""
+    if isinstance(parent, dict):
+        for used in range(len(words), 0, -1):
+            if ".".join(words[:used]) in parent:
+                return ".".join(words[:used]), used
+        return words[0], 1
+    if isinstance(parent, list) and words[0].isdigit() and int(words[0]) < len(parent):
+        return int(words[0]), 1
+    return None, 0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,45 @@
+"""The few facts about a model that a graph depends on, as plain values, so that this room needs no model code.
+
+Here: ModelFacts. Not here: reading config.json (operators/model_config.py); callers of `load_graph` bring a function that does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transports.message import DTYPE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """`moe_layers` are the indices of the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's."""
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    num_experts_per_token: int
+
+    @classmethod
+    def of(cls, config: Any) -> ModelFacts:
+        """The facts of any object that has them as attributes, such as operators.model_config.ModelConfig."""
+        return cls(
+            num_layers=int(config.num_layers),
+            moe_layers=tuple(config.moe_layers),
+            num_experts=int(config.num_experts),
+            hidden_size=int(config.hidden_size),
+            vocab_size=int(config.vocab_size),
+            dtype=str(config.dtype),
+            num_experts_per_token=int(config.num_experts_per_token),
+        )
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if layer not in set(self.moe_layers))
+
+    def row_bytes(self, dtype: str) -> int:
+        """Bytes of one row of hidden states in `dtype`."""
+        return self.hidden_size * DTYPE_BYTES[dtype]

@@ -1,0 +1,242 @@
+"""From a graph file to a checked Graph: the one door into this room.
+
+Here: `load_graph`, which reads, overrides, validates, finds the model and the prompts, expands, and checks. Not here: each of these
+steps (document.py, schema.py, problems.py, expand.py, explicit.py, checks.py). Called by the command line and the Python API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowrt.errors import GraphError
+from flowrt.graph.checks import check
+from flowrt.graph.document import Document, Path_, apply_overrides, read_document
+from flowrt.graph.expand import deploy_roles, expand_deploy
+from flowrt.graph.explicit import build_explicit
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.model import Graph, GraphLimits, ModelPart
+from flowrt.graph.problems import raise_first, refuse_what_is_not_built
+from flowrt.graph.schema import DeploySection, GraphFile
+from transports.message import DTYPE_BYTES
+
+FactsOf = Callable[[Path], ModelFacts]
+BUILT_IN_SCHEMES = ("inproc", "shm", "zmq")
+NOT_BUILT_SCHEMES = ("ucx",)
+TRANSPORT_ENTRY_POINTS = "flowrt.transports"
+MAX_PROMPT_FILE_BYTES = 8 << 20
+
+_EXPLICIT_ONLY = {
+    "processes": "the short form has deploy.processes; write it there",
+    "micro_batches": "the short form has deploy.attention.micro_batches; write it there",
+    "devices": "the short form has deploy.attention.device and deploy.experts.device; write it there",
+    "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
+    "folder": "the short form has no functions to find; remove the key",
+}
+
+
+def known_schemes() -> tuple[str, ...]:
+    """The transports that can be named: those of flowrt, and those that installed packages bring. Imports none of them."""
+    brought = {entry.name for entry in entry_points(group=TRANSPORT_ENTRY_POINTS)}
+    return (*BUILT_IN_SCHEMES, *sorted(brought - set(BUILT_IN_SCHEMES) - set(NOT_BUILT_SCHEMES)))
+
+
+def load_graph(
+    path: Path | str,
+    overrides: Iterable[str] = (),
+    model_dir: Path | str | None = None,
+    facts_of: FactsOf | None = None,
+    schemes: Collection[str] | None = None,
+) -> Graph:
+    """The graph that the file at `path` describes, expanded and checked.
+
+    `overrides` are "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of the model directory it
+    is given (ValueError: no such model); it is needed only for files with a model. `schemes` are the transports that may be named.
+
+    Raises GraphError, one line with file, line, key, what is wrong and what would be right. Starts nothing, imports no operator.
+    """
+    path = Path(path)
+    document = apply_overrides(read_document(path), overrides)
+    return build_graph(document, path.absolute().parent, model_dir, facts_of, known_schemes() if schemes is None else schemes)
+
+
+def build_graph(
+    document: Document, folder: Path, model_dir: Path | str | None, facts_of: FactsOf | None, schemes: Collection[str]
+) -> Graph:
+    """As `load_graph`, of a document already read from `folder`."""
+    file = _validate(document)
+    explicit = file.nodes is not None
+    model, facts = _model(file, document, folder, model_dir, facts_of)
+    limits = GraphLimits(**file.limits.model_dump())
+    common: dict[str, Any] = {"model": model, "limits": limits, "numerics": file.numerics, "prompts": _prompts(file, document, folder)}
+    if explicit:
+        micro_batches = file.micro_batches or 1
+        nodes, edges = build_explicit(file.nodes or {}, file.edges or [], micro_batches, limits.in_flight, document)
+        graph = Graph(
+            nodes=nodes,
+            edges=edges,
+            processes=file.processes or "many",
+            micro_batches=micro_batches,
+            devices=_per_process(file.devices, "devices", nodes, document),
+            threads=_per_process(file.threads, "threads", nodes, document),
+            folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
+            **common,
+        )
+    else:
+        deploy = file.deploy or DeploySection()
+        assert facts is not None  # _validate asks for a model where there are no nodes
+        nodes, edges = expand_deploy(deploy, file.limits, facts, document)
+        roles = deploy_roles(deploy)
+        graph = Graph(
+            nodes=nodes,
+            edges=edges,
+            processes=deploy.processes,
+            micro_batches=deploy.attention.micro_batches,
+            devices={process: role.device for process, role in roles.items()},
+            threads={process: role.threads for process, role in roles.items()},
+            folder=str(folder),
+            **common,
+        )
+    _check_schemes(graph, explicit, schemes, document)
+    _check_message_size(graph, facts, document)
+    problem = next(check(graph, facts), None)
+    if problem is not None:
+        document.fail(problem.path if explicit else _short_path(problem.path), problem.text)
+    return graph
+
+
+def _validate(document: Document) -> GraphFile:
+    if document.value is None:
+        raise GraphError(document.where(()), "", "is empty; begin the file with flowrt: 1")
+    if not isinstance(document.value, dict):
+        raise GraphError(document.where(()), "", "is no mapping; begin the file with flowrt: 1")
+    refuse_what_is_not_built(document)
+    try:
+        file = GraphFile.model_validate(document.value)
+    except ValidationError as error:
+        raise_first(document, error)
+        raise AssertionError from error
+    if file.nodes is None:
+        if file.edges is not None:
+            document.fail(("edges",), "edges without nodes; write nodes: too")
+        for key, text in _EXPLICIT_ONLY.items():
+            if document.has((key,)):
+                document.fail((key,), text)
+        if file.model is None:
+            document.fail((), "model is missing; write model: {path: DIRECTORY}, or nodes: and edges: of your own")
+    elif file.deploy is not None:
+        document.fail(("deploy",), "a file has either deploy: or nodes:; remove one of them")
+    return file
+
+
+def _model(
+    file: GraphFile, document: Document, folder: Path, model_dir: Path | str | None, facts_of: FactsOf | None
+) -> tuple[ModelPart | None, ModelFacts | None]:
+    if file.model is None:
+        if model_dir is not None:
+            document.fail((), "the graph has no model that --model could replace; remove the option, or write model: {path: DIRECTORY}")
+        return None, None
+    where: Path_ = ("model", "path")
+    if model_dir is not None:
+        document.overrides[where] = document.overrides.get(where, f"model.path={model_dir}")
+        path = Path(model_dir).absolute()
+        if not path.is_dir():
+            raise GraphError(f"--model {model_dir}", "", "no such folder; give a Hugging Face model directory")
+    else:
+        path = _existing(file.model.path, where, document, folder)
+    if facts_of is None:
+        raise ValueError("load_graph needs facts_of for a file with a model")
+    try:
+        facts = facts_of(path)
+    except (ValueError, OSError) as error:
+        if model_dir is not None:
+            raise GraphError(f"--model {model_dir}", "", " ".join(str(error).split())) from error
+        document.fail(where, " ".join(str(error).split()))
+    return ModelPart(str(path), file.model.dtype or facts.dtype), facts
+
+
+def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:
+    """The file or folder called `text`: beside the graph file, then in the working directory. Links are kept as they are."""
+    beside, here = folder / Path(text).expanduser(), Path.cwd() / Path(text).expanduser()
+    for candidate in (beside, here):
+        if candidate.is_file() if is_file else candidate.is_dir():
+            return Path(_normal(candidate))
+    kind = "file" if is_file else "folder"
+    looked = f"{beside} and {here}" if beside != here else str(beside)
+    document.fail(key, f"there is no {kind} {text!r} (looked for {looked}); give the path of one")
+
+
+def _normal(path: Path) -> str:
+    from os.path import normpath
+
+    return normpath(path)
+
+
+def _prompts(file: GraphFile, document: Document, folder: Path) -> tuple[str, ...]:
+    if not isinstance(file.prompts, str):
+        return tuple(file.prompts or ())
+    path = _existing(file.prompts, ("prompts",), document, folder, is_file=True)
+    with path.open("rb") as stream:
+        content = stream.read(MAX_PROMPT_FILE_BYTES + 1)
+    if len(content) > MAX_PROMPT_FILE_BYTES:
+        document.fail(("prompts",), f"{path} is larger than {MAX_PROMPT_FILE_BYTES >> 20} MiB; give it to flowrt run --prompts in pieces")
+    try:
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        document.fail(("prompts",), f"{path} is not UTF-8 text; save it as UTF-8")
+    if path.suffix != ".jsonl":
+        return tuple(line.rstrip("\r") for line in lines if line.strip())
+    return tuple(_prompt(line, f"{path}:{number}", document) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _prompt(line: str, where: str, document: Document) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        document.fail(("prompts",), f"{where} is not JSON; write {{\"prompt\": \"text\"}}")
+    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
+        return str(value["prompt"])
+    document.fail(("prompts",), f"{where} has no text under \"prompt\"; write {{\"prompt\": \"text\"}}, or use flowrt run --prompts for token ids")
+
+
+def _per_process(values: dict[str, Any] | None, key: str, nodes: Any, document: Document) -> dict[str, Any]:
+    processes = {node.process for node in nodes.values()}
+    for process in values or {}:
+        if process not in processes:
+            from flowrt.graph.notation import nearest
+
+            document.fail((key, process), f"no node lies in a process {process!r}; {nearest(process, processes)}")
+    return dict(values or {})
+
+
+def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], document: Document) -> None:
+    from flowrt.graph.notation import nearest
+
+    for edge in graph.edges:
+        path: Path_ = ("edges", edge.id, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
+        if edge.transport == "auto" or edge.transport in schemes:
+            continue
+        if edge.transport in NOT_BUILT_SCHEMES:
+            document.fail(path, f"the transport {edge.transport} is not built yet; write {', '.join(('auto', *schemes))}")
+        document.fail(path, f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}")
+
+
+def _check_message_size(graph: Graph, facts: ModelFacts | None, document: Document) -> None:
+    """A part carries at most one row per (row, slot) pair of a step; answers carry no more."""
+    if facts is None or graph.model is None or not any(node.operator == "dispatch" for node in graph.nodes.values()):
+        return
+    pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
+    needed = graph.limits.max_step_tokens * facts.num_experts_per_token * pair_bytes
+    if needed > graph.limits.max_message_bytes:
+        text = f"a step of {graph.limits.max_step_tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_step_tokens"
+        document.fail(("limits", "max_message_bytes"), text)
+
+
+def _short_path(path: Path_) -> Path_:
+    """Where a problem of an expanded edge or node comes from in the short form."""
+    return ("deploy", "links", "attention-experts") if path[:1] == ("edges",) else ("deploy",)

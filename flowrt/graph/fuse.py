@@ -1,0 +1,135 @@
+"""Which nodes of a process continue within the firing that fed them, so that they cost no waiting and no hand-over.
+
+Here: `fuse`, pure, a function of the graph alone. Not here: running a fused chain (flowrt/dataflow/region.py). Called by the runner
+and by `flowrt graph show|expand`.
+
+A node is *fused* when, at any tag, all that it waits for comes from one earlier firing of the same process: from one node, or from
+several that certainly fired in that same firing. Otherwise it is an *entry*, matched by the runner. Messages of the process's
+source are minted at the start of a step, before any firing of it, and never stand in the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import Edge, Graph
+from flowrt.graph.reach import Flow, Point, follow, mints
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The nodes of one process: `entries` wait in the matching table, `fused` continue a firing. Sources are neither.
+
+    `chains` has one list per entry: the entry and what can fire behind it, in order; a node may be in several.
+    """
+
+    entries: tuple[str, ...]
+    fused: tuple[str, ...]
+    chains: tuple[tuple[str, ...], ...]
+
+
+def fuse(graph: Graph, process: str) -> Fusion:
+    """What runs together in `process`."""
+    return _Process(graph, process, follow(graph)).fusion()
+
+
+def fuse_all(graph: Graph) -> dict[str, Fusion]:
+    """process -> its fusion, for every process but the gateway's."""
+    flow = follow(graph)
+    return {process: _Process(graph, process, flow).fusion() for process in graph.process_names()}
+
+
+class _Process:
+    def __init__(self, graph: Graph, process: str, flow: Flow) -> None:
+        self._graph, self._flow = graph, flow
+        nodes = graph.nodes_of(process)
+        self._sources = {node.name for node in nodes if node.operator == SOURCE}
+        self._names = [node.name for node in nodes if not mints(node.operator)]
+        self._all_local = set(self._names) | self._sources
+        self._into: dict[str, list[Edge]] = {name: [] for name in self._names}
+        self._from: dict[str, list[Edge]] = {name: [] for name in self._names}
+        for edge in graph.edges:
+            if edge.target in self._into:
+                self._into[edge.target].append(edge)
+            if edge.source in self._from and edge.target in self._into:
+                self._from[edge.source].append(edge)
+        self._before: dict[str, frozenset[str]] = {}
+        self._order = self._topological()
+        for name in self._order:  # in this order no call of `_certain` goes deep
+            self._certain(name)
+
+    def fusion(self) -> Fusion:
+        fused = tuple(name for name in self._names if self._is_fused(name))
+        entries = tuple(name for name in self._names if name not in fused)
+        return Fusion(entries, fused, tuple(self._chain(entry, frozenset(fused)) for entry in entries))
+
+    def _is_fused(self, name: str) -> bool:
+        edges = self._into[name]
+        if any(edge.source not in self._all_local for edge in edges):
+            return False
+        edges = [edge for edge in edges if edge.source not in self._sources]
+        if not edges:
+            return False  # the source alone feeds it: here a firing begins
+        return all(self._one_firing(needed) for needed in self._alternatives(name, edges))
+
+    def _alternatives(self, name: str, edges: list[Edge]) -> list[list[Edge]]:
+        """For each point at which the node can fire, the edges whose messages it then waits for."""
+        node, ids = self._graph.nodes[name], {edge.id: edge for edge in edges}
+        found: dict[frozenset[int], list[Edge]] = {}
+        for point in sorted(self._flow.fires[name]):
+            arriving = self._arriving(name, point)
+            needed = frozenset(arriving & ids.keys())
+            if any(port.takes == "one" and len(self._flow.at(name, port.name).get(point, ())) > 1 for port in node.inputs.values()):
+                return [edges]  # several edges may feed a port at once: no firing is certain, take them all as needed
+            if needed:
+                found[needed] = [ids[edge] for edge in sorted(needed)]
+        return list(found.values()) or [edges]
+
+    def _arriving(self, name: str, point: Point) -> set[int]:
+        ports = self._graph.nodes[name].inputs
+        return {edge for port in ports for edge in self._flow.at(name, port).get(point, ())}
+
+    def _one_firing(self, edges: list[Edge]) -> bool:
+        """Whether one firing certainly gives all these messages, at one tag."""
+        producers = {edge.source for edge in edges}
+        if len(edges) == 1:
+            return True
+        if len({edge.tag for edge in edges}) > 1:
+            return False
+        return bool(frozenset.intersection(*(self._fired_by(name) for name in producers)))
+
+    def _fired_by(self, name: str) -> frozenset[str]:
+        """The node itself, and all that certainly fired before it in the same firing, at the same tag."""
+        return self._certain(name) | {name}
+
+    def _certain(self, name: str) -> frozenset[str]:
+        known = self._before.get(name)
+        if known is not None:
+            return known
+        self._before[name] = result = frozenset()  # what holds while a cycle at one tag is followed; checks.py refuses those
+        edges = [edge for edge in self._into.get(name, ()) if edge.source not in self._sources]
+        if all(edge.tag.kind == "same" for edge in edges) and self._is_fused(name):
+            given = [frozenset().union(*(self._fired_by(edge.source) for edge in needed)) for needed in self._alternatives(name, edges)]
+            result = frozenset.intersection(*given)
+        self._before[name] = result
+        return result
+
+    def _chain(self, entry: str, fused: frozenset[str]) -> tuple[str, ...]:
+        chain, index = [entry], 0
+        while index < len(chain):
+            for edge in self._from[chain[index]]:
+                if edge.target in fused and edge.target not in chain:
+                    chain.append(edge.target)
+            index += 1
+        return (entry, *sorted(chain[1:], key=self._order.index))
+
+    def _topological(self) -> list[str]:
+        """The nodes so that at one tag each comes after what feeds it, otherwise as written."""
+        order: list[str] = []
+        left = list(self._names)
+        while left:
+            ready = [n for n in left if not any(e.tag.kind == "same" and e.source in left and e.source != n for e in self._into[n])]
+            order += ready or left[:1]
+            left = [name for name in left if name not in order]
+        return order

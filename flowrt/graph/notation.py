@@ -1,0 +1,153 @@
+"""The small notations inside graph files: "0-5,7" for ids, "layer+1" for tags, "float32[rows,64]" for tensors, links, names.
+
+Here: reading and writing them as text. Not here: YAML (document.py). Every reader raises ValueError with a text for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from flowrt.graph.model import LayerSet, TagStep
+from transports.message import DTYPE_BYTES, MAX_DIMENSIONS
+
+LINK_PROFILES = ("ub", "nvlink", "hccs", "roce-200g", "roce-400g", "vpc")
+LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
+MAX_LAYER = 4096
+MAX_ID = 1 << 16  # bounds what "0-99999999999" may allocate
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_PORT = re.compile(r"[A-Za-z0-9_-]+")
+_RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_SPEC = re.compile(r"([a-z0-9_]+)\[([^\[\]]*)\]")
+_DIMENSION = re.compile(r"\d{1,12}|[A-Za-z_][A-Za-z0-9_]*")
+_OPERATOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may name a node or a process: letters, digits, "_" and "-", in parts divided by single dots."""
+    return len(text) <= 200 and _NAME.fullmatch(text) is not None
+
+
+def is_port_name(text: str) -> bool:
+    """Whether `text` may name a port: as a node's name, without dots."""
+    return len(text) <= 100 and _PORT.fullmatch(text) is not None
+
+
+def is_user_operator(text: str) -> bool:
+    """Whether `text` is "module:function" (dots allowed on both sides)."""
+    return _OPERATOR.fullmatch(text) is not None
+
+
+def parse_ids(text: str | int) -> tuple[int, ...]:
+    """Sorted ids of "0-5,7" or 3; "" is none. An id given twice is an error."""
+    if isinstance(text, int):
+        text = str(text)
+    ids: set[int] = set()
+    for part in text.replace(" ", "").split(",") if text.strip() else []:
+        match = _RUN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is no id or range; write ids as '0-5,7'")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {part} runs backwards; write {last}-{first}")
+        if last > MAX_ID:
+            raise ValueError(f"{last} is too large; ids end at {MAX_ID}")
+        run = range(first, last + 1)
+        twice = next((i for i in run if i in ids), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is given twice; name each id once")
+        ids.update(run)
+    return tuple(sorted(ids))
+
+
+def format_ids(ids: Iterable[int]) -> str:
+    """The inverse of `parse_ids`."""
+    return str(LayerSet(frozenset(ids)))
+
+
+def parse_layers(text: str | int | None) -> LayerSet:
+    """Of "0-2,5", 3, or nothing, which is every layer."""
+    if text is None or text == "":
+        return LayerSet()
+    layers = parse_ids(text)
+    if layers and layers[-1] > MAX_LAYER:
+        raise ValueError(f"layer {layers[-1]} is too large; layers end at {MAX_LAYER}")
+    return LayerSet(frozenset(layers))
+
+
+def parse_tag(text: str) -> TagStep:
+    """Of "layer+1", "step+1", "layer=3", or "", which changes nothing."""
+    if text == "":
+        return TagStep()
+    if text == "layer+1":
+        return TagStep("next_layer")
+    if text == "step+1":
+        return TagStep("next_step")
+    match = re.fullmatch(r"layer=(\d{1,5})", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no change of a tag; write layer+1, step+1, or layer=N")
+    if int(match[1]) > MAX_LAYER:
+        raise ValueError(f"layer {match[1]} is too large; layers end at {MAX_LAYER}")
+    return TagStep("to_layer", int(match[1]))
+
+
+def parse_tensor_spec(text: str) -> tuple[str, tuple[str | int, ...]]:
+    """dtype and dimensions of "float32[rows,64]": a number is fixed, a word is free. "int64[]" is a scalar."""
+    match = _SPEC.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise ValueError(f"{text!r} is no tensor; write it as 'float32[rows,64]'")
+    dtype, body = match[1], match[2]
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"unknown dtype {dtype!r} in {text!r}; {nearest(dtype, DTYPE_BYTES)}")
+    parts = body.split(",") if body else []
+    if len(parts) > MAX_DIMENSIONS:
+        raise ValueError(f"{text!r} has {len(parts)} dimensions; at most {MAX_DIMENSIONS} are possible")
+    for part in parts:
+        if _DIMENSION.fullmatch(part) is None:
+            raise ValueError(f"{part!r} in {text!r} is no dimension; write a number or a word")
+    return dtype, tuple(int(part) if part.isdigit() else part for part in parts)
+
+
+def specs_disagree(given: str, taken: str) -> str | None:
+    """Why a tensor declared `given` cannot go where `taken` is declared, or None when it can."""
+    (dtype_a, dims_a), (dtype_b, dims_b) = parse_tensor_spec(given), parse_tensor_spec(taken)
+    if dtype_a != dtype_b:
+        return f"{dtype_a} is not {dtype_b}"
+    if len(dims_a) != len(dims_b):
+        return f"{len(dims_a)} dimensions are not {len(dims_b)}"
+    for a, b in zip(dims_a, dims_b, strict=True):
+        if isinstance(a, int) and isinstance(b, int) and a != b:
+            return f"dimension {a} is not {b}"
+    return None
+
+
+def parse_link(link: str | Mapping[str, float]) -> str:
+    """The label of a link: a profile's name, or the user's numbers as "latency_seconds=2e-06,..." in a fixed order."""
+    if isinstance(link, str):
+        if link in LINK_PROFILES:
+            return link
+        if "=" not in link:
+            raise ValueError(f"unknown link {link!r}; {nearest(link, LINK_PROFILES)}, or give numbers: {{{', '.join(LINK_NUMBERS)}}}")
+        pairs = [part.partition("=") for part in link.split(",")]
+        try:
+            link = {name: float(number) for name, _, number in pairs}
+        except ValueError:
+            raise ValueError(f"{link!r} is no link; write a profile's name or {'=..,'.join(LINK_NUMBERS)}=..") from None
+    for name, number in link.items():
+        if name not in LINK_NUMBERS:
+            raise ValueError(f"unknown number {name!r} of a link; {nearest(name, LINK_NUMBERS)}")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ValueError(f"{name}: {number!r} is no number of a link; write 0 or more")
+    if not link.get("bandwidth_bytes_per_second"):
+        raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
+    return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """"did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
+    from difflib import get_close_matches  # only on the way to an error
+
+    words = sorted(known)
+    close = get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"

@@ -1,0 +1,78 @@
+"""Which expert server holds which experts: the even default, an uneven `placement:`, and how nodes write it in their options.
+
+Here: pure functions over ids. Not here: the expert map at run time (flowrt/reliability/expert_map.py). Called by expand.py,
+checks.py, and the workers, which read their own options through `held_experts` and `expert_map_of`.
+
+In a node's options, held experts are "0-5" (alike in every MoE layer) or {"0-2": "0-5", "3": "1-7"} (by layer; a layer left out: none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrt.graph.model import Graph
+from flowrt.graph.notation import format_ids, parse_ids
+from flowrt.reliability.expert_map import ExpertMap, invert
+
+Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
+
+
+def even_placement(num_experts: int, num_servers: int, copies: int) -> list[tuple[int, ...]]:
+    """Per server the experts it holds: every expert on `copies` servers, servers differing by one expert at most.
+
+    The list of experts, repeated `copies` times, is cut into one run per server; no run is longer than the list, so no server gets
+    an expert twice. Needs copies <= num_servers <= num_experts * copies.
+    """
+    if not 1 <= copies <= num_servers <= num_experts * copies:
+        raise ValueError(f"{num_servers} servers cannot hold {copies} copies of {num_experts} experts evenly")
+    total = num_experts * copies
+    cuts = [server * total // num_servers for server in range(num_servers + 1)]
+    return [tuple(sorted(slot % num_experts for slot in range(cuts[s], cuts[s + 1]))) for s in range(num_servers)]
+
+
+def held_experts(option: Any, moe_layers: Sequence[int]) -> Held:
+    """An option as layer -> experts, for every MoE layer. Raises ValueError with a text for the user."""
+    if isinstance(option, str | int) and not isinstance(option, bool):
+        ids = parse_ids(option)
+        return dict.fromkeys(moe_layers, ids)
+    if not isinstance(option, Mapping):
+        raise ValueError(f"{option!r} names no experts; write '0-5', or by layer {{'0-2': '0-5', '3': '1-7'}}")
+    held: Held = dict.fromkeys(moe_layers, ())
+    seen: set[int] = set()
+    for layers, ids in option.items():
+        if not isinstance(ids, str | int) or isinstance(ids, bool):
+            raise ValueError(f"{ids!r} names no experts; write '0-5'")
+        for layer in parse_ids(layers):
+            if layer in seen:
+                raise ValueError(f"layer {layer} is given twice; name each layer once")
+            if layer not in held:
+                raise ValueError(f"layer {layer} has no experts; the MoE layers are {format_ids(moe_layers)}")
+            seen.add(layer)
+            held[layer] = parse_ids(ids)
+    return held
+
+
+def held_option(held: Held) -> str | dict[str, str]:
+    """The inverse of `held_experts`, as short as it can be."""
+    if len(set(held.values())) <= 1:
+        return format_ids(next(iter(held.values()), ()))
+    layers: dict[tuple[int, ...], list[int]] = {}
+    for layer, ids in held.items():
+        layers.setdefault(ids, []).append(layer)
+    return {format_ids(numbers): format_ids(ids) for ids, numbers in layers.items() if ids}
+
+
+def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:
+    """The map of server -> held experts by layer. Raises ValueError for an expert id that is too large."""
+    layers = sorted({layer for by_layer in held.values() for layer in by_layer})
+    tables = {layer: invert({server: by_layer[layer] for server, by_layer in held.items()}, num_experts) for layer in layers}
+    if len(set(tables.values())) == 1:
+        return ExpertMap(next(iter(tables.values())), version=version)
+    return ExpertMap(((),) * num_experts, tables, version)
+
+
+def expert_map_of(graph: Graph, dispatch: str, moe_layers: Sequence[int], num_experts: int) -> ExpertMap:
+    """The map that the dispatch node named `dispatch` starts with: server s is what its port "server<s>" leads to."""
+    servers: Mapping[str, Any] = graph.nodes[dispatch].options["servers"]
+    return experts_map({int(server): held_experts(option, moe_layers) for server, option in servers.items()}, num_experts)

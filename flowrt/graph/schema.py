@@ -1,0 +1,294 @@
+"""What may stand in a graph file: every key, its type, its default, its bounds. The JSON Schema is made from this.
+
+Here: the sections as pydantic models. Not here: reading the file (document.py), what sections mean together (file.py, expand.py,
+explicit.py, checks.py), how a failure is worded (problems.py). Called by file.py and `flowrt graph schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, GraphLimits
+from flowrt.graph.notation import (
+    LINK_NUMBERS,
+    LINK_PROFILES,
+    is_name,
+    is_port_name,
+    parse_ids,
+    parse_layers,
+    parse_link,
+    parse_tag,
+    parse_tensor_spec,
+)
+
+_LIMITS = GraphLimits()
+MAX_THREADS = 1024
+
+
+def _processes(value: Any) -> Any:
+    if value in ("one", "many") or (type(value) is int and 1 <= value <= 4096):
+        return value
+    raise ValueError(f"{value!r} is no way to make processes; write one, many, or a number from 1")
+
+
+def _threads(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= MAX_THREADS):
+        return value
+    raise ValueError(f"{value!r} is no number of threads; write auto, or a number from 1 to {MAX_THREADS}")
+
+
+def _device(value: Any) -> Any:
+    prefix, colon, index = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if value == "cpu" or (prefix == "cuda" and (not colon or (index.isascii() and index.isdigit() and len(index) <= 3))):
+        return value
+    raise ValueError(f"{value!r} is no device; write cpu, cuda, or cuda:N")
+
+
+def _layers(value: Any) -> Any:
+    if type(value) not in (int, str):
+        raise ValueError(f"{value!r} names no layers; write them as '0-2,5'")
+    if not parse_layers(value).layers:
+        raise ValueError("names no layer; write them as '0-2,5', or leave the key out for every layer")
+    return str(value)
+
+
+def _ids(value: Any) -> Any:
+    if type(value) not in (int, str):
+        raise ValueError(f"{value!r} names no ids; write them as '0-5,7'")
+    parse_ids(value)
+    return str(value)
+
+
+def _placement(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(_ids(layers)): _ids(ids) for layers, ids in value.items()}
+    return _ids(value)
+
+
+def _tag(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no change of a tag; write layer+1, step+1, or layer=N")
+    parse_tag(value)
+    return value
+
+
+def _link(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError(f"{value!r} is no link; write one of {', '.join(LINK_PROFILES)}, or numbers: {{{', '.join(LINK_NUMBERS)}}}")
+    return parse_link(value)
+
+
+def _tensors(value: Any) -> Any:
+    specs = [value] if isinstance(value, str) else value
+    if not isinstance(specs, list) or not specs or not all(isinstance(spec, str) for spec in specs):
+        raise ValueError(f"{value!r} describes no tensor; write 'float32[rows,64]', or a list of such")
+    for spec in specs:
+        parse_tensor_spec(spec)
+    return [spec.replace(" ", "") for spec in specs]
+
+
+def _prompts(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(prompt, str) for prompt in value)):
+        return value
+    raise ValueError("is neither a file nor a list of texts; write - 'a prompt' lines, or the path of a file")
+
+
+def _input_port(value: Any) -> Any:
+    return value if isinstance(value, dict) else {"tensors": value}
+
+
+def _name(value: str) -> str:
+    if not is_name(value):
+        raise ValueError(f"{value!r} is no name; use letters, digits, '_', '-', and single dots between them")
+    return value
+
+
+def _process(value: str) -> str:
+    if value == GATEWAY:
+        raise ValueError(f"{GATEWAY!r} is the launching process, which holds only {INPUT} and {OUTPUT}; choose another name")
+    return _name(value)
+
+
+def _port_name(value: str) -> str:
+    if not is_port_name(value):
+        raise ValueError(f"{value!r} is no name of a port; use letters, digits, '_' and '-'")
+    return value
+
+
+def _end(value: str) -> str:
+    node, dot, port = value.rpartition(".")
+    if not dot or not is_name(node) or not is_port_name(port):
+        raise ValueError(f"{value!r} is no end of an edge; write node.port")
+    return value
+
+
+def _either(word: str | list[str], number: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"enum": [word] if isinstance(word, str) else word}, {"type": "integer", **number}]})
+
+
+_IDS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string", "pattern": r"^[0-9, -]*$"}, {"type": "integer", "minimum": 0}]}
+_TENSORS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+
+Processes = Annotated[Any, BeforeValidator(_processes), _either(["one", "many"], {"minimum": 1})]
+Threads = Annotated[Any, BeforeValidator(_threads), _either("auto", {"minimum": 1, "maximum": MAX_THREADS})]
+Device = Annotated[Any, BeforeValidator(_device), WithJsonSchema({"type": "string", "pattern": r"^(cpu|cuda(:[0-9]+)?)$"})]
+Layers = Annotated[Any, BeforeValidator(_layers), WithJsonSchema(_IDS_SCHEMA)]
+Placement = Annotated[
+    Any,
+    BeforeValidator(_placement),
+    WithJsonSchema({"anyOf": [*_IDS_SCHEMA["anyOf"], {"type": "object", "additionalProperties": _IDS_SCHEMA}]}),
+]
+TagText = Annotated[Any, BeforeValidator(_tag), WithJsonSchema({"type": "string", "pattern": r"^(layer\+1|step\+1|layer=[0-9]+)$"})]
+Link = Annotated[
+    Any,
+    BeforeValidator(_link),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(LINK_PROFILES)},
+                {
+                    "type": "object",
+                    "properties": {name: {"type": "number", "minimum": 0} for name in LINK_NUMBERS},
+                    "required": ["bandwidth_bytes_per_second"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+Prompts = Annotated[
+    Any, BeforeValidator(_prompts), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+]
+Tensors = Annotated[Any, BeforeValidator(_tensors), WithJsonSchema(_TENSORS_SCHEMA)]
+NodeName = Annotated[str, AfterValidator(_name)]
+ProcessName = Annotated[str, AfterValidator(_process)]
+PortName = Annotated[str, AfterValidator(_port_name)]
+EdgeEnd = Annotated[str, AfterValidator(_end)]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_by_name=False, validate_by_alias=True)
+
+
+class ModelSection(Section):
+    """Which checkpoint to serve."""
+
+    path: str = Field(min_length=1, description="A Hugging Face model directory: beside this file, then in the working directory.")
+    dtype: Dtype | None = Field(None, description="What to compute in. Default: the checkpoint's own.")
+
+
+class AttentionSection(Section):
+    """The attention groups: each schedules, batches and keeps the KV cache of its own requests."""
+
+    groups: int = Field(1, ge=1, le=256)
+    domains: int = Field(1, ge=1, description="Above 1: not built yet.")
+    micro_batches: int = Field(1, ge=1, le=64, description="Lanes: how many steps a group keeps on the way at once.")
+    tensor_parallel: int = Field(1, ge=1, description="Above 1: not built yet.")
+    device: Device = Field("cpu", description="cpu, cuda, or cuda:N")
+    threads: Threads = Field("auto", description="Compute threads of each process.")
+
+
+class ExpertsSection(Section):
+    """The expert servers."""
+
+    servers: int = Field(0, ge=0, le=1024, description="0: the experts lie inside the attention processes.")
+    copies: int = Field(1, ge=1, le=1024, description="On how many servers each expert lies.")
+    placement: dict[str, Placement] | None = Field(
+        None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given copies."
+    )
+    device: Device = Field("cpu", description="cpu, cuda, or cuda:N")
+    threads: Threads = Field("auto", description="Compute threads of each process.")
+
+
+class LinkSection(Section):
+    """How messages get from one role to another."""
+
+    transport: str = Field("auto", description="auto, inproc, shm, zmq, or one that a package brings.")
+    link: Link | None = Field(None, description="A label: a profile's name, or numbers of one's own.")
+    credits: int | None = Field(None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
+
+
+class LinksSection(Section):
+    attention_experts: LinkSection = Field(LinkSection(), alias="attention-experts")
+
+
+class DeploySection(Section):
+    """The short form: how many of what, and the graph follows."""
+
+    attention: AttentionSection = AttentionSection()
+    experts: ExpertsSection = ExpertsSection()
+    links: LinksSection = LinksSection()
+    processes: Processes = Field("many", description="one: every worker in the launching process; many: one each; N: packed into N.")
+
+
+class LimitsSection(Section):
+    """Bounds on what a run may hold."""
+
+    max_batch: int = Field(_LIMITS.max_batch, ge=1, le=4096, description="Sequences per group, over all its lanes.")
+    kv_pages: int = Field(_LIMITS.kv_pages, ge=1, le=1 << 24, description="Pages of the KV cache per group.")
+    page_tokens: int = Field(_LIMITS.page_tokens, ge=1, le=1024, description="Tokens per page.")
+    max_tokens: int = Field(_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
+    max_step_tokens: int = Field(_LIMITS.max_step_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
+    in_flight: int = Field(_LIMITS.in_flight, ge=1, le=4096, description="The most tags on the way in a user's own graph.")
+    max_message_bytes: int = Field(_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
+
+
+class InputPortSection(Section):
+    """An input port written out: what it takes, and how often per tag."""
+
+    tensors: Tensors | None = None
+    takes: Literal["one", "gather"] = "one"
+    count: PortName | None = Field(None, description="For gather: the port that says how many messages to wait for.")
+
+
+class NodeSection(Section):
+    """A node of the explicit form."""
+
+    operator: str = Field(min_length=1, description="A built-in name, or module:function beside the graph file.")
+    process: ProcessName = Field("main", description="The process that holds it.")
+    inputs: dict[PortName, Annotated[InputPortSection, BeforeValidator(_input_port)]] | None = None
+    outputs: dict[PortName, Tensors] | None = None
+    options: dict[str, Any] = Field({}, description="For built-in operators.")
+    stateful: bool | None = Field(None, description="Fires in the order of the steps.")
+    batches: bool | None = Field(None, description="May be given several tags in one call.")
+
+
+class EdgeSection(Section):
+    """An edge of the explicit form, from an output port to an input port."""
+
+    source: EdgeEnd = Field(alias="from", description="node.port")
+    target: EdgeEnd = Field(alias="to", description="node.port")
+    transport: str = Field("auto", description="auto, inproc, shm, zmq, or one that a package brings.")
+    link: Link | None = Field(None, description="A label: a profile's name, or numbers of one's own.")
+    credits: int | None = Field(None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
+    layers: Layers | None = Field(None, description="Which layers it carries, by the sender's tag.")
+    tag: TagText | None = Field(None, description="How the tag changes: layer+1, step+1, layer=N.")
+    answers: EdgeEnd | None = Field(None, description="The node.port whose requests to this edge's node it answers.")
+
+
+class GraphFile(Section):
+    """A graph file, in the short form (deploy) or the explicit form (nodes and edges)."""
+
+    model_config = ConfigDict(title="flowrt graph file")
+
+    flowrt: Literal[1] = Field(description="The version of this format.")
+    model: ModelSection | None = None
+    deploy: DeploySection | None = Field(None, description="The short form.")
+    nodes: dict[NodeName, NodeSection] | None = Field(None, description="The explicit form.")
+    edges: list[EdgeSection] | None = Field(None, description="The explicit form.")
+    limits: LimitsSection = LimitsSection()
+    numerics: Literal["fast"] = Field("fast", description="strict: not built yet.")
+    prompts: Prompts | None = Field(None, description="What `flowrt run` answers when given none: a list, or a file.")
+    processes: Processes | None = Field(None, description="Explicit form only; the short form has deploy.processes.")
+    micro_batches: int | None = Field(None, ge=1, le=64, description="Explicit form only; the short form has deploy.attention.micro_batches.")
+    devices: dict[ProcessName, Device] | None = Field(None, description="Explicit form only: process -> device.")
+    threads: dict[ProcessName, Threads] | None = Field(None, description="Explicit form only: process -> compute threads.")
+    folder: str | None = Field(None, description="Explicit form only: where module:function is found. Default: this file's folder.")
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a graph file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **GraphFile.model_json_schema(by_alias=True)}

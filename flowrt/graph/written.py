@@ -1,0 +1,119 @@
+"""A Graph written as a graph file of the explicit form, which loads back to an equal Graph.
+
+Here: `to_yaml`. Not here: reading it (file.py), drawings (drawing.py, diagrams.py). Called by `flowrt graph expand`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from flowrt.graph.document import parse_document
+from flowrt.graph.fuse import fuse_all
+from flowrt.graph.model import GATEWAY, Edge, Graph, GraphLimits, Node, PortSpec
+from flowrt.graph.notation import LINK_PROFILES
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@+=: -]*")
+
+
+def to_yaml(graph: Graph, origin: str = "") -> str:
+    """The file's text. Its first lines tell where it came from (`origin`) and which nodes run fused."""
+    lines = [*_header(graph, origin), "flowrt: 1"]
+    if graph.model is not None:
+        lines.append(f"model: {_flow({'path': graph.model.path, 'dtype': graph.model.dtype})}")
+    lines.append(f"folder: {_scalar(graph.folder)}")
+    lines.append(f"processes: {_scalar(graph.processes)}")
+    lines.append(f"micro_batches: {graph.micro_batches}")
+    lines.append(f"limits: {_flow({item.name: getattr(graph.limits, item.name) for item in fields(GraphLimits)})}")
+    lines.append(f"numerics: {graph.numerics}")
+    for key, values in (("devices", graph.devices), ("threads", graph.threads)):
+        if values:
+            lines.append(f"{key}: {_flow(values)}")
+    if graph.prompts:
+        lines += ["prompts:", *(f"  - {_scalar(prompt)}" for prompt in graph.prompts)]
+    lines += ["nodes:", *(f"  {_scalar(node.name)}: {_flow(_node(node))}" for node in graph.nodes.values() if node.process != GATEWAY)]
+    lines += ["edges:", *(f"  - {_flow(_edge(edge, graph))}" for edge in graph.edges)]
+    return "\n".join(lines) + "\n"
+
+
+def _header(graph: Graph, origin: str) -> Iterable[str]:
+    yield f"# Expanded from {' '.join(origin.split())}" if origin else "# An expanded graph"
+    yield "# Fused: each line below runs as one firing; an arrow between processes or lines waits for messages."
+    for process, fusion in fuse_all(graph).items():
+        for chain in fusion.chains:
+            yield f"#   {process}: {' -> '.join(name.removeprefix(process + '.') for name in chain)}"
+
+
+def _node(node: Node) -> dict[str, Any]:
+    written: dict[str, Any] = {"operator": node.operator, "process": node.process}
+    if ":" in node.operator:
+        if node.inputs:
+            written["inputs"] = {port.name: _input(port) for port in node.inputs.values()}
+        if node.outputs and any(port.tensors for port in node.outputs.values()):
+            written["outputs"] = {port.name: list(port.tensors) for port in node.outputs.values()}
+        written |= {key: True for key in ("stateful", "batches") if getattr(node, key)}
+    if node.options:
+        written["options"] = node.options
+    return written
+
+
+def _input(port: PortSpec) -> Any:
+    if port.takes == "one":
+        return list(port.tensors) if len(port.tensors) != 1 else port.tensors[0]
+    return {"tensors": list(port.tensors), "takes": port.takes, "count": port.count}
+
+
+def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
+    written: dict[str, Any] = {"from": f"{edge.source}.{edge.source_port}", "to": f"{edge.target}.{edge.target_port}"}
+    if str(edge.layers):
+        written["layers"] = str(edge.layers)
+    if str(edge.tag):
+        written["tag"] = str(edge.tag)
+    if edge.transport != "auto":
+        written["transport"] = edge.transport
+    if edge.link is not None:
+        written["link"] = edge.link if edge.link in LINK_PROFILES else {k: float(v) for k, _, v in (p.partition("=") for p in edge.link.split(","))}
+    if edge.credits:
+        written["credits"] = edge.credits
+    if edge.answers is not None:
+        request = graph.edges[edge.answers]
+        written["answers"] = f"{request.source}.{request.source_port}"
+    return written
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_scalar(str(key))}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_flow(item) for item in value) + "]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    """Plain where that reads back as the same value, else in double quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    text = str(value)
+    if len(text) <= 200 and _PLAIN.fullmatch(text) and _reads_back(text):
+        return text
+    return '"' + "".join(_escaped(character) for character in text) + '"'
+
+
+def _reads_back(text: str) -> bool:
+    """False for words like null, for "a: b", for a blank at the end: what YAML would not take as this text."""
+    return ": " not in text and text[-1] not in ": " and parse_document(text, "").value == text
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if character.isprintable() and ord(character) <= 0xFFFF:
+        return character
+    return json.dumps(character)[1:-1] if ord(character) < 0x80 and character != "\x7f" else f"\\U{ord(character):08x}"
