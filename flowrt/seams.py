@@ -1,13 +1,15 @@
 """The seams: everything a run takes from the world, in one small object, so that virtual time can replace the world.
 
-Here: Clock, Compute, Seams, and their real forms. Not here: their simulated forms (flowrt/simulation), which transports exist
-(transports/registry.py), how a process is started (flowrt/cluster). Every room takes time, random numbers, ids, computing and
-transports from a Seams object given to it; a lint forbids `time`, `random`, `uuid`, `threading`, `subprocess` elsewhere.
+Here: Clock, Compute, Seams, and their real forms, and the memory a process takes, which no seed foretells. Not here: their simulated
+forms (flowrt/simulation), which transports exist (transports/registry.py), how a process is started (flowrt/cluster). Every room
+takes time, random numbers, ids, computing and transports from a Seams object given to it; a lint forbids `time`, `random`, `uuid`,
+`threading`, `subprocess` elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import time
@@ -105,6 +107,15 @@ class ThreadCompute:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+def resident_bytes() -> int:
+    """Memory of this process that lies in RAM; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 @dataclass(frozen=True)
 class Seams:
     """The world as one process sees it. `Seams()` is the real one."""
@@ -114,4 +125,5 @@ class Seams:
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_compute: Callable[[str], Compute] = ThreadCompute
     transport: Callable[[str], Transport] = get_transport
+    resident_bytes: Callable[[], int] = resident_bytes
     random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay

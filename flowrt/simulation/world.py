@@ -126,6 +126,7 @@ class World:
             new_seed=lambda: chance.getrandbits(63),
             new_compute=lambda name: SimulatedCompute(self.loop, random.Random(f"compute {name} {node} {self.seed}"), self._cost),
             transport=self.network.transport,
+            resident_bytes=lambda: 0,
             random=chance,
         )
 
