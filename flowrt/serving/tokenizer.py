@@ -1,0 +1,178 @@
+"""Text to tokens and back: the tokenizer that lies beside a model's weights.
+
+Here: Tokenizer (tokenizer.json, special tokens, chat template) and TextStream, which turns one output's tokens into text as they
+come. Not here: what text means to a request (stop strings: flowrt/cluster/stop_strings.py), HTTP. No torch, no transformers: the
+`tokenizers` library reads the file, jinja2 (only for a chat) renders the template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+_BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
+_MOST_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
+_CUT_TOKENS = 8
+_LONGEST_WINDOW_TOKENS = 64  # no text is that long without a boundary
+
+
+class TokenizerError(ValueError):
+    """The model's directory cannot do what was asked: its text names the file and what would be right."""
+
+
+class TextStream:
+    """One output's text, token by token. Never gives a part of a character: its bytes are held until the rest has come.
+
+    Only a window is decoded for each token: the tokens since the last clean boundary, and those before it that the decoder needs
+    to see (word-initial spaces depend on the token before). Special tokens give no text. What was given, put together with
+    `flush`, is what decoding all tokens at once gives.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_token_ids = special_token_ids
+        self._context: list[int] = []  # tokens whose text was given
+        self._pending: list[int] = []
+        self._given = ""  # the part of the pending tokens' text that was given already
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now; may be empty."""
+        if token_id in self._special_token_ids:
+            return ""
+        self._pending.append(token_id)
+        text = self._pending_text()
+        num_open = len(text) - len(text.rstrip(_BROKEN))
+        if not num_open or len(self._pending) >= _LONGEST_WINDOW_TOKENS:
+            return self._give(text)
+        # An open character is one U+FFFD at the end with byte-level tokens; with byte tokens it is a few, and takes characters
+        # before it along. More than that are bytes that will never be text, of which only the last may still become some.
+        num_held = num_open if num_open <= _MOST_OPEN else 1
+        certain = text[: len(text) - num_held]
+        if not certain.startswith(self._given):
+            return ""
+        new, self._given = certain[len(self._given) :], certain
+        if len(self._pending) >= 2 * _CUT_TOKENS:
+            # Tokens that begin in one character and end in the next never leave a clean boundary, so the window is cut in the
+            # middle of a character. That one counts as one U+FFFD on both sides of the cut.
+            self._context, self._pending = self._pending[:-_CUT_TOKENS], self._pending[-_CUT_TOKENS:]
+            text = self._pending_text()
+            self._given = text[: len(text) - num_held]
+        return new
+
+    def flush(self) -> str:
+        """The text still held back. A character that was never finished is given as U+FFFD."""
+        return self._give(self._pending_text()) if self._pending else ""
+
+    def _pending_text(self) -> str:
+        context = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(context) :]
+
+    def _give(self, text: str) -> str:
+        new = text[len(self._given) :]
+        if text:  # tokens without text of their own stay pending: what comes behind them is decoded with them
+            self._context, self._pending, self._given = self._pending, [], ""
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
+class Tokenizer:
+    """The tokenizer of one model directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Reads tokenizer.json. TokenizerError when it is missing or is no tokenizer."""
+        self._directory = Path(directory)
+        path = self._directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{self._directory} has no tokenizer.json: text needs one, prompt_token_ids do not")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Tokenizer | None:
+        """The directory's tokenizer, or None when there is none: then the model speaks token ids only."""
+        return cls(directory) if (Path(directory) / "tokenizer.json").is_file() else None
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_token_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens at once, special tokens left out."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """A fresh detokenizer for one output."""
+        return TextStream(self._tokenizer, self._special_token_ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation ({"role", "content"} each) up to where the assistant answers, by the model's chat template.
+
+        TokenizerError when the model has no template, jinja2 is missing, or the template refuses the conversation.
+        """
+        # The template writes the special tokens itself.
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text that `encode_chat` encodes."""
+        config = self._config()
+        source = self._chat_template(config)
+        try:
+            from jinja2 import TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise TokenizerError("a chat template needs jinja2: pip install jinja2") from error
+
+        def raise_exception(text: str) -> None:
+            raise TemplateError(text)
+
+        # A template comes with the weights, from strangers: it may compute text and nothing else.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.globals["raise_exception"] = raise_exception
+        names = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        try:
+            return environment.from_string(source).render(messages=list(messages), add_generation_prompt=True, **names)
+        except Exception as error:  # a template can fail in any way a program can
+            raise TokenizerError(f"the chat template of {self._directory} failed: {error}") from error
+
+    def _config(self) -> dict[str, Any]:
+        path = self._directory / "tokenizer_config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except ValueError as error:
+            raise TokenizerError(f"{path} is no JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise TokenizerError(f"{path} holds no JSON object")
+        return config
+
+    def _chat_template(self, config: Mapping[str, Any]) -> str:
+        path = self._directory / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if not isinstance(template, str):
+            raise TokenizerError(
+                f"{self._directory} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+                "give a plain prompt instead"
+            )
+        return template
+
+
+def _token_text(token: Any) -> str:
+    """A special token in tokenizer_config.json is a string, or an object with its "content", or absent."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
