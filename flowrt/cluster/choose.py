@@ -1,0 +1,102 @@
+"""Which OS process hosts which worker, how many threads it computes with, and which transport each edge uses. Pure.
+
+Here: `pack`, `host_name`, `num_threads`, `choose_transports`, `available_transports`. Not here: starting anything
+(launcher.py, starter.py), what a scheme can do (transports/). Called by the launcher, by the api for `graph show`, by doctor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from flowrt.errors import GraphError
+from flowrt.graph.model import GATEWAY, Edge, Graph
+from transports.registry import known_schemes, unavailable_reason
+
+LOCAL = "local"  # an edge inside one worker: it never leaves the runner
+AUTO = "auto"
+WITHIN = "inproc"  # between workers of one OS process
+BETWEEN = ("shm", "zmq")  # between OS processes: what `auto` tries, best first
+NUM_NAMES_SHOWN = 3
+
+
+def pack(graph: Graph) -> list[list[str]]:
+    """The workers of each OS process to start, in order; [] when all live in the launching process (`processes: one`).
+
+    `many`: one worker each. N: workers dealt round-robin to min(N, number of workers) processes.
+    """
+    names = graph.process_names()
+    if graph.processes == "one":
+        return []
+    if graph.processes == "many":
+        return [[name] for name in names]
+    count = min(graph.processes, len(names))
+    return [names[start::count] for start in range(count)]
+
+
+def host_name(workers: Sequence[str]) -> str:
+    """How an OS process is called in logs: its worker, or its workers joined by "+"."""
+    if len(workers) <= NUM_NAMES_SHOWN:
+        return "+".join(workers)
+    return f"{workers[0]}+{len(workers) - 1} others"
+
+
+def num_threads(graph: Graph, workers: Sequence[str], num_hosts: int, num_cores: int) -> int:
+    """Compute threads of an OS process: the most any of its workers asks for; `auto` is a fair share of the cores, at least 1."""
+    share = max(1, num_cores // max(1, num_hosts))
+    asked = [graph.threads.get(name, AUTO) for name in workers]
+    return max((share if wish == AUTO else int(wish) for wish in asked), default=share)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (its affinity mask, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_transports() -> dict[str, str | None]:
+    """Every known scheme: None when it works here, else why not."""
+    return {scheme: unavailable_reason(scheme) for scheme in known_schemes()}
+
+
+def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:
+    """`graph` with every edge's transport resolved.
+
+    `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; inside one OS
+    process: inproc, whatever the file names; else what the file names, and for `auto` the first of BETWEEN that works.
+    Raises GraphError when an edge has no transport that works.
+    """
+    host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
+    edges = [replace(edge, transport=_choose(graph, edge, host_of, available)) for edge in graph.edges]
+    return replace(graph, edges=tuple(edges))
+
+
+def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Mapping[str, str | None]) -> str:
+    source, target = _process_of(graph, edge.source), _process_of(graph, edge.target)
+    if source == target:
+        return LOCAL
+    if host_of.get(source) == host_of.get(target):  # neither has one: both live in the launching process
+        return WITHIN
+    where, path = (f"line {edge.line}" if edge.line else ""), f"edge {edge}"
+    if edge.transport == AUTO:
+        for scheme in BETWEEN:
+            if scheme in available and available[scheme] is None:
+                return scheme
+        reasons = "; ".join(f"{scheme}: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN)
+        raise GraphError(where, path, f"no transport between processes works here ({reasons}); `processes: one` needs none")
+    if edge.transport == WITHIN:
+        raise GraphError(
+            where, path, f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
+        )
+    if edge.transport not in available:
+        raise GraphError(where, path, f"unknown transport {edge.transport!r}; known here: {', '.join(sorted({AUTO, *available}))}")
+    if (reason := available[edge.transport]) is not None:
+        raise GraphError(where, path, f"transport {edge.transport} cannot be used here: {reason}")
+    return edge.transport
+
+
+def _process_of(graph: Graph, node: str) -> str:
+    """The process of a node; the pseudo-nodes of a user's graph live with the gateway."""
+    return graph.nodes[node].process if node in graph.nodes else GATEWAY

@@ -1,0 +1,320 @@
+"""The starter as the launcher sees it: starting it, asking it for processes, hearing of their ends, and leaving none behind.
+
+Here: `StarterProcess` and the last words of what it started. Not here: the fork itself (starter.py), what workers are told (launcher.py).
+Owns descriptors and one child process, no task: everything arrives through readers of the running loop. Works on any loop in
+any thread, and needs no main guard: the starter is a fresh interpreter that runs flowrt's own module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from flowrt.cluster.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_report, encode, send_first
+from flowrt.cluster.leftover import MARKER, PARENT_MARKER, processes_marked
+from flowrt.cluster.starter import ORIGINAL_PATH
+from flowrt.errors import WorkerDiedError
+
+STARTER = "starter"
+NUM_LAST_WORDS = 50
+_MAX_LINE_CHARACTERS = 4096
+_GRACE_SECONDS = 3.0  # for the starter to end all it forked, and itself, once told to
+_POLL_SECONDS = 0.005
+
+
+def exit_text(status: int) -> str:
+    """ "was killed by SIGKILL" or "exited with status 3"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class Words:
+    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last NUM_LAST_WORDS kept."""
+
+    def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
+        self._name, self._on_line = name, on_line
+        self._loop = asyncio.get_running_loop()
+        self._last: deque[str] = deque(maxlen=NUM_LAST_WORDS)
+        self._rest = b""
+        self._fd, self.write_end = os.pipe()
+        os.set_blocking(self._fd, False)
+        self._loop.add_reader(self._fd, self._read)
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The last lines, oldest first, with all that has been written until now."""
+        while self._fd >= 0 and self._read():
+            pass
+        return (*self._last, self._rest.decode(errors="replace")) if self._rest else tuple(self._last)
+
+    def given_away(self) -> None:
+        """Forget the write end: another process has it now."""
+        os.close(self.write_end)
+        self.write_end = -1
+
+    def close(self) -> None:
+        """Read what is there, hand on an unfinished line, close. Idempotent."""
+        if self._fd < 0:
+            return
+        while self._read():
+            pass
+        if self._rest:
+            self._take(self._rest)
+            self._rest = b""
+        self._close_read_end()
+        if self.write_end >= 0:
+            self.given_away()
+
+    def _read(self) -> bool:
+        """Read once; False when nothing is there or nobody writes any more."""
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._fd)  # the end stays readable: without this the loop would spin
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._rest) > _MAX_LINE_CHARACTERS:
+            self._take(self._rest)
+            self._rest = b""
+        return True
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")[:_MAX_LINE_CHARACTERS]
+        self._last.append(text)
+        self._on_line(self._name, text)
+
+    def _close_read_end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+
+
+class StarterProcess:
+    """A running starter and the OS processes it forked, called by their host names.
+
+    `on_exit(host, status)` is called once per process that ends by itself, and with host STARTER when the starter does.
+    """
+
+    def __init__(self, run_id: str, on_line: Callable[[str, str], None], on_exit: Callable[[str, int], None]) -> None:
+        self._run_id, self._on_line, self._on_exit = run_id, on_line, on_exit
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._importing = ""  # what the starter is busy with, for its death notice
+        self._reader: FrameReader | None = None
+        self._words: dict[str, Words] = {}
+        self._pidfds: dict[str, int] = {}
+        self._answers: dict[str, asyncio.Future[int]] = {}  # host -> its pid; STARTER -> its number of threads
+        self._ended: asyncio.Future[None] = self._loop.create_future()  # the starter has ended
+        self.statuses: dict[str, int] = {}  # of those that have ended
+
+    async def start(self, preload: Sequence[str]) -> int:
+        """Start the starter and wait until it has imported `preload`. Returns its number of threads.
+
+        Raises WorkerDiedError(STARTER) when an import fails. The starter dies when the calling thread does.
+        """
+        if not sys.executable:
+            raise WorkerDiedError(STARTER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
+        ours, theirs = socket.socketpair()
+        words = self._words[STARTER] = Words(STARTER, self._on_line)
+        self._line, self._reader = ours, FrameReader(ours)
+        environment = {**os.environ, MARKER: self._run_id, PARENT_MARKER: str(os.getpid())}
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle compute threads sleep: other processes need the cores
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's copy starts its threads on import, and a fork would lose them
+        if "PYTHONPATH" in environment:
+            environment[ORIGINAL_PATH] = environment["PYTHONPATH"]
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", "-m", "flowrt.cluster.starter", str(theirs.fileno()), str(os.getpid()), *preload]
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: ASYNC220  (its own watcher: works on every loop, in every thread)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=words.write_end,
+                stderr=words.write_end,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,  # a terminal's Ctrl-C is the launcher's to handle
+            )
+        words.given_away()
+        ours.setblocking(False)
+        self._loop.add_reader(ours.fileno(), self._on_readable)
+        self._importing = f" while importing {', '.join(preload)}" if preload else ""
+        num_threads = await self._answer(STARTER)
+        self._importing = ""
+        return num_threads
+
+    async def fork(self, host: str, workers: Sequence[str], worker: str, threads: int, log_level: str) -> tuple[int, list[socket.socket]]:
+        """A new OS process running `worker` ("module:function") once per name. Returns its pid and our ends of the control lines.
+
+        Raises WorkerDiedError when the kernel refuses or the starter is gone.
+        """
+        words = self._words[host] = Words(host, self._on_line)
+        ours: list[socket.socket] = []
+        theirs: list[socket.socket] = []
+        try:
+            for _ in workers:
+                mine, other = socket.socketpair()
+                ours.append(mine)
+                theirs.append(other)
+            fds = [words.write_end, *(line.fileno() for line in theirs)]
+            await self._send(
+                Fork(host=host, workers=tuple(workers), worker=worker, threads=threads, log_level=log_level, num_fds=len(fds)), fds
+            )
+            pid = await self._answer(host)
+        except BaseException:
+            for line in ours:
+                line.close()
+            raise
+        finally:
+            for line in theirs:
+                line.close()
+            if words.write_end >= 0:
+                words.given_away()
+        for line in ours:
+            line.setblocking(False)
+        return pid, ours
+
+    async def kill(self, host: str, number: int) -> None:
+        """Send a signal, if the process still lives."""
+        if host not in self.statuses and STARTER not in self.statuses:
+            with contextlib.suppress(WorkerDiedError):
+                await self._send(Kill(host=host, signal=number))
+
+    def last_words(self, host: str) -> tuple[str, ...]:
+        """The last lines `host` wrote, oldest first."""
+        words = self._words.get(host)
+        return words.last if words is not None else ()
+
+    async def aclose(self) -> None:
+        """End our half of the line, upon which the starter kills and reaps all it forked and ends; make sure of it. Idempotent."""
+        try:
+            if self._line is not None and not self._ended.done():
+                with contextlib.suppress(TimeoutError, OSError):
+                    self._line.shutdown(socket.SHUT_WR)
+                    async with asyncio.timeout(_GRACE_SECONDS):
+                        await self._ended
+        finally:
+            self.end_now()
+
+    def end_now(self) -> None:
+        """Kill the starter, all it forked and all they started. When it returns none of them runs. Idempotent, never waits long."""
+        self._close_line()
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:  # not reaped, so the number of its group is still its own
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.wait()
+            for pidfd in self._pidfds.values():
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                gone = select.poll()
+                gone.register(pidfd, select.POLLIN)
+                gone.poll(_GRACE_SECONDS * 1000)
+                os.close(pidfd)
+            self._pidfds.clear()
+            for pid in processes_marked(self._run_id):  # what left the group, such as a daemon that an operator started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        for words in self._words.values():
+            words.close()
+
+    def _close_line(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.remove_reader(self._line.fileno())
+            self._line.close()
+            self._line = None
+        if self._reader is not None:
+            self._reader.close()
+
+    async def _answer(self, host: str) -> int:
+        if STARTER in self.statuses:
+            raise self._lost()
+        future: asyncio.Future[int] = self._loop.create_future()
+        self._answers[host] = future
+        try:
+            return await future
+        finally:
+            del self._answers[host]
+
+    async def _send(self, frame: Frame, fds: Sequence[int] = ()) -> None:
+        data = encode(frame)
+        while True:
+            if self._line is None or STARTER in self.statuses:
+                raise self._lost()
+            try:
+                sent = send_first(self._line, data, fds)
+            except BlockingIOError:
+                await asyncio.sleep(_POLL_SECONDS)
+            except ConnectionError as error:
+                raise self._lost() from error
+            else:
+                break
+        if sent < len(data):
+            await self._loop.sock_sendall(self._line, data[sent:])
+
+    def _on_readable(self) -> None:
+        if self._line is None or self._reader is None:
+            return
+        try:
+            open_still = self._reader.feed()
+        except BlockingIOError:
+            return
+        while (body := self._reader.next_body()) is not None:
+            self._on_report(decode_report(body), self._reader)
+        if not open_still:
+            self._loop.remove_reader(self._line.fileno())
+            self._on_starter_end()
+
+    def _on_report(self, report: Loaded | Forked | NotForked | Exited, reader: FrameReader) -> None:
+        if isinstance(report, Exited):
+            self.statuses[report.host] = report.status
+            if (pidfd := self._pidfds.pop(report.host, None)) is not None:
+                os.close(pidfd)
+            self._on_exit(report.host, report.status)
+            return
+        host = STARTER if isinstance(report, Loaded) else report.host
+        if isinstance(report, Forked) and report.num_fds:
+            (self._pidfds[host],) = reader.take_fds(report.num_fds)
+        answer = self._answers.get(host)
+        if answer is None or answer.done():  # its caller was cancelled
+            return
+        if isinstance(report, NotForked):
+            answer.set_exception(WorkerDiedError(host, f"could not be forked: {report.error}"))
+        else:
+            answer.set_result(report.pid if isinstance(report, Forked) else report.num_threads)
+
+    def _on_starter_end(self) -> None:
+        """Its line ended: it is dying or dead, and all it forked with it."""
+        assert self._process is not None
+        try:
+            self.statuses[STARTER] = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self.statuses[STARTER] = -signal.SIGKILL
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._lost())
+        self._ended.set_result(None)
+        self._on_exit(STARTER, self.statuses[STARTER])
+
+    def _lost(self) -> WorkerDiedError:
+        return WorkerDiedError(STARTER, exit_text(self.statuses.get(STARTER, -signal.SIGKILL)) + self._importing, self.last_words(STARTER))

@@ -1,0 +1,158 @@
+"""What the launcher and the starter say to each other: small frames on a unix stream socket, some with descriptors attached.
+
+Here: the frames, their bytes, and `FrameReader`, which splits a stream into them. Not here: who acts on them (starter.py,
+forked.py), the control line of a worker (flowrt/actors/control.py). A frame is 4 bytes of length and a MessagePack map; its
+descriptors travel with the first byte (SCM_RIGHTS), so the n-th frame that announces descriptors owns the n-th ones received.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+MAX_FRAME_BYTES = 1 << 20
+MAX_FDS = 253  # the kernel's bound per message
+_LENGTH = struct.Struct("<I")
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """Root of all frames; `num_fds` descriptors come along."""
+
+    num_fds: int = 0
+
+
+class Fork(Frame, frozen=True, kw_only=True):
+    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, then one control line per worker.
+
+    `worker` is the "module:function" that each of `workers` runs; `threads` is how many compute threads they share.
+    """
+
+    host: str
+    workers: tuple[str, ...]
+    worker: str
+    threads: int
+    log_level: str
+
+
+class Kill(Frame, frozen=True, kw_only=True):
+    """Send a signal to an OS process, if it still lives."""
+
+    host: str
+    signal: int
+
+
+class Loaded(Frame, frozen=True, kw_only=True):
+    """The starter has imported what workers need and serves. `num_threads` should be 1: forking copies no other thread."""
+
+    num_threads: int
+
+
+class Forked(Frame, frozen=True, kw_only=True):
+    """The process runs. Descriptors: its pidfd, where the platform has them."""
+
+    host: str
+    pid: int
+
+
+class NotForked(Frame, frozen=True, kw_only=True):
+    """The kernel refused to fork."""
+
+    host: str
+    error: str
+
+
+class Exited(Frame, frozen=True, kw_only=True):
+    """The process has ended and was reaped. `status` as in subprocess: the exit status, or minus the signal's number."""
+
+    host: str
+    pid: int
+    status: int
+
+
+Request = Fork | Kill
+Report = Loaded | Forked | NotForked | Exited
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(frame: Frame) -> bytes:
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    return _requests.decode(body)
+
+
+def decode_report(body: bytes) -> Report:
+    return _reports.decode(body)
+
+
+def send_first(sock: socket.socket, data: bytes, fds: Sequence[int]) -> int:
+    """One sendmsg with `fds` attached; how many bytes of `data` it took. BlockingIOError: nothing was sent."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return sock.sendmsg([data], ancillary)
+
+
+def send_blocking(sock: socket.socket, frame: Frame, fds: Sequence[int] = ()) -> None:
+    """The whole frame, on a blocking socket."""
+    data = encode(frame)
+    sent = send_first(sock, data, fds)
+    if sent < len(data):
+        sock.sendall(data[sent:])
+
+
+class FrameReader:
+    """Splits what arrives on a socket into frames and keeps the descriptors that came along, in order."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._data = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(self) -> bool:
+        """Read once. False at end-of-file; BlockingIOError when a non-blocking socket has nothing; ConnectionError is end-of-file."""
+        try:
+            data, ancillary, _flags, _address = self._sock.recvmsg(1 << 16, socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize))
+        except ConnectionError:
+            return False
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self._fds.extend(received)
+        for fd in self._fds:
+            os.set_inheritable(fd, False)
+        self._data += data
+        return bool(data)
+
+    def next_body(self) -> bytes | None:
+        """The next whole frame's MessagePack bytes, or None until more is fed."""
+        if len(self._data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._data)
+        if length > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes on the starter's line: at most {MAX_FRAME_BYTES} are allowed")
+        if len(self._data) < _LENGTH.size + length:
+            return None
+        body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
+        del self._data[: _LENGTH.size + length]
+        return body
+
+    def take_fds(self, count: int) -> list[int]:
+        """The next `count` descriptors; the caller owns them."""
+        if count > len(self._fds):
+            raise ValueError(f"a frame announced {count} descriptors, {len(self._fds)} came")
+        return [self._fds.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Close the descriptors nobody took."""
+        while self._fds:
+            os.close(self._fds.popleft())

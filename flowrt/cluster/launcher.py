@@ -1,0 +1,571 @@
+"""The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
+
+Here: `Launcher` and the order of a run's life. Not here: forking (forked.py, starter.py), which worker shares a process and which transport
+an edge uses (choose.py), requests and tokens (gateway.py), what a worker does (named as "module:function", never imported here
+unless `processes: one`). Called by the api and the cli.
+
+A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails, then all the
+others are killed at once and every later call raises the reason; cancelled, then all are killed. In each case the processes, sockets
+and tasks are gone when `async with` is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from flowrt.actors.control import (
+    Ask,
+    Connected,
+    Control,
+    Drain,
+    Drained,
+    Failed,
+    LinkLost,
+    Listening,
+    Peers,
+    Progress,
+    Start,
+    Statistics,
+    Stop,
+    as_message,
+    from_message,
+)
+from flowrt.cluster import events
+from flowrt.cluster.choose import available_transports, choose_transports, host_name, num_threads, pack, usable_cores
+from flowrt.cluster.forked import STARTER, StarterProcess, exit_text
+from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain, load_worker
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.json_form import to_json
+from flowrt.graph.model import GATEWAY, Graph
+from flowrt.seams import Seams
+from transports.contract import Channel, Identity
+from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from transports.inproc import InprocChannel
+from transports.stream import StreamChannel
+
+T = TypeVar("T")
+
+WORKER = "flowrt.workers.process:run_worker"
+PRELOAD = ("torch", "flowrt.workers.process")
+ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
+STOP_SECONDS = 5.0  # from Stop to the end of the process
+_TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
+_SETTLE_SECONDS = 0.2  # a death is heard of first by those it cuts off: wait for the rest before naming the cause
+_STATUS_SECONDS = 2.0  # from the end of a control line to the exit status of its process
+_KEY_BYTES = 32
+
+
+class NotRunningError(RuntimeError):
+    """The launcher was stopped, or not started."""
+
+
+@dataclass
+class _Worker:
+    name: str
+    host: str  # the OS process; its own name when it lives in this loop
+    control: Channel
+    listening: asyncio.Future[Listening]
+    connected: asyncio.Future[None]
+    ended: asyncio.Future[None]  # its control line has closed
+    last_word_seconds: float
+    task: asyncio.Task[None] | None = None  # of a worker in this loop
+    statistics: Statistics = Statistics()
+    asked: list[asyncio.Future[Statistics]] = field(default_factory=list)
+    draining: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, order=True)
+class _Cause:
+    """Why the run ends. The smallest is named: what a user did wrong, then the dead, then those who complain of them."""
+
+    rank: int
+    order: int
+    name: str = field(compare=False)
+    host: str = field(compare=False)
+    reason: str = field(compare=False)
+
+
+_BAD_INPUT, _DIED, _COMPLAINED = range(3)
+
+
+class Launcher:
+    """A run of `graph`: `async with Launcher(graph) as launcher:` enters when every worker is connected.
+
+    graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
+    on_event: called in this loop with the events of events.py.
+    on_control: called with (worker, message) for every message that is not about starting.
+    on_line: called with (process, line) for every line on a process's stderr or stdout; by default they go to our stderr as
+    "[process] line". None of the three may block.
+    hosted: workers that live in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
+    coroutine function to run. They are told the same things over the same kind of line.
+    worker, preload: what each worker runs, "module:function", and the modules the starter imports before it forks.
+    available: scheme -> None, or why it cannot be used; by default what the registry says.
+
+    Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run:
+    the kernel takes its end for the launcher's.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        seams: Seams | None = None,
+        *,
+        log_level: str = "warning",
+        on_event: Callable[[events.Event], None] | None = None,
+        on_control: Callable[[str, Control], None] | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+        hosted: Mapping[str, WorkerMain] | None = None,
+        worker: str = WORKER,
+        preload: Sequence[str] = PRELOAD,
+        available: Mapping[str, str | None] | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+        stop_seconds: float = STOP_SECONDS,
+    ) -> None:
+        self.seams = seams or Seams()
+        self.graph = choose_transports(graph, available_transports() if available is None else available)
+        self.key = secrets.token_bytes(_KEY_BYTES)
+        self.run_id = self.seams.new_incarnation()
+        self._log_level = log_level
+        self._on_event = on_event or (lambda event: None)
+        self._on_control = on_control or (lambda name, control: None)
+        self._on_line = on_line or _write_line
+        self._hosted = dict(hosted or {})
+        self._worker, self._preload = worker, tuple(preload)
+        self._answer_seconds, self._stop_seconds = answer_seconds, stop_seconds
+        names = [*self.graph.process_names(), *self._hosted]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two workers of one name among {names}")
+        self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
+        self.pids: dict[str, int] = {}
+        self.failure: Exception | None = None
+        self._workers: dict[str, _Worker] = {}
+        self._exits: dict[str, asyncio.Future[str]] = {}  # host -> how it ended
+        self._causes: list[_Cause] = []
+        self._starter: StarterProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._told_failure = False
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the graph's workers, in order of first mention."""
+        return tuple(self.graph.process_names())
+
+    async def __aenter__(self) -> Self:
+        if self._task is not None:
+            raise NotRunningError("a launcher runs once; make a new one")
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._stop_wanted = asyncio.Event()
+        self._failing = asyncio.Event()
+        self._task = loop.create_task(self._run(), name=f"launcher {self.run_id}")
+        try:
+            await asyncio.wait({self._task, self._ready}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            await self._end_now()
+            raise
+        if not self._ready.done():
+            self._raise_failure()
+            await self._task  # it ended otherwise: cancelled, or by an error of our own
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops in order when the block ended well, at once when it did not. Raises the failure unless a call has done so already."""
+        if error is not None:
+            await self._end_now()
+        elif not self._told_failure:
+            await self.stop()
+
+    async def send(self, worker: str, control: Control) -> None:
+        """Tell one worker; waits while its control line is full. Raises the failure that ended the run, or NotRunningError."""
+        self._check_running()
+        try:
+            await self._workers[worker].control.send(as_message(control))
+        except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone: the run is about to say why
+            await self.wait_failed()
+            raise NotRunningError(f"{worker} has stopped") from None
+
+    async def wait_failed(self) -> None:
+        """Wait for the run's end. Returns when it was stopped; raises the failure when it failed."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        self._raise_failure()
+
+    async def statistics(self) -> dict[str, Statistics]:
+        """Ask every worker now. Raises as `send`."""
+        self._check_running()
+        answers = {}
+        for worker in self._workers.values():
+            answers[worker.name] = asyncio.get_running_loop().create_future()
+            worker.asked.append(answers[worker.name])
+        for name in answers:
+            await self.send(name, Ask())
+        await self._wait_all(answers.values())
+        return {name: answer.result() for name, answer in answers.items()}
+
+    async def drain(self, workers: Iterable[str] | None = None) -> None:
+        """Have workers (default: those that mint tags, the attention workers) finish what runs and admit nothing new; wait for them all.
+
+        No time limit: a caller who loses patience cancels this, or leaves the block. Raises as `send`.
+        """
+        self._check_running()
+        names = list(workers) if workers is not None else self._minting()
+        waits = []
+        for name in names:
+            waits.append(asyncio.get_running_loop().create_future())
+            self._workers[name].draining.append(waits[-1])
+            await self.send(name, Drain())
+        await self._wait_all(waits)
+
+    async def stop(self) -> dict[str, Statistics]:
+        """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
+
+        A worker that does not end within `stop_seconds` is killed (event Straggler). Raises the failure of a run that failed before.
+        """
+        if self._task is None:
+            raise NotRunningError("this launcher has not been started")
+        self._stop_wanted.set()
+        try:
+            await asyncio.wait({self._task})
+        except asyncio.CancelledError:
+            await self._end_now()
+            raise
+        self._raise_failure()
+        if not self._task.cancelled():
+            self._task.result()
+        return {worker.name: worker.statistics for worker in self._workers.values()}
+
+    # The run.
+
+    async def _run(self) -> None:
+        orderly = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                own = [tasks.create_task(self._judge(), name="judge")]
+                await self._start(tasks, own)
+                self._ready.set_result(None)
+                await self._stop_wanted.wait()
+                await self._stop()
+                for task in own:
+                    task.cancel()
+            orderly = True
+        except BaseExceptionGroup as group:
+            errors = list(_leaves(group))
+            failures = [error for error in errors if isinstance(error, (UserError, WorkerDiedError))]
+            if not failures:
+                raise errors[0] from None
+            self.failure = failures[0]
+            self._on_event(events.RunFailed(self.failure))
+        finally:
+            self._stopping = True
+            await self._clear(orderly)
+
+    async def _start(self, tasks: asyncio.TaskGroup, own: list[asyncio.Task[None]]) -> None:
+        begun = self._now()
+        hosts = pack(self.graph)
+        if hosts:
+            await self._fork_all(hosts)
+        else:
+            worker = load_worker(self._worker)
+            self._set_threads()
+            for name in self.graph.process_names():
+                own.append(self._host(tasks, name, worker))
+        for name, hosted in self._hosted.items():
+            own.append(self._host(tasks, name, hosted))
+        graph = to_json(self.graph)
+        sharing = {name: tuple(workers) for workers in hosts for name in workers}
+        within = tuple(name for name in self._workers if name not in sharing)
+        for worker_ in self._workers.values():
+            own.append(tasks.create_task(self._pump(worker_), name=f"pump {worker_.name}"))
+            start = Start(
+                name=worker_.name,
+                incarnation=self.incarnations[worker_.name],
+                graph=graph,
+                key=self.key,
+                local=sharing.get(worker_.name, within),
+                log_level=self._log_level,
+            )
+            await self._tell(worker_, start)
+        await self._wait_words("loading", {worker.name: worker.listening for worker in self._workers.values()})
+        addresses = {worker.name: worker.listening.result().addresses for worker in self._workers.values()}
+        for worker_ in self._workers.values():
+            await self._tell(worker_, Peers(addresses=addresses, incarnations=self.incarnations))
+        await self._wait_words("connecting", {worker.name: worker.connected for worker in self._workers.values()})
+        self._on_event(events.Ready(self._now() - begun))
+
+    async def _fork_all(self, hosts: list[list[str]]) -> None:
+        starter = self._starter = StarterProcess(self.run_id, self._on_line, self._on_exit)
+        self._exits[STARTER] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._answer_seconds):
+                self._on_event(events.StarterReady(await starter.start(self._preload)))
+        except TimeoutError:
+            imports = ", ".join(self._preload)
+            reason = f"gave no word for {self._answer_seconds:g} s while importing {imports}"
+            raise WorkerDiedError(STARTER, reason, starter.last_words(STARTER)) from None
+        cores = usable_cores()
+        for workers in hosts:
+            host = host_name(workers)
+            self._exits[host] = asyncio.get_running_loop().create_future()
+            threads = num_threads(self.graph, workers, len(hosts), cores)
+            pid, lines = await starter.fork(host, workers, self._worker, threads, self._log_level)
+            for name, line in zip(workers, lines, strict=True):
+                self.pids[name] = pid
+                self._add(name, host, await _channel(line, Identity(name, self.incarnations[name])))
+                self._on_event(events.WorkerStarted(name, pid))
+
+    def _host(self, tasks: asyncio.TaskGroup, name: str, worker: WorkerMain) -> asyncio.Task[None]:
+        """Run a worker as a task of this loop."""
+        ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), Identity(name, self.incarnations[name]))
+        self._exits[name] = asyncio.get_running_loop().create_future()
+        added = self._add(name, name, ours)
+        added.task = tasks.create_task(self._run_hosted(name, worker, theirs), name=f"worker {name}")
+        self.pids[name] = os.getpid()
+        self._on_event(events.WorkerStarted(name, self.pids[name]))
+        return added.task
+
+    async def _run_hosted(self, name: str, worker: WorkerMain, control: Channel) -> None:
+        how = exit_text(0)
+        try:
+            async with control:
+                await worker(control, self.seams)
+        except Exception as error:
+            how = f"failed: {type(error).__name__}: {error}"
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                self._on_line(name, line)
+        finally:
+            if not self._exits[name].done():
+                self._exits[name].set_result(how)
+
+    def _set_threads(self) -> None:
+        """In the user's own process: only what the graph asks for in numbers; `auto` leaves torch as the user set it."""
+        wishes = [wish for wish in self.graph.threads.values() if wish != "auto"]
+        if wishes and (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(max(wishes))
+
+    def _add(self, name: str, host: str, control: Channel) -> _Worker:
+        loop = asyncio.get_running_loop()
+        worker = _Worker(name, host, control, loop.create_future(), loop.create_future(), loop.create_future(), loop.time())
+        self._workers[name] = worker
+        return worker
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        deadline = self._now() + self._stop_seconds
+        async with asyncio.TaskGroup() as group:
+            for worker in self._workers.values():
+                group.create_task(self._tell(worker, Stop(), deadline))
+        await _wait_until([worker.ended for worker in self._workers.values()], deadline)
+        left = {host: ended for host, ended in self._exits.items() if host != STARTER}
+        await _wait_until(left.values(), deadline)
+        late = [worker for worker in self._workers.values() if not left[worker.host].done()]
+        for worker in late:
+            self._on_event(events.Straggler(worker.name, self._stop_seconds))
+            if worker.task is not None:
+                worker.task.cancel()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for host in {worker.host for worker in late if worker.task is None and not left[worker.host].done()}:
+                assert self._starter is not None
+                await self._starter.kill(host, number)
+            await _wait_until(left.values(), self._now() + _TERM_SECONDS)
+
+    async def _clear(self, orderly: bool) -> None:
+        """Leave nothing behind: processes first, so that no close waits for a peer."""
+        cancelled: asyncio.CancelledError | None = None
+        if self._starter is not None:
+            try:
+                if orderly:
+                    await self._starter.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+            finally:
+                self._starter.end_now()
+        for worker in self._workers.values():
+            try:
+                await worker.control.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def _end_now(self) -> None:
+        """Cancel the run and see it end, however often the caller is cancelled meanwhile."""
+        assert self._task is not None
+        cancelled: asyncio.CancelledError | None = None
+        self._task.cancel()
+        while not self._task.done():
+            try:
+                await asyncio.wait({self._task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    # Words from workers.
+
+    async def _pump(self, worker: _Worker) -> None:
+        """Take what one worker says until its line ends; its end is the run's unless it was told to stop."""
+        try:
+            while True:
+                message = await worker.control.recv()
+                worker.last_word_seconds = self._now()
+                self._hear(worker, from_message(message))
+        except (EndOfChannel, BrokenChannelError, ClosedChannelError):
+            pass
+        except msgspec.ValidationError as error:
+            self._fail(_DIED, worker, f"sent nonsense on its control line: {error}")
+        worker.ended.set_result(None)
+        if self._stopping:
+            return
+        ends = [self._exits[host] for host in (worker.host, STARTER) if host in self._exits]
+        await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if any(cause.name in (worker.name, STARTER) for cause in self._causes):
+            return  # it has said why itself, or fell with the starter
+        how = self._exits[worker.host].result() if self._exits[worker.host].done() else "closed its control line"
+        self._fail(_DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
+
+    def _hear(self, worker: _Worker, control: Control) -> None:
+        match control:
+            case Progress():
+                self._on_event(events.WorkerLoading(worker.name, control.text, control.done, control.total))
+            case Listening():
+                if not worker.listening.done():
+                    worker.listening.set_result(control)
+                    self._on_event(events.WorkerListening(worker.name, control.resident_bytes))
+            case Connected():
+                if not worker.connected.done():
+                    worker.connected.set_result(None)
+                    self._on_event(events.WorkerConnected(worker.name))
+            case _:
+                if isinstance(control, Statistics):
+                    worker.statistics = control
+                    _answer(worker.asked, control)
+                elif isinstance(control, Drained):
+                    _answer(worker.draining, None)
+                elif isinstance(control, LinkLost):
+                    asyncio.get_running_loop().call_later(_STATUS_SECONDS, self._fail_by_link, worker, control)
+                elif isinstance(control, Failed):
+                    self._fail(_BAD_INPUT if control.user else _COMPLAINED, worker, control.error)
+                self._on_control(worker.name, control)
+
+    def _on_exit(self, host: str, status: int) -> None:
+        if not self._exits[host].done():
+            self._exits[host].set_result(exit_text(status))
+        if self._stopping:
+            return
+        if host == STARTER:
+            self._fail(_DIED, None, exit_text(status))
+            return
+        loop = asyncio.get_running_loop()
+        for worker in self._workers.values():
+            if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
+                loop.call_later(_STATUS_SECONDS, self._fail_if_open, worker, exit_text(status))
+
+    def _fail_if_open(self, worker: _Worker, how: str) -> None:
+        if not worker.ended.done() and not self._stopping:
+            self._fail(_DIED, worker, how)
+
+    def _fail_by_link(self, worker: _Worker, lost: LinkLost) -> None:
+        """Nobody's death has explained it."""
+        self._fail(_COMPLAINED, worker, f"lost its link to {lost.peer}: {lost.reason}")
+
+    def _fail(self, rank: int, worker: _Worker | None, reason: str) -> None:
+        if not self._stopping:
+            name, host = (worker.name, worker.host) if worker is not None else (STARTER, STARTER)
+            self._causes.append(_Cause(rank, len(self._causes), name, host, reason))
+            self._failing.set()
+
+    async def _judge(self) -> None:
+        """Once something failed, wait a moment for the others' words, then name the cause by raising it, which ends the group."""
+        await self._failing.wait()
+        await asyncio.sleep(_SETTLE_SECONDS)
+        cause = min(self._causes)
+        if cause.rank == _BAD_INPUT:
+            raise UserError(cause.reason)
+        reason = f"failed: {cause.reason}" if cause.rank == _COMPLAINED else cause.reason
+        raise WorkerDiedError(cause.name, reason, self._last_words(cause.host))
+
+    async def _wait_words(self, doing: str, answers: Mapping[str, asyncio.Future[Listening] | asyncio.Future[None]]) -> None:
+        """Wait for all answers; a worker that gives no word at all for too long has failed."""
+        begun = self._now()
+        while waiting := {name: answer for name, answer in answers.items() if not answer.done()}:
+            silent = min(waiting, key=lambda name: self._workers[name].last_word_seconds)
+            left = max(begun, self._workers[silent].last_word_seconds) + self._answer_seconds - self._now()
+            if left <= 0:
+                reason = f"gave no word for {self._answer_seconds:g} s while {doing}"
+                raise WorkerDiedError(silent, reason, self._last_words(self._workers[silent].host))
+            await asyncio.wait(waiting.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _wait_all(self, answers: Iterable[asyncio.Future[Statistics] | asyncio.Future[None]]) -> None:
+        """Wait for every answer, or for the end of the run, which raises."""
+        assert self._task is not None
+        for answer in answers:
+            await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._check_running()
+
+    async def _tell(self, worker: _Worker, control: Control, deadline: float | None = None) -> None:
+        with contextlib.suppress(TransportError, TimeoutError):  # a dead worker is its pump's to report
+            async with asyncio.timeout_at(deadline):
+                await worker.control.send(as_message(control))
+
+    def _last_words(self, host: str) -> tuple[str, ...]:
+        return self._starter.last_words(host) if self._starter is not None else ()
+
+    def _minting(self) -> list[str]:
+        return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.stateful and node.process != GATEWAY))
+
+    def _check_running(self) -> None:
+        self._raise_failure()
+        if self._task is None or self._task.done() or not self._ready.done() or self._stop_wanted.is_set():
+            raise NotRunningError("the run has ended" if self._task is not None else "this launcher has not been started")
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            self._told_failure = True
+            raise self.failure.with_traceback(None)  # raised to several callers: none should read another's frames
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _channel(line: socket.socket, peer: Identity) -> Channel:
+    return await StreamChannel.from_socket(line, CONTROL_LIMITS, peer)
+
+
+async def _wait_until(futures: Iterable[asyncio.Future[None] | asyncio.Future[str]], deadline: float) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+
+
+def _answer(waiting: list[asyncio.Future[T]], value: T) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(value)
+    waiting.clear()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _write_line(name: str, line: str) -> None:
+    print(f"[{name}] {line}", file=sys.stderr, flush=True)

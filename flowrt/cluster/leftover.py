@@ -1,0 +1,57 @@
+"""Finding the processes of a run: every process flowrt starts carries the run's id in its environment, and so do their children.
+
+Here: the marker and the search. Not here: ending them (forked.py for one's own run, doctor for earlier ones). Linux only:
+elsewhere nothing is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+MARKER = "FLOWRT_RUN"  # the run's id
+PARENT_MARKER = "FLOWRT_LAUNCHER"  # the pid of the process that launched it
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A living process of some run. `launcher_pid` is 0 when its environment does not say."""
+
+    pid: int
+    run_id: str
+    launcher_pid: int
+    name: str
+
+
+def marked_processes() -> list[Marked]:
+    """Every living process (zombies are not) of any run whose environment this user may read."""
+    found: list[Marked] = []
+    if not os.path.isdir("/proc/self"):
+        return found
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                if (marked := _look(int(entry))) is not None:
+                    found.append(marked)
+    return found
+
+
+def processes_marked(run_id: str) -> list[int]:
+    """The pids of the living processes of one run, the caller left out."""
+    return [marked.pid for marked in marked_processes() if marked.run_id == run_id and marked.pid != os.getpid()]
+
+
+def _look(pid: int) -> Marked | None:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        data = file.read()
+    if MARKER.encode() not in data:
+        return None
+    variables = dict(item.split(b"=", 1) for item in data.split(b"\0") if b"=" in item)
+    run_id = variables.get(MARKER.encode())
+    with open(f"/proc/{pid}/comm", "rb") as file:
+        name = file.read().decode(errors="replace").strip()
+    if run_id is None:
+        return None
+    launcher = variables.get(PARENT_MARKER.encode(), b"0")
+    return Marked(pid, run_id.decode(errors="replace"), int(launcher) if launcher.isdigit() else 0, name)
