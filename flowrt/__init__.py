@@ -1,0 +1,49 @@
+"""flowrt: Mixture-of-Experts language models as asynchronous dataflow graphs of processes.
+
+`open`, `generate` and the event types are the Python API (api.py); importing this package loads neither torch nor zmq.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrt.api import Completion, RunningGraph, generate
+    from flowrt.api import open_graph as open
+    from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+    from flowrt.errors import GraphError, UserError, WorkerDiedError
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "EndEvent",
+    "GraphError",
+    "Parameters",
+    "RunningGraph",
+    "TokenEvent",
+    "UserError",
+    "WorkerDiedError",
+    "generate",
+    "open",
+]
+
+_HOME = {
+    "Completion": "api:Completion",
+    "RunningGraph": "api:RunningGraph",
+    "generate": "api:generate",
+    "open": "api:open_graph",
+    "EndEvent": "cluster.gateway:EndEvent",
+    "Parameters": "cluster.gateway:Parameters",
+    "TokenEvent": "cluster.gateway:TokenEvent",
+    "GraphError": "errors:GraphError",
+    "UserError": "errors:UserError",
+    "WorkerDiedError": "errors:WorkerDiedError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flowrt' has no attribute {name!r}")
+    module, attribute = _HOME[name].split(":")
+    return getattr(import_module(f"flowrt.{module}"), attribute)

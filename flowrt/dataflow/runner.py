@@ -71,8 +71,9 @@ class Runner:
         on_sink: Callable[[Firing], None],
         device: torch.device | None = None,
     ) -> None:
-        fusion = fuse(graph, process)
         nodes = graph.nodes_of(process)
+        self._sinks = {node.name for node in nodes if node.name not in functions}
+        fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._edges = list(graph.edges)
         self._device = device
         self._compute = compute
@@ -80,14 +81,13 @@ class Runner:
         self._post = post
         self._on_sink = on_sink
         self._table = MatchingTable(nodes, graph.edges, _plan_of)
-        self._region = Region(graph, process, frozenset(fusion.fused), functions, self._table)
-        self._sinks = {node.name for node in nodes if node.name not in functions}
+        self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
         self._local = local
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
         self._windows = {edge.id: _Window(edge.credits) for edge in leaving if edge.answers is None}
         self._incoming = {edge.id for edge in graph.edges if edge.target in local and edge.source not in local}
-        self._reach = {node.name: self._reachable(node.name, frozenset(fusion.fused)) for node in nodes}
+        self._reach = {node.name: self._reachable(node.name, fused) for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
         self._wakeup = asyncio.Event()

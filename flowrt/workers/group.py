@@ -14,7 +14,7 @@ import torch
 from flowrt.actors.control import Cancel, Control, Drain, Drained, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.decision import Decision, Emit, End
+from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.workers.model_nodes import batch_payloads
 from transports.message import Tag
@@ -78,8 +78,15 @@ class Group:
         for end in ends:
             self._send(end)
         for start in self._engine.next_steps():
-            tag = Tag(self._source, start.epoch, start.lane, start.step, 0)
-            self._runner.mint(self._node, tag, batch_payloads(start.batch, self._page_tokens, self._device))
+            self._mint(start)
         if self._drain_asked and self._engine.drained:
             self._drain_asked = False
             self._send(Drained())
+
+    def _mint(self, start: StartStep) -> None:
+        """A step's tags: the layout for every layer, what is sampled, and last the tokens, with which the step begins."""
+        payloads = batch_payloads(start.batch, self._page_tokens, self._device)
+        tags = [Tag(self._source, start.epoch, start.lane, start.step, layer) for layer in range(self._num_layers)]
+        for tag in tags:
+            self._runner.mint(self._node, tag, {"layout": payloads["layout"]})
+        self._runner.mint(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})

@@ -17,7 +17,8 @@ from flowrt.dataflow.region import NodeFunction
 from flowrt.engine.batch import Batch
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_service import ExpertService
-from flowrt.graph.model import Graph, Node
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.reliability.expert_map import Copies
 from operators.attention import AttentionBlock
@@ -32,9 +33,9 @@ from operators.model_config import ModelConfig, read_model_config
 from operators.sampling import sample
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint
+from transports.message import Tag
 
 Outputs = list[dict[str, Payload]]
-SOURCE = "source"  # the built-in operator that mints tags: it has no function, its inputs go to the engine
 
 
 def build_model_nodes(
@@ -44,9 +45,11 @@ def build_model_nodes(
 
     Raises ModelError when the checkpoint lacks something, ValueError for an operator that is not built in.
     """
-    nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator != SOURCE]
-    if not nodes or graph.model is None:
+    nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in (SOURCE, INPUT, OUTPUT)]
+    if not nodes:
         return {}
+    if graph.model is None:
+        raise ValueError(f"node {nodes[0].name}: {nodes[0].operator!r} is an operator of a model, and the graph names none")
     directory = Path(graph.model.path)
     config = read_model_config(directory).with_dtype(graph.model.dtype)
     checkpoint = Checkpoint(directory)
@@ -129,20 +132,25 @@ class _Embed:
 
 
 class _Attention:
-    """Stateful: the pages, and each lane's layout, which comes with layer 0 and serves all layers of the step."""
+    """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and lane."""
 
     def __init__(self, block: AttentionBlock, pages: KvPages) -> None:
         self._block = block
         self._pages = pages
-        self._layouts: dict[tuple[str, int], StepLayout] = {}
+        self._read: dict[tuple[str, int], tuple[Payload, StepLayout]] = {}
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:
-        lane = (firing.tag.source, firing.tag.micro_batch)
-        if "layout" in firing.inputs:
-            self._layouts[lane] = StepLayout.from_tensors(firing.inputs["layout"].tensors)
-        layout = self._layouts[lane]
+        layout = self._layout(firing.tag, firing.inputs["layout"])
         residual_TH, normed_TH = self._block.forward(firing.tag.layer, firing.inputs["x"].tensors[0], layout, self._pages)
         return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH, layout.positions_T))}
+
+    def _layout(self, tag: Tag, payload: Payload) -> StepLayout:
+        lane = (tag.source, tag.micro_batch)
+        read, layout = self._read.get(lane, (None, None))
+        if read is not payload or layout is None:
+            layout = StepLayout.from_tensors(payload.tensors)
+            self._read[lane] = payload, layout
+        return layout
 
 
 class _Gate:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,19 +35,21 @@ from flowrt.actors.control import (
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Link, LinkLostError, Links
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction, OperatorError
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Engine
 from flowrt.errors import UserError
 from flowrt.graph import from_json
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Seams
 from flowrt.workers.group import Group
-from flowrt.workers.model_nodes import SOURCE, build_model_nodes
+from flowrt.workers.model_nodes import build_model_nodes
 from flowrt.workers.user_nodes import build_user_nodes
 from operators.model_config import ModelError, read_model_config
 from transports.contract import Channel, Identity
-from transports.message import Message
+from transports.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
 
@@ -60,11 +62,21 @@ async def run_worker(control: Channel, seams: Seams) -> None:
 
     What goes wrong is told to the launcher as Failed, and raised.
     """
+    await serve(control, seams)
+
+
+async def serve(
+    control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None = None, begin: Callable[[Worker], None] | None = None
+) -> None:
+    """As `run_worker`. `on_sink` takes the firings of nodes without a function instead of a group; `begin` is given the worker
+    before anything else happens."""
     first = await control.recv()
     start = from_message(first)
     if not isinstance(start, Start):
         raise msgspec.ValidationError(f"a worker's first message is Start, not {first.kind!r}")
-    worker = _Worker(start, control, seams)
+    worker = Worker(start, control, seams, on_sink)
+    if begin is not None:
+        begin(worker)
     async with asyncio.TaskGroup() as group:
         line = group.create_task(worker.line.run(), name=f"control of {start.name}")
         line.add_done_callback(lambda _: worker.stop())
@@ -78,8 +90,10 @@ async def run_worker(control: Channel, seams: Seams) -> None:
             await control.aclose()
 
 
-class _Worker:
-    def __init__(self, start: Start, control: Channel, seams: Seams) -> None:
+class Worker:
+    """One life of one process of the graph. Made by `serve`."""
+
+    def __init__(self, start: Start, control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None) -> None:
         self.line = Link(control, CONTROL_MESSAGES, self._on_control)
         self._start = start
         self._seams = seams
@@ -92,7 +106,18 @@ class _Worker:
         self._runner: Runner | None = None
         self._links: Links | None = None
         self._group: Group | None = None
+        self._on_sink = on_sink or self._on_step_end
         self._link_of: dict[int, tuple[str, str]] = {}
+
+    @property
+    def incarnation(self) -> str:
+        return self._start.incarnation
+
+    def mint(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
+        """A new tag of a source of this process. Raises RuntimeError before the worker has loaded."""
+        if self._runner is None:
+            raise RuntimeError(f"{self._start.name} has not loaded yet")
+        self._runner.mint(node, tag, outputs)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -106,7 +131,7 @@ class _Worker:
             assert self._runner is not None
             assert self._links is not None
             async with asyncio.TaskGroup() as group:
-                self._send(Listening(await self._links.listen(), resident_bytes()))
+                self._send(Listening(await self._links.listen(), self._seams.resident_bytes()))
                 peers = await self._peers
                 await self._links.open(peers.addresses, peers.incarnations)
                 self._send(Connected())
@@ -161,7 +186,7 @@ class _Worker:
             ends = {process_of[edge.source], process_of[edge.target]}
             if name in ends and len(ends) == 2:
                 self._link_of[edge.id] = (ends - {name}).pop(), edge.transport
-        sources = [node.name for node in graph.nodes_of(name) if node.operator == SOURCE]
+        sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
         if sources and graph.model is not None:
             config = read_model_config(Path(graph.model.path))
             engine = Engine(graph.limits, graph.micro_batches, config.max_position_embeddings, config.vocab_size, config.eos_token_ids)
@@ -184,7 +209,7 @@ class _Worker:
             case _:
                 raise msgspec.ValidationError(f"{self._start.name} has no use for {message.kind!r}")
 
-    def _on_sink(self, firing: Firing) -> None:
+    def _on_step_end(self, firing: Firing) -> None:
         assert self._group is not None
         self._group.on_step_end(firing)
 
@@ -224,7 +249,7 @@ class _Worker:
             compute_seconds=counters.compute_seconds,
             num_steps=self._group.num_steps if self._group is not None else 0,
             late_wakeups=sum(link.statistics().late_wakeups for link in self._links.values()),
-            resident_bytes=resident_bytes(),
+            resident_bytes=self._seams.resident_bytes(),
         )
 
 
@@ -233,12 +258,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def resident_bytes() -> int:
-    """Memory of this process that lies in RAM; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

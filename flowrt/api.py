@@ -1,0 +1,371 @@
+"""The Python API: open a graph, ask it, close it.
+
+Here: `open_graph` (flowrt.open), RunningGraph, Completion and the blocking `generate`. Not here: starting processes
+(flowrt/cluster), the command line (cli.py). No torch is imported here but for a user's own graph, whose tensors are torch's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
+from flowrt.actors.mailbox import Mailbox
+from flowrt.cluster import events
+from flowrt.cluster.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel, TokenEvent
+from flowrt.cluster.launcher import Launcher
+from flowrt.errors import UserError
+from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT
+from flowrt.seams import Seams
+from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from operators.model_config import ModelConfig, read_model_config
+
+Prompt = str | Sequence[int]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A request from end to end. `error` says why when finish_reason is "error"."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    error: str | None = None
+
+
+def read_graph(path: Path | str, overrides: Iterable[str] = (), model: Path | str | None = None) -> Graph:
+    """The checked, expanded graph of a file. Raises GraphError, one line."""
+    return load_graph(path, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
+
+
+def open_graph(
+    graph: Path | str | Graph,
+    *,
+    overrides: Iterable[str] = (),
+    model: Path | str | None = None,
+    seams: Seams | None = None,
+    log_level: str = "warning",
+    on_event: Callable[[events.Event], None] | None = None,
+    on_line: Callable[[str, str], None] | None = None,
+) -> RunningGraph:
+    """`async with flowrt.open("graph.yaml") as graph:` starts its processes and ends them again.
+
+    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` is told about the start
+    (flowrt.cluster.events), `on_line` gets (process, line) of what processes write. Raises GraphError for a bad file, here and now.
+    """
+    loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
+    return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)
+
+
+class RunningGraph:
+    """A graph and its processes. `generate` for a model, a call or `stream` for a graph of your own operators."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        seams: Seams,
+        log_level: str = "warning",
+        on_event: Callable[[events.Event], None] | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._on_event = on_event or (lambda event: None)
+        self._gateway: Gateway | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._config: ModelConfig | None = None
+        self._endpoint: Any = None
+        hosted: dict[str, Any] = {}
+        if graph.model is not None:
+            self._open_model(graph, seams)
+        if INPUT in graph.nodes or OUTPUT in graph.nodes:
+            self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
+            hosted[GATEWAY] = self._endpoint.run
+        self._launcher = Launcher(
+            graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
+        )
+        self._changed: dict[int, asyncio.Event] = {}
+        self._outgoing: Mailbox[SendCancel] = Mailbox(1 << 16)
+        self._stack = AsyncExitStack()
+        self._failure: Exception | None = None
+        self.final_statistics: dict[str, Statistics] = {}
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as it runs: every edge has its transport."""
+        return self._launcher.graph
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids by worker name."""
+        return self._launcher.pids
+
+    async def __aenter__(self) -> Self:
+        await self._launcher.__aenter__()
+        self._sender = asyncio.get_running_loop().create_task(self._send_cancels(), name="cancels")  # ended in __aexit__
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._sender.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sender
+        if error is None and self._failure is None:
+            self.final_statistics = await self._launcher.stop()
+        await self._launcher.__aexit__(kind, error, trace)
+
+    # --- a model --------------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        chat: bool = False,
+    ) -> AsyncIterator[ClientEvent]:
+        """Events of one request: a TokenEvent per token, then one EndEvent, whatever happens. Leaving early cancels it.
+
+        `prompt` is text or token ids; `chat` puts text through the model's chat template. A request that cannot be served ends
+        with finish_reason "error" and the reason. Raises WorkerDiedError when a process of the graph dies.
+        """
+        parameters = Parameters(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+        )
+        async for event in self.follow(await self.submit(prompt, parameters, chat=chat)):
+            yield event
+
+    async def submit(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> int:
+        """Take a request and return its number, to be given to `follow` once. It runs whether or not somebody follows."""
+        gateway = self._model_gateway()
+        self._raise_failure()
+        try:
+            admitted = gateway.admit(self._encode(prompt, chat), parameters)
+        except (TokenizerError, UserError) as error:
+            admitted = gateway.refuse(str(error))
+        if isinstance(admitted, EndEvent):
+            self._changed[admitted.request] = asyncio.Event()
+            return admitted.request
+        self._changed[admitted.index] = asyncio.Event()
+        await self._launcher.send(admitted.group, Submit(admitted.request))
+        return admitted.index
+
+    async def follow(self, index: int) -> AsyncIterator[ClientEvent]:
+        """The events of a submitted request, from its first. Leaving before the last one cancels the request."""
+        gateway = self._model_gateway()
+        seen = 0
+        try:
+            while True:
+                self._changed[index].clear()
+                for event in gateway.events(index, seen):
+                    seen += 1
+                    yield event
+                    if isinstance(event, EndEvent):
+                        return
+                self._raise_failure()
+                await self._changed[index].wait()
+        finally:
+            self._carry_out(gateway.cancel(index))
+            if gateway.log(index).end is not None:
+                gateway.forget(index)
+            del self._changed[index]
+
+    async def complete(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> Completion:
+        """As `generate`, all at once."""
+        index = await self.submit(prompt, parameters, chat=chat)
+        prompt_token_ids = self._model_gateway().log(index).prompt_token_ids
+        token_ids: list[int] = []
+        text: list[str] = []
+        end: EndEvent | None = None
+        async for event in self.follow(index):
+            text.append(event.text)
+            if isinstance(event, TokenEvent):
+                token_ids.append(event.token_id)
+            else:
+                end = event
+        assert end is not None
+        return Completion(
+            prompt_token_ids=prompt_token_ids,
+            token_ids=tuple(token_ids),
+            text="".join(text),
+            finish_reason=end.finish_reason,
+            error=end.error,
+        )
+
+    # --- a graph of your own -----------------------------------------------------------------------------------------------------
+
+    async def __call__(self, **tensors: Any) -> Any:
+        """Send one tag through the graph: a tensor per input. Returns the output tensor, or a dict when there are several."""
+        if self._endpoint is None:
+            raise UserError("this graph has no input of its own; use generate()")
+        self._raise_failure()
+        outputs: dict[str, Any] = await self._endpoint.call(tensors)
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """Send many, keep limits.in_flight of them on the way, and give the outputs in order.
+
+        Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels what is on the way.
+        """
+        window: list[asyncio.Task[Any]] = []
+        depth = self.graph.limits.in_flight
+        try:
+            async for item in _each(inputs):
+                window.append(asyncio.get_running_loop().create_task(self(**self._named(item))))
+                if len(window) >= depth:
+                    yield await window[0]
+                    window.pop(0)
+            while window:
+                yield await window[0]
+                window.pop(0)
+        finally:
+            for task in window:
+                task.cancel()
+            await asyncio.gather(*window, return_exceptions=True)
+
+    # --- the run -----------------------------------------------------------------------------------------------------------------
+
+    async def statistics(self) -> dict[str, Statistics]:
+        """What every worker has done so far, by name."""
+        return await self._launcher.statistics()
+
+    async def drain(self) -> None:
+        """Admit nothing new and wait until everything running has ended."""
+        await self._launcher.drain()
+
+    # --- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _open_model(self, graph: Graph, seams: Seams) -> None:
+        assert graph.model is not None
+        directory = Path(graph.model.path)
+        config = self._config = read_model_config(directory)
+        self._tokenizer = Tokenizer.open(directory)
+        groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
+        self._gateway = Gateway(
+            groups,
+            graph.limits,
+            config.max_position_embeddings,
+            draw_seed=seams.new_seed,
+            new_detokenizer=self._tokenizer.stream if self._tokenizer is not None else None,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    def _model_gateway(self) -> Gateway:
+        if self._gateway is None:
+            raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
+        return self._gateway
+
+    def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
+        return self._tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self._tokenizer.encode(prompt)
+
+    def _note(self, event: events.Event) -> None:
+        if isinstance(event, events.RunFailed):
+            self._failure = event.error
+            if self._endpoint is not None:
+                self._endpoint.fail(event.error)
+            for changed in self._changed.values():
+                changed.set()
+        self._on_event(event)
+
+    def _on_control(self, worker: str, control: Control) -> None:
+        if self._gateway is None:
+            return
+        match control:
+            case Tokens(tokens):
+                for token in tokens:
+                    self._carry_out(self._gateway.on_token(token))
+            case Ended():
+                self._carry_out(self._gateway.on_ended(control))
+
+    def _carry_out(self, decisions: Iterable[ClientEvent | SendCancel]) -> None:
+        for decision in decisions:
+            if isinstance(decision, SendCancel):
+                self._outgoing.post(decision)
+            elif (changed := self._changed.get(decision.request)) is not None:
+                changed.set()
+
+    async def _send_cancels(self) -> None:
+        while True:
+            decision = await self._outgoing.wait_item()
+            self._outgoing.take_nowait()
+            with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
+                await self._launcher.send(decision.group, decision.cancel)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _named(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, Mapping):
+            return dict(item)
+        ports = sorted({edge.source_port for edge in self.graph.edges if edge.source == INPUT})
+        if len(ports) != 1:
+            raise UserError(f"this graph takes {', '.join(ports)}; give a dict of tensors by name")
+        return {ports[0]: item}
+
+
+def generate(
+    graph: Path | str | Graph,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    overrides: Iterable[str] = (),
+    model: Path | str | None = None,
+    chat: bool = False,
+    **parameters: Any,
+) -> list[Completion]:
+    """Start the graph, answer all prompts at once, stop it. Blocks; works inside a notebook's running loop too.
+
+    `parameters` are those of RunningGraph.generate. Completions come in the order of the prompts.
+    """
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many: list[Any] = [prompts] if single else list(prompts)
+    stop = parameters.pop("stop", ())
+    asked = Parameters(stop=(stop,) if isinstance(stop, str) else tuple(stop), **parameters)
+
+    async def run() -> list[Completion]:
+        async with open_graph(graph, overrides=overrides, model=model) as running:
+            return list(await asyncio.gather(*(running.complete(prompt, asked, chat=chat) for prompt in many)))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run())
+    with ThreadPoolExecutor(1, "flowrt generate") as executor:
+        return executor.submit(asyncio.run, run()).result()
+
+
+async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item

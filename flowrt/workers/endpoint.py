@@ -1,0 +1,100 @@
+"""The gateway's half of a user's graph: the source `input`, which mints tags from a counter, and the sink `output`.
+
+Here: Endpoint, a worker like any other (the same links, the same runner) whose inputs and outputs are the user's own tensors.
+Not here: models (group.py is their source). Hosted by the launcher in the user's process, under the name of the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.specs import check_tensor, parse_spec
+from flowrt.errors import UserError
+from flowrt.graph.model import INPUT, OUTPUT, Graph
+from flowrt.seams import Seams
+from flowrt.workers.process import Worker, serve
+from transports.contract import Channel
+from transports.message import Tag
+
+
+class Endpoint:
+    """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are on the way at once."""
+
+    def __init__(self, graph: Graph) -> None:
+        inputs = graph.nodes[INPUT].outputs if INPUT in graph.nodes else {}
+        self._ports = sorted({edge.source_port for edge in graph.edges if edge.source == INPUT})
+        self._specs = {name: parse_spec(port.tensors[0]) for name, port in inputs.items() if port.tensors}
+        self._has_output = OUTPUT in graph.nodes
+        self._room = asyncio.Semaphore(graph.limits.in_flight)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._next = 0
+        self._worker: Worker | None = None
+        self._source = ""
+        self._failure: BaseException | None = None
+
+    async def run(self, control: Channel, seams: Seams) -> None:
+        """Serve until Stop; then every call still waiting fails."""
+
+        def begin(worker: Worker) -> None:
+            self._worker = worker
+            self._source = f"{INPUT}@{worker.incarnation}"
+
+        try:
+            await serve(control, seams, self._on_output, begin)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        else:
+            self.fail(ConnectionError("the graph was stopped"))
+
+    def fail(self, error: BaseException) -> None:
+        """Every call that waits, and every later one, raises `error`."""
+        self._failure = self._failure or error
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._failure)
+
+    async def call(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one tensor per input port; the output port's tensors by name. Waits while too many tags are on the way.
+
+        Raises UserError for ports the graph does not have, or a tensor that does not fit the declared spec.
+        """
+        self._check(tensors)
+        async with self._room:
+            if self._failure is not None:
+                raise self._failure
+            if self._worker is None:
+                raise RuntimeError("the graph has not been opened")
+            tag = Tag(self._source, 0, 0, self._next, 0)
+            self._next += 1
+            future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
+            try:
+                self._worker.mint(INPUT, tag, {name: Payload((tensor,)) for name, tensor in tensors.items()})
+                return await future
+            finally:
+                del self._waiting[tag.step]
+
+    def _on_output(self, firing: Firing) -> None:
+        future = self._waiting.get(firing.tag.step)  # none: whoever asked has cancelled
+        if future is not None and not future.done():
+            future.set_result({port: payload.tensors[0] for port, payload in firing.inputs.items()})
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        import torch
+
+        if not self._has_output:
+            raise UserError("this graph has no edge to output; add one such as {from: add.sum, to: output.sum}")
+        if sorted(tensors) != self._ports:
+            raise UserError(f"this graph takes {', '.join(self._ports)}; got {', '.join(sorted(tensors)) or 'nothing'}")
+        sizes: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise UserError(f"input {name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+            spec = self._specs.get(name)
+            fault = check_tensor(spec, tensor, sizes) if spec is not None else None
+            if fault:
+                raise UserError(f"input {name} is {fault}; {spec} is declared")

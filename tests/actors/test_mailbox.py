@@ -1,0 +1,56 @@
+"""Mailbox: bounded, first in first out, cancelling loses nothing."""
+
+import asyncio
+
+import pytest
+
+from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+
+
+async def test_items_come_out_in_order():
+    box: Mailbox[int] = Mailbox(3)
+    for item in range(3):
+        box.post(item)
+    assert [box.take_nowait() for _ in range(4)] == [0, 1, 2, None]
+    assert box.high_water == 3
+
+
+async def test_a_full_mailbox_is_a_fault_of_the_poster():
+    box: Mailbox[int] = Mailbox(1)
+    box.post(1)
+    with pytest.raises(OverflowError, match="without a credit"):
+        box.post(2)
+
+
+async def test_cancelling_a_wait_loses_nothing():
+    box: Mailbox[str] = Mailbox(2)
+    async with asyncio.TaskGroup() as group:
+        waiter = group.create_task(box.wait_item())
+        await asyncio.sleep(0)
+        box.post("kept")
+        waiter.cancel()
+    assert await box.wait_item() == "kept"
+    assert box.take_nowait() == "kept"
+
+
+async def test_closing_wakes_the_reader_after_the_last_item():
+    box: Mailbox[int] = Mailbox(2)
+    box.post(1)
+    box.close()
+    assert await box.wait_item() == 1
+    box.take_nowait()
+    with pytest.raises(MailboxClosedError):
+        await box.wait_item()
+    with pytest.raises(MailboxClosedError):
+        box.post(2)
+
+
+async def test_waiting_for_empty():
+    box: Mailbox[int] = Mailbox(2)
+    await box.wait_empty()
+    box.post(1)
+    async with asyncio.TaskGroup() as group:
+        empty = group.create_task(box.wait_empty())
+        await asyncio.sleep(0)
+        assert not empty.done()
+        box.take_nowait()

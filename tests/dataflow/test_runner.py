@@ -1,0 +1,247 @@
+"""The runner, with posted messages caught in a list: firing, credits, answers, roll-back. No channel, no thread."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.dataflow.region import OperatorError
+from flowrt.dataflow.runner import CreditHeader, Runner
+from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.seams import RealClock
+from transports.message import Message, Tag
+
+
+class InlineCompute:
+    running = None
+
+    async def run(self, label, call, bound_seconds=60.0):
+        return call()
+
+    async def aclose(self):
+        pass
+
+
+def node(name, process, inputs=(), outputs=(), **more):
+    ports = {port if isinstance(port, str) else port.name: PortSpec(port) if isinstance(port, str) else port for port in inputs}
+    operator = "source" if name.startswith("in") else "m:f"
+    return Node(name, operator, process, ports, {port: PortSpec(port) for port in outputs}, **more)
+
+
+def graph_of(nodes, edges):
+    return Graph({each.name: each for each in nodes}, edges)
+
+
+def number(value):
+    return Payload((torch.tensor([float(value)]),))
+
+
+def value_of(payload):
+    return payload.tensors[0].item()
+
+
+def each(function):
+    return lambda firings: [function(firing) for firing in firings]
+
+
+class Bench:
+    """One runner, everything it posted, everything its sinks got."""
+
+    def __init__(self, graph, process, functions):
+        self.posted: list[tuple[Edge, Message]] = []
+        self.sunk = []
+        self.runner = Runner(
+            graph, process, functions, InlineCompute(), RealClock(), lambda edge, message: self.posted.append((edge, message)), self.sunk.append
+        )
+
+    async def settle(self):
+        task = asyncio.get_running_loop().create_task(self.runner.run())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if task.done():
+            task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    def data(self):
+        return [(edge.id, value_of(from_message(message))) for edge, message in self.posted if message.kind == "data"]
+
+    def credits(self):
+        return [edge.id for edge, message in self.posted if message.kind == "credit"]
+
+
+def tag(step=0, layer=0, epoch=0, source="src@1"):
+    return Tag(source, epoch, 0, step, layer)
+
+
+double = each(lambda firing: {"y": number(2 * value_of(firing.inputs["x"]))})
+
+
+async def test_a_chain_in_one_process_runs_to_its_sink():
+    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["x"], ["y"]), node("end", "p", ["x"])]
+    edges = [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "x"), Edge(2, "b", "y", "end", "x")]
+    bench = Bench(graph_of(nodes, edges), "p", {"a": double, "b": double})
+    for step in range(3):
+        bench.runner.mint("in", tag(step), {"x": number(step)})
+    await bench.settle()
+    assert [(firing.tag.step, value_of(firing.inputs["x"])) for firing in bench.sunk] == [(0, 0), (1, 4), (2, 8)]
+    assert bench.posted == []
+
+
+PIPE = graph_of(
+    [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("b", "q", ["x"], ["y"]), node("end", "p", ["x"])],
+    [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "x", credits=2), Edge(2, "b", "y", "end", "x", credits=2)],
+)
+
+
+async def test_a_firing_waits_until_its_edge_has_a_credit():
+    bench = Bench(PIPE, "p", {"a": double})
+    for step in range(4):
+        bench.runner.mint("in", tag(step), {"x": number(step)})
+    await bench.settle()
+    assert bench.data() == [(1, 0), (1, 2)]
+    bench.runner.deliver(Message("credit", edge=1, header=CreditHeader(1)))
+    await bench.settle()
+    assert bench.data() == [(1, 0), (1, 2), (1, 4)]
+
+
+async def test_credit_goes_back_when_the_message_is_consumed():
+    bench = Bench(PIPE, "q", {"b": double})
+    bench.runner.deliver(to_message(number(3), 1, tag()))
+    assert bench.credits() == []
+    await bench.settle()
+    assert bench.data() == [(2, 6)]
+    assert bench.credits() == [1]
+
+
+async def test_more_credits_than_were_out_are_refused():
+    bench = Bench(PIPE, "p", {"a": double})
+    with pytest.raises(ValueError, match="more than were out"):
+        bench.runner.deliver(Message("credit", edge=1, header=CreditHeader(1)))
+
+
+async def test_a_message_for_an_edge_that_does_not_lead_here_is_refused():
+    bench = Bench(PIPE, "p", {"a": double})
+    with pytest.raises(ValueError, match="does not lead here"):
+        bench.runner.deliver(to_message(number(3), 1, tag()))
+
+
+def service_graph():
+    """Two clients and one server that answers whoever asked."""
+    nodes, edges = [], []
+    for client in "01":
+        parts = PortSpec("parts", takes="gather", count="plan")
+        nodes += [
+            node(f"cut{client}", f"client{client}", ["x"], ["plan", "server0"]),
+            node(f"add{client}", f"client{client}", ["plan", parts], ["y"]),
+            node(f"in{client}", f"client{client}", outputs=["x"]),
+            node(f"end{client}", f"client{client}", ["y"]),
+        ]
+    nodes.append(node("serve", "server", ["rows"], ["results"], batches=True))
+    for client in "01":
+        first = len(edges)
+        edges += [
+            Edge(first, f"in{client}", "x", f"cut{client}", "x"),
+            Edge(first + 1, f"cut{client}", "plan", f"add{client}", "plan"),
+            Edge(first + 2, f"cut{client}", "server0", "serve", "rows", credits=2),
+            Edge(first + 3, "serve", "results", f"add{client}", "parts", answers=first + 2),
+            Edge(first + 4, f"add{client}", "y", f"end{client}", "y"),
+        ]
+    return graph_of(nodes, edges)
+
+
+@each
+def cut(firing):
+    return {"plan": Payload((), PlanHeader((0,))), "server0": Payload(firing.inputs["x"].tensors, PartHeader(0))}
+
+
+@each
+def add(firing):
+    return {"y": number(sum(value_of(part) for part in firing.inputs["parts"]))}
+
+
+async def test_the_server_answers_only_who_asked_and_may_take_all_at_once():
+    calls = []
+
+    def serve(firings):
+        calls.append(len(firings))
+        return [
+            {"results": Payload((firing.inputs["rows"].tensors[0] + 1,), firing.inputs["rows"].header_as(PartHeader))} for firing in firings
+        ]
+
+    bench = Bench(service_graph(), "server", {"serve": serve})
+    bench.runner.deliver(to_message(Payload((torch.tensor([5.0]),), PartHeader(0)), 2, tag(source="in0@1")))
+    bench.runner.deliver(to_message(Payload((torch.tensor([7.0]),), PartHeader(0)), 7, tag(source="in1@1")))
+    await bench.settle()
+    assert calls == [2]
+    assert bench.data() == [(3, 6), (8, 8)]
+    assert bench.credits() == []  # they come back with the answers
+
+
+async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped():
+    bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
+    for step in range(3):
+        bench.runner.mint("in0", tag(step), {"x": number(step)})
+    await bench.settle()
+    assert bench.data() == [(2, 0), (2, 1)]
+    answer = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0))
+    bench.runner.deliver(answer)
+    await bench.settle()
+    assert bench.data() == [(2, 0), (2, 1), (2, 2)]
+    assert [value_of(firing.inputs["y"]) for firing in bench.sunk] == [9.0]
+    bench.runner.deliver(answer)
+    await bench.settle()
+    assert len(bench.sunk) == 1
+    assert bench.runner.statistics.num_dropped == 1
+
+
+async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_door():
+    bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
+    bench.runner.mint("in0", tag(0), {"x": number(1)})
+    await bench.settle()
+    assert bench.runner.roll_back("src@1", epoch=1) == 1
+    bench.runner.deliver(to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0)))
+    await bench.settle()
+    assert bench.sunk == []
+    assert bench.runner.waiting() == []
+    for step in range(2):  # both credits are back
+        bench.runner.mint("in0", tag(step, epoch=1), {"x": number(step)})
+    await bench.settle()
+    assert len(bench.data()) == 3
+
+
+async def test_an_operator_that_raises_is_named():
+    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
+    bench = Bench(graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
+    bench.runner.mint("in", tag(4), {"x": number(1)})
+    with pytest.raises(OperatorError, match="a failed at step 4, layer 0: ZeroDivisionError"):
+        await bench.settle()
+
+
+async def test_an_output_no_edge_takes_is_an_error():
+    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
+    bench = Bench(
+        graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": each(lambda firing: {"z": number(1)})}
+    )
+    bench.runner.mint("in", tag(), {"x": number(1)})
+    with pytest.raises(OperatorError, match="no edge takes"):
+        await bench.settle()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3)])
+def test_payloads_survive_the_way_through_buffers(dtype, shape):
+    tensor = (torch.arange(24).reshape(4, 6)[::2, ::2][: shape[0] if shape else 1] if shape and shape[0] else torch.zeros(shape)).to(dtype)
+    tensor = tensor.reshape(shape) if tensor.numel() == torch.Size(shape).numel() else tensor
+    back = from_message(to_message(Payload((tensor,)), 0, tag())).tensors[0]
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def test_a_sparse_tensor_cannot_travel():
+    with pytest.raises(TypeError, match="dense"):
+        to_message(Payload((torch.eye(2).to_sparse(),)), 0, tag())
