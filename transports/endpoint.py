@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -98,14 +99,9 @@ class Endpoint(Channel):
     async def recv(self) -> Message:
         if self._receiver is not None:
             raise BusyChannelError("another task is in recv of this channel")
-        if self._streak >= YIELD_AFTER:
-            self._streak = 0
-            self._receiver = self._loop.create_future()
-            try:
-                await asyncio.sleep(0)
-            finally:
-                self._receiver = None
         while True:
+            if self._streak >= YIELD_AFTER:
+                await self._yield()
             if self._closed:
                 raise ClosedChannelError("this channel was closed")
             message = self._take()
@@ -115,6 +111,7 @@ class Endpoint(Channel):
             if self._ended or self._broken is not None:
                 self._raise_unreceivable()
             if self._expect_message():
+                self._streak += YIELD_AFTER // 4
                 continue
             self._streak = 0
             future = self._receiver = self._loop.create_future()
@@ -171,6 +168,15 @@ class Endpoint(Channel):
 
     # Inside.
 
+    async def _yield(self) -> None:
+        """Let the loop turn once, still counting as the one task in `recv`."""
+        self._streak = 0
+        self._receiver = self._loop.create_future()
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._receiver = None
+
     async def _send_in_line(self, message: Message) -> None:
         self._counters.sends_waited += 1
         if self._line_taken:
@@ -192,6 +198,7 @@ class Endpoint(Channel):
                 if self._advance(message):
                     return
                 if self._expect_room():
+                    await asyncio.sleep(0)
                     continue
                 self._room = self._loop.create_future()
                 try:
@@ -226,8 +233,9 @@ class Endpoint(Channel):
 class Backlog:
     """Accepted channels waiting for `accept`; bounded by `capacity`."""
 
-    def __init__(self, capacity: int = 128) -> None:
+    def __init__(self, capacity: int = 128, on_room: Callable[[], None] | None = None) -> None:
         self.capacity = capacity
+        self._on_room = on_room
         self.closed = False
         self._channels: deque[Channel] = deque()
         self._acceptor: asyncio.Future[None] | None = None
@@ -247,7 +255,10 @@ class Backlog:
             raise BusyChannelError("another task is in accept of this listener")
         while not self.closed:
             if self._channels:
-                return self._channels.popleft()
+                channel = self._channels.popleft()
+                if self._on_room is not None:
+                    self._on_room()
+                return channel
             self._acceptor = asyncio.get_running_loop().create_future()
             try:
                 await self._acceptor

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Literal
 
@@ -55,24 +56,32 @@ _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
 class Handshake:
     """One side of one handshake. Feed it what arrives with `receive`, send what it returns, until `done`.
 
-    After that `peer` is who the other side is, `limits` the smaller of both sides' limits field by field, `payload` (listener)
-    what the connector said with its proof, and `session_key(label)` a secret both share and nobody else can know.
+    A connector's `payload` is called with the agreed limits once the listener has proved the key. After the end `peer` is who the
+    other side is, `limits` the smaller of both sides' limits field by field, `payload` (listener) what the connector said with its
+    proof, and `session_key(label)` a secret both share and nobody else can know.
     """
 
     def __init__(
-        self, role: Role, key: bytes, identity: Identity, limits: Limits, *, scheme: str, payload: bytes = b"", nonce: bytes | None = None
+        self,
+        role: Role,
+        key: bytes,
+        identity: Identity,
+        limits: Limits,
+        *,
+        scheme: str,
+        payload: Callable[[Limits], bytes] | None = None,
+        nonce: bytes | None = None,
     ) -> None:
         if len(key) != KEY_BYTES:
             raise HandshakeError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
         if len(identity.name) > MAX_NAME_CHARACTERS or len(identity.incarnation) > MAX_NAME_CHARACTERS:
             raise HandshakeError(f"an identity's name and incarnation have at most {MAX_NAME_CHARACTERS} characters each")
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise HandshakeError(f"a handshake carries at most {MAX_PAYLOAD_BYTES} bytes of payload, not {len(payload)}")
         self.role = role
         self.done = False
         self.peer = Identity("")
         self.limits = limits
-        self.payload = payload
+        self.payload = b""
+        self._make_payload = payload
         self._key = key
         self._scheme = scheme
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
@@ -129,6 +138,9 @@ class Handshake:
                 raise refused("the peer does not know the key of this run")
             self.done = True
             if self.role == "connector":
+                self.payload = self._make_payload(self.limits) if self._make_payload else b""
+                if len(self.payload) > MAX_PAYLOAD_BYTES:
+                    raise HandshakeError(f"a handshake carries at most {MAX_PAYLOAD_BYTES} bytes of payload, not {len(self.payload)}")
                 return _frame(_PROOF, self._mac("connector", self.payload) + self.payload)
             if len(payload) > MAX_PAYLOAD_BYTES:
                 raise refused("too much payload in a handshake")

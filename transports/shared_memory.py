@@ -1,0 +1,236 @@
+"""Shared memory between two processes of one host ("shm").
+
+Here: the channel that sleeps and wakes around the two rings, and how the memory gets to the other process. Not here: the rings and
+their protocol (ring.py), the atomic words (_words.c), meeting and authentication (rendezvous.py).
+
+The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
+name, so there is nothing to leave behind or to squat on; its pages are allocated before anyone touches them, so that a full machine
+is an error and not a SIGBUS; SHRINK and GROW seals mean that neither side can pull it away under the other. Each side sleeps on its
+own eventfd, for messages and for room alike, and is woken with one system call only when its flag says that it sleeps. The socket
+stays open: its end-of-file is the peer's end, orderly if the ring says so too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable
+from typing import ClassVar
+
+from transports.address import expect_scheme
+from transports.codec import WireError
+from transports.contract import Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from transports.endpoint import Endpoint
+from transports.errors import UnavailableError
+from transports.handshake import check_key
+from transports.message import Message
+from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
+from transports.ring import RELEASED, WRITER_SLEEPS, Layout, RingReader, RingWriter
+
+try:
+    from transports._words import Ledger, Memory
+except ImportError as error:
+    _missing: str | None = str(error)
+else:
+    _missing = None
+
+RECHECK_SECONDS = 0.25  # a sleeping side looks by itself this often, and counts when that was needed
+_CONNECTOR, _LISTENER = 0, 1
+
+
+class SharedMemoryChannel(Endpoint):
+    """One end. Owns the eventfds and the line; the mapping lives on under the received tensors that alias it."""
+
+    scheme: ClassVar[str] = "shm"
+
+    def __init__(self, side: int, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
+        super().__init__(meeting.limits, meeting.peer)
+        incoming = 1 - side
+        self._own_wake = own_wake
+        self._peer_wake = peer_wake
+        self._ledger = Ledger(
+            memory,
+            layout.area(incoming),
+            layout.area_bytes,
+            layout.words(incoming) + RELEASED,
+            layout.words(incoming) + WRITER_SLEEPS,
+            peer_wake,
+        )
+        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters)
+        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters)
+        self._unreadable = False
+        self._unwoken = False  # at the last look something was there that nobody had woken us for
+        self._lifeline = Lifeline(meeting.line, self._on_gone)
+        self._loop.add_reader(own_wake, self._on_wake)
+        self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = self._ledger.held
+        return super().statistics()
+
+    def _transmit(self, message: Message) -> bool:
+        return self._send_through(self._writer.send, message)
+
+    def _advance(self, message: Message) -> bool:
+        return self._send_through(self._writer.advance, message)
+
+    def _send_through(self, send: Callable[[Message], bool], message: Message) -> bool:
+        writer = self._writer
+        try:
+            return send(message)
+        except WireError as error:
+            self._break(str(error))
+            self._raise_unsendable()
+            return False
+        finally:
+            if writer.must_wake:
+                writer.must_wake = False
+                self._wake_peer()
+
+    def _abandon(self) -> None:
+        if not self._closed:
+            self._writer.abandon()
+
+    def _take(self) -> Message | None:
+        reader = self._reader
+        if self._unreadable:
+            return None
+        try:
+            return reader.take()
+        except WireError as error:
+            self._unreadable = True
+            self._break(str(error))
+            return None
+        finally:
+            if reader.must_wake:
+                reader.must_wake = False
+                self._wake_peer()
+
+    def _expect_message(self) -> bool:
+        return self._reader.expect_message()
+
+    def _expect_room(self) -> bool:
+        return self._writer.expect_room()
+
+    def _wake_peer(self) -> None:
+        try:
+            os.eventfd_write(self._peer_wake, 1)
+        except OSError as error:  # a full counter cannot be: it is read before anyone sleeps
+            self._break(f"cannot wake the peer: {error.strerror}")
+
+    def _on_wake(self) -> None:
+        try:
+            os.eventfd_read(self._own_wake)
+        except BlockingIOError:
+            return
+        self._unwoken = False
+        self._wake_receiver()
+        self._wake_sender()
+
+    def _recheck(self) -> None:
+        """The bounded look of a sleeping side. Twice in a row, because once may be a wake-up that is just on its way."""
+        if self._broken is not None or self._ended:
+            return
+        self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
+        missed = (self._receiver is not None and self._reader.has_records()) or (self._room is not None and self._writer.has_more_room())
+        if missed and self._unwoken:
+            self._counters.late_wakeups += 1
+            self._wake_receiver()
+            self._wake_sender()
+        self._unwoken = missed
+
+    def _on_gone(self, reason: str | None) -> None:
+        if reason is None and self._reader.peer_has_closed():
+            self._end()
+        else:
+            self._break(reason or f"{self.peer.name or 'the peer'} died")
+
+    async def _shut(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._own_wake)
+        self._ledger.detach()
+        self._writer.close()
+        self._reader.close()
+        self._lifeline.close()  # after the ring says that this is the end
+        os.close(self._own_wake)
+        os.close(self._peer_wake)
+
+
+class SharedMemoryTransport(Transport):
+    """`shm://name`, between processes of one user on one Linux host."""
+
+    scheme: ClassVar[str] = "shm"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if sys.platform != "linux":
+            return "shm needs Linux (memfd, eventfd and abstract sockets); use zmq here"
+        if _missing is not None:
+            return (
+                f"shm needs the compiled file transports/_words.c, which is not there ({_missing}); install a C compiler and the Python "
+                "headers and install flowrt again, or use zmq"
+            )
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        made: list[int] = []
+
+        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            made.append(sealed_memory(Layout.of(agreed).total_bytes))
+            made.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
+            return b"", made
+
+        try:
+            meeting = await meet(self.scheme, name, limits, key, identity, bring)
+            try:
+                layout = Layout.of(meeting.limits)
+                channel = SharedMemoryChannel(_CONNECTOR, meeting, Memory(made[0], layout.total_bytes), layout, made[1], made[2])
+            except BaseException:
+                meeting.line.close()
+                raise
+        except BaseException as error:
+            for descriptor in made:
+                os.close(descriptor)
+            if isinstance(error, OSError):
+                raise UnavailableError(f"shm cannot be set up: {error.strerror}") from error
+            raise
+        os.close(made[0])
+        return channel
+
+
+def _accepted(meeting: Meeting) -> Channel:
+    """The listener's end. Whatever the connector passed is checked before it is used."""
+    layout = Layout.of(meeting.limits)
+    if len(meeting.descriptors) != 3:
+        raise WireError(f"{len(meeting.descriptors)} descriptors came instead of 3")
+    memfd, peer_wake, own_wake = meeting.descriptors
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(memfd).st_size != layout.total_bytes:
+        raise WireError("the memory is not sealed, or not of the size agreed on")
+    for descriptor in (peer_wake, own_wake):
+        if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
+            raise WireError("a descriptor that is not a non-blocking eventfd")
+    channel = SharedMemoryChannel(_LISTENER, meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
+    os.close(memfd)
+    return channel
+
+
+def sealed_memory(nbytes: int) -> int:
+    """A memfd of `nbytes`, all of them allocated, that nobody can shrink or grow. Raises UnavailableError when there is no memory."""
+    memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(memfd, 0, nbytes)
+        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except (OSError, OverflowError) as error:
+        os.close(memfd)
+        raise UnavailableError(f"no memory for the {nbytes} bytes of a channel's rings ({error}); lower the limits of its edges") from error
+    return memfd
