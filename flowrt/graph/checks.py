@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, LayerSet, Node
+from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node
 from flowrt.graph.notation import specs_disagree
 from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, follow, mints
@@ -121,7 +121,10 @@ def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Prob
         for index, edge in enumerate(edges):
             for other in edges[:index]:
                 if flow.edge_origins[edge.id] & flow.edge_origins[other.id]:
-                    text = f"{other} and {edge} both bring a message {_at(later, layer)}; a port takes one per tag: give them layers that do not meet"
+                    text = (
+                        f"{other} and {edge} both bring a message {_at(later, layer)}; "
+                        "a port takes one per tag: give them layers that do not meet"
+                    )
                     yield Problem(("edges", edge.id), text)
                     return
 
@@ -169,7 +172,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
         if cycle:
             edge = max(cycle, key=lambda edge: edge.id)
             names = " -> ".join([edge.source for edge in cycle] + [cycle[0].source])
-            text = f"the cycle {names} does not advance the tag, so it waits for itself; write tag: layer+1 or tag: step+1 on one of its edges"
+            text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on an edge of it"
             yield Problem(("edges", edge.id), text)
             return
 
@@ -297,16 +300,17 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
         for layer, experts in asked[int(key)].items():
             absent = [] if there is None else sorted(set(experts) - set(there[layer]))
             if absent:
-                yield Problem(here, f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here")
+                text = f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here"
+                yield Problem(here, text)
                 return
     for edge in graph.edges_from(node.name):
         if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
-            yield Problem(path, f"an edge leads from {node.name}.{edge.source_port}, which holds nothing here; add {edge.source_port[6:]!r}")
+            server = edge.source_port.removeprefix("server")
+            yield Problem(path, f"{node.name}.{edge.source_port} leads to a server that holds nothing here; add {server!r}: its experts")
             return
     placement = experts_map(asked, facts.num_experts)
     for layer in facts.moe_layers:
         missing = placement.missing(layer)
         if missing:
-            text = f"expert {missing[0]} has no copy in layer {layer}; place it on at least one server (layers {LayerSet(frozenset(facts.moe_layers))})"
-            yield Problem(path, text)
+            yield Problem(path, f"expert {missing[0]} has no copy in layer {layer}; place it on at least one server")
             return

@@ -69,12 +69,10 @@ class Document:
         """Whether the file, or an override, says anything at `path`."""
         value = self.value
         for key in path:
-            if isinstance(value, dict) and key in value:
-                value = value[key]
-            elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-                value = value[key]
-            else:
+            there = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int) and key < len(value)
+            if not there:
                 return False
+            value = value[key]
         return True
 
 
@@ -109,7 +107,7 @@ def parse_document(text: str, name: str) -> Document:
     document = Document(name=name, value=None)
     try:
         reader = YAML(typ="safe", pure=True)
-        events = iter(reader.parse(text))  # type: ignore[no-untyped-call]
+        events = iter(reader.parse(text))
         _Reader(document, events).read()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -218,7 +216,8 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
 
 
 def _set(document: Document, words: list[str], value: Any, override: str) -> None:
-    parent, path, rest = document.value, (), list(words)
+    parent, rest = document.value, list(words)
+    path: Path_ = ()
     while True:
         key, used = _match(parent, rest)
         if key is None:

@@ -143,7 +143,8 @@ def _layers(layers: frozenset[int], facts: ModelFacts) -> LayerSet:
 def _check_counts(deploy: DeploySection, limits: LimitsSection, facts: ModelFacts, document: Document) -> None:
     attention, experts = deploy.attention, deploy.experts
     if attention.micro_batches > limits.max_batch:
-        text = f"{attention.micro_batches} lanes share {limits.max_batch} sequences; write at most {limits.max_batch}, or raise limits.max_batch"
+        most = limits.max_batch
+        text = f"{attention.micro_batches} lanes share {most} sequences; write at most {most}, or raise limits.max_batch"
         document.fail(("deploy", "attention", "micro_batches"), text)
     if experts.copies > max(experts.servers, 1):
         document.fail(
@@ -153,12 +154,11 @@ def _check_counts(deploy: DeploySection, limits: LimitsSection, facts: ModelFact
         )
     most = facts.num_experts * experts.copies
     if experts.placement is None and experts.servers > most:
-        text = f"{experts.servers} servers for {facts.num_experts} experts with {experts.copies} copies leave some empty; write at most {most}"
+        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.copies} copies; write at most {most}"
         document.fail((*_EXPERTS_PATH, "servers"), text)
-    if not experts.servers and document.has(("deploy", "links", "attention-experts", "transport")):
-        if deploy.links.attention_experts.transport != "auto":
-            text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
-            document.fail(("deploy", "links", "attention-experts", "transport"), text)
+    if not experts.servers and deploy.links.attention_experts.transport != "auto":
+        text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
+        document.fail(("deploy", "links", "attention-experts", "transport"), text)
     needed = attention.micro_batches
     credits = deploy.links.attention_experts.credits
     if experts.servers and credits is not None and credits < needed:

@@ -112,7 +112,7 @@ def _user_ports(
         inputs = {port: PortSpec(port, tuple(s.tensors or ()), s.takes, s.count) for port, s in section.inputs.items()}
     outputs = {port: PortSpec(port) for port in sorted(given)}
     if section.outputs is not None:
-        outputs = {port: PortSpec(port, tuple(tensors)) for port, tensors in section.outputs.items()}
+        outputs = {port: PortSpec(port, tuple(tensors or ())) for port, tensors in section.outputs.items()}
     for used, declared, key in ((taken, inputs, "to"), (given, outputs, "from")):
         for port, index in used.items():
             if port not in declared:

@@ -198,10 +198,11 @@ def _prompt(line: str, where: str, document: Document) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        document.fail(("prompts",), f"{where} is not JSON; write {{\"prompt\": \"text\"}}")
+        document.fail(("prompts",), f'{where} is not JSON; write {{"prompt": "text"}}')
     if isinstance(value, dict) and isinstance(value.get("prompt"), str):
         return str(value["prompt"])
-    document.fail(("prompts",), f"{where} has no text under \"prompt\"; write {{\"prompt\": \"text\"}}, or use flowrt run --prompts for token ids")
+    hint = 'write {"prompt": "text"}, or give token ids to flowrt run --prompts'
+    document.fail(("prompts",), f'{where} has no text under "prompt"; {hint}')
 
 
 def _per_process(values: dict[str, Any] | None, key: str, nodes: Any, document: Document) -> dict[str, Any]:
@@ -233,7 +234,8 @@ def _check_message_size(graph: Graph, facts: ModelFacts | None, document: Docume
     pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
     needed = graph.limits.max_step_tokens * facts.num_experts_per_token * pair_bytes
     if needed > graph.limits.max_message_bytes:
-        text = f"a step of {graph.limits.max_step_tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_step_tokens"
+        tokens = graph.limits.max_step_tokens
+        text = f"a step of {tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_step_tokens"
         document.fail(("limits", "max_message_bytes"), text)
 
 

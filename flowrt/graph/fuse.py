@@ -107,7 +107,8 @@ class _Process:
         known = self._before.get(name)
         if known is not None:
             return known
-        self._before[name] = result = frozenset()  # what holds while a cycle at one tag is followed; checks.py refuses those
+        result: frozenset[str] = frozenset()
+        self._before[name] = result  # what holds while a cycle at one tag is followed; checks.py refuses those
         edges = [edge for edge in self._into.get(name, ()) if edge.source not in self._sources]
         if all(edge.tag.kind == "same" for edge in edges) and self._is_fused(name):
             given = [frozenset().union(*(self._fired_by(edge.source) for edge in needed)) for needed in self._alternatives(name, edges)]

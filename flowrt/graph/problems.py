@@ -138,7 +138,7 @@ def _unknown_key(path: Path_) -> str:
     elsewhere = None if key in known else _find(key, GraphFile, ())
     hint = nearest(key, known)
     if elsewhere is not None and hint.startswith("known:"):
-        return f"unknown key {key!r}; it belongs under {'.'.join(elsewhere)}" if elsewhere else f"unknown key {key!r}; it belongs at the top"
+        return f"unknown key {key!r}; it belongs {'under ' + '.'.join(elsewhere) if elsewhere else 'at the top of the file'}"
     return f"unknown key {key!r}; {hint}"
 
 

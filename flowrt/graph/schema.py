@@ -177,42 +177,44 @@ class ModelSection(Section):
     """Which checkpoint to serve."""
 
     path: str = Field(min_length=1, description="A Hugging Face model directory: beside this file, then in the working directory.")
-    dtype: Dtype | None = Field(None, description="What to compute in. Default: the checkpoint's own.")
+    dtype: Dtype | None = Field(default=None, description="What to compute in. Default: the checkpoint's own.")
 
 
 class AttentionSection(Section):
     """The attention groups: each schedules, batches and keeps the KV cache of its own requests."""
 
-    groups: int = Field(1, ge=1, le=256)
-    domains: int = Field(1, ge=1, description="Above 1: not built yet.")
-    micro_batches: int = Field(1, ge=1, le=64, description="Lanes: how many steps a group keeps on the way at once.")
-    tensor_parallel: int = Field(1, ge=1, description="Above 1: not built yet.")
-    device: Device = Field("cpu", description="cpu, cuda, or cuda:N")
-    threads: Threads = Field("auto", description="Compute threads of each process.")
+    groups: int = Field(default=1, ge=1, le=256)
+    domains: int = Field(default=1, ge=1, description="Above 1: not built yet.")
+    micro_batches: int = Field(default=1, ge=1, le=64, description="Lanes: how many steps a group keeps on the way at once.")
+    tensor_parallel: int = Field(default=1, ge=1, description="Above 1: not built yet.")
+    device: Device = Field(default="cpu", description="cpu, cuda, or cuda:N")
+    threads: Threads = Field(default="auto", description="Compute threads of each process.")
 
 
 class ExpertsSection(Section):
     """The expert servers."""
 
-    servers: int = Field(0, ge=0, le=1024, description="0: the experts lie inside the attention processes.")
-    copies: int = Field(1, ge=1, le=1024, description="On how many servers each expert lies.")
+    servers: int = Field(default=0, ge=0, le=1024, description="0: the experts lie inside the attention processes.")
+    copies: int = Field(default=1, ge=1, le=1024, description="On how many servers each expert lies.")
     placement: dict[str, Placement] | None = Field(
-        None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given copies."
+        default=None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given copies."
     )
-    device: Device = Field("cpu", description="cpu, cuda, or cuda:N")
-    threads: Threads = Field("auto", description="Compute threads of each process.")
+    device: Device = Field(default="cpu", description="cpu, cuda, or cuda:N")
+    threads: Threads = Field(default="auto", description="Compute threads of each process.")
 
 
 class LinkSection(Section):
     """How messages get from one role to another."""
 
-    transport: str = Field("auto", description="auto, inproc, shm, zmq, or one that a package brings.")
-    link: Link | None = Field(None, description="A label: a profile's name, or numbers of one's own.")
-    credits: int | None = Field(None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
+    transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
+    link: Link | None = Field(default=None, description="A label: a profile's name, or numbers of one's own.")
+    credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
 
 
 class LinksSection(Section):
-    attention_experts: LinkSection = Field(LinkSection(), alias="attention-experts")
+    """Links between roles."""
+
+    attention_experts: LinkSection = Field(default=LinkSection(), alias="attention-experts")
 
 
 class DeploySection(Section):
@@ -221,19 +223,19 @@ class DeploySection(Section):
     attention: AttentionSection = AttentionSection()
     experts: ExpertsSection = ExpertsSection()
     links: LinksSection = LinksSection()
-    processes: Processes = Field("many", description="one: every worker in the launching process; many: one each; N: packed into N.")
+    processes: Processes = Field(default="many", description="one: all in the launching process; many: one each; N: packed into N.")
 
 
 class LimitsSection(Section):
     """Bounds on what a run may hold."""
 
-    max_batch: int = Field(_LIMITS.max_batch, ge=1, le=4096, description="Sequences per group, over all its lanes.")
-    kv_pages: int = Field(_LIMITS.kv_pages, ge=1, le=1 << 24, description="Pages of the KV cache per group.")
-    page_tokens: int = Field(_LIMITS.page_tokens, ge=1, le=1024, description="Tokens per page.")
-    max_tokens: int = Field(_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
-    max_step_tokens: int = Field(_LIMITS.max_step_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
-    in_flight: int = Field(_LIMITS.in_flight, ge=1, le=4096, description="The most tags on the way in a user's own graph.")
-    max_message_bytes: int = Field(_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
+    max_batch: int = Field(default=_LIMITS.max_batch, ge=1, le=4096, description="Sequences per group, over all its lanes.")
+    kv_pages: int = Field(default=_LIMITS.kv_pages, ge=1, le=1 << 24, description="Pages of the KV cache per group.")
+    page_tokens: int = Field(default=_LIMITS.page_tokens, ge=1, le=1024, description="Tokens per page.")
+    max_tokens: int = Field(default=_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
+    max_step_tokens: int = Field(default=_LIMITS.max_step_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
+    in_flight: int = Field(default=_LIMITS.in_flight, ge=1, le=4096, description="The most tags on the way in a user's own graph.")
+    max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
 
 
 class InputPortSection(Section):
@@ -241,19 +243,19 @@ class InputPortSection(Section):
 
     tensors: Tensors | None = None
     takes: Literal["one", "gather"] = "one"
-    count: PortName | None = Field(None, description="For gather: the port that says how many messages to wait for.")
+    count: PortName | None = Field(default=None, description="For gather: the port that says how many messages to wait for.")
 
 
 class NodeSection(Section):
     """A node of the explicit form."""
 
     operator: str = Field(min_length=1, description="A built-in name, or module:function beside the graph file.")
-    process: ProcessName = Field("main", description="The process that holds it.")
+    process: ProcessName = Field(default="main", description="The process that holds it.")
     inputs: dict[PortName, Annotated[InputPortSection, BeforeValidator(_input_port)]] | None = None
-    outputs: dict[PortName, Tensors] | None = None
-    options: dict[str, Any] = Field({}, description="For built-in operators.")
-    stateful: bool | None = Field(None, description="Fires in the order of the steps.")
-    batches: bool | None = Field(None, description="May be given several tags in one call.")
+    outputs: dict[PortName, Tensors | None] | None = None
+    options: dict[str, Any] = Field(default={}, description="For built-in operators.")
+    stateful: bool | None = Field(default=None, description="Fires in the order of the steps.")
+    batches: bool | None = Field(default=None, description="May be given several tags in one call.")
 
 
 class EdgeSection(Section):
@@ -261,12 +263,12 @@ class EdgeSection(Section):
 
     source: EdgeEnd = Field(alias="from", description="node.port")
     target: EdgeEnd = Field(alias="to", description="node.port")
-    transport: str = Field("auto", description="auto, inproc, shm, zmq, or one that a package brings.")
-    link: Link | None = Field(None, description="A label: a profile's name, or numbers of one's own.")
-    credits: int | None = Field(None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
-    layers: Layers | None = Field(None, description="Which layers it carries, by the sender's tag.")
-    tag: TagText | None = Field(None, description="How the tag changes: layer+1, step+1, layer=N.")
-    answers: EdgeEnd | None = Field(None, description="The node.port whose requests to this edge's node it answers.")
+    transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
+    link: Link | None = Field(default=None, description="A label: a profile's name, or numbers of one's own.")
+    credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
+    layers: Layers | None = Field(default=None, description="Which layers it carries, by the sender's tag.")
+    tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
+    answers: EdgeEnd | None = Field(default=None, description="The node.port whose requests to this edge's node it answers.")
 
 
 class GraphFile(Section):
@@ -276,17 +278,17 @@ class GraphFile(Section):
 
     flowrt: Literal[1] = Field(description="The version of this format.")
     model: ModelSection | None = None
-    deploy: DeploySection | None = Field(None, description="The short form.")
-    nodes: dict[NodeName, NodeSection] | None = Field(None, description="The explicit form.")
-    edges: list[EdgeSection] | None = Field(None, description="The explicit form.")
+    deploy: DeploySection | None = Field(default=None, description="The short form.")
+    nodes: dict[NodeName, NodeSection] | None = Field(default=None, description="The explicit form.")
+    edges: list[EdgeSection] | None = Field(default=None, description="The explicit form.")
     limits: LimitsSection = LimitsSection()
-    numerics: Literal["fast"] = Field("fast", description="strict: not built yet.")
-    prompts: Prompts | None = Field(None, description="What `flowrt run` answers when given none: a list, or a file.")
-    processes: Processes | None = Field(None, description="Explicit form only; the short form has deploy.processes.")
-    micro_batches: int | None = Field(None, ge=1, le=64, description="Explicit form only; the short form has deploy.attention.micro_batches.")
-    devices: dict[ProcessName, Device] | None = Field(None, description="Explicit form only: process -> device.")
-    threads: dict[ProcessName, Threads] | None = Field(None, description="Explicit form only: process -> compute threads.")
-    folder: str | None = Field(None, description="Explicit form only: where module:function is found. Default: this file's folder.")
+    numerics: Literal["fast"] = Field(default="fast", description="strict: not built yet.")
+    prompts: Prompts | None = Field(default=None, description="What `flowrt run` answers when given none: a list, or a file.")
+    processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
+    micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")
+    devices: dict[ProcessName, Device] | None = Field(default=None, description="Explicit form only: process -> device.")
+    threads: dict[ProcessName, Threads] | None = Field(default=None, description="Explicit form only: process -> compute threads.")
+    folder: str | None = Field(default=None, description="Explicit form only: where module:function is found. Default: this file's folder.")
 
 
 def json_schema() -> dict[str, Any]:

@@ -50,10 +50,10 @@ def _header(graph: Graph, origin: str) -> Iterable[str]:
 def _node(node: Node) -> dict[str, Any]:
     written: dict[str, Any] = {"operator": node.operator, "process": node.process}
     if ":" in node.operator:
-        if node.inputs:
+        if any(port.tensors or port.takes != "one" for port in node.inputs.values()):
             written["inputs"] = {port.name: _input(port) for port in node.inputs.values()}
-        if node.outputs and any(port.tensors for port in node.outputs.values()):
-            written["outputs"] = {port.name: list(port.tensors) for port in node.outputs.values()}
+        if any(port.tensors for port in node.outputs.values()):
+            written["outputs"] = {port.name: _tensors(port) for port in node.outputs.values()}
         written |= {key: True for key in ("stateful", "batches") if getattr(node, key)}
     if node.options:
         written["options"] = node.options
@@ -62,8 +62,12 @@ def _node(node: Node) -> dict[str, Any]:
 
 def _input(port: PortSpec) -> Any:
     if port.takes == "one":
-        return list(port.tensors) if len(port.tensors) != 1 else port.tensors[0]
-    return {"tensors": list(port.tensors), "takes": port.takes, "count": port.count}
+        return _tensors(port)
+    return {"tensors": _tensors(port), "takes": port.takes, "count": port.count}
+
+
+def _tensors(port: PortSpec) -> Any:
+    return (list(port.tensors) if len(port.tensors) > 1 else port.tensors[0]) if port.tensors else None
 
 
 def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
@@ -75,7 +79,8 @@ def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
     if edge.transport != "auto":
         written["transport"] = edge.transport
     if edge.link is not None:
-        written["link"] = edge.link if edge.link in LINK_PROFILES else {k: float(v) for k, _, v in (p.partition("=") for p in edge.link.split(","))}
+        pairs = (part.partition("=") for part in edge.link.split(","))
+        written["link"] = edge.link if edge.link in LINK_PROFILES else {name: float(number) for name, _, number in pairs}
     if edge.credits:
         written["credits"] = edge.credits
     if edge.answers is not None:
