@@ -215,11 +215,11 @@ class Gateway:
             return []
         decisions: list[ClientEvent | SendCancel] = []
         for index, token_id in enumerate(token.token_ids, token.index):
-            if index > len(log.token_ids) or len(log.token_ids) >= log.max_tokens:
-                error = f"{log.group} sent token {index} of {log.id} where {len(log.token_ids)} of {log.max_tokens} were committed"
-                return decisions + self._end(log, "error", error, tell_worker=True)
             if index < len(log.token_ids):
                 continue
+            if index > len(log.token_ids) or index >= log.max_tokens:
+                error = f"{log.group} sent token {index} of {log.id} where {len(log.token_ids)} of {log.max_tokens} were committed"
+                return decisions + self._end(log, "error", error, tell_worker=True)
             decisions += self._commit(log, token_id)
             if log.group is None:
                 break

@@ -1,0 +1,337 @@
+"""The gateway as tables of events: what is committed, what the client is told, what the workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.actors.control import Cancel, Ended, Sampling, Token
+from flowrt.cluster.gateway import EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.cluster.stop_strings import StopStrings
+from flowrt.engine.decision import Decision, Emit, End
+from flowrt.engine.engine import Engine
+from flowrt.graph.model import GraphLimits
+
+LIMITS = GraphLimits(max_batch=4, kv_pages=32, page_tokens=4, max_tokens=20, max_step_tokens=16)
+
+
+class Letters:
+    """Token n is the n-th letter; token 26 only shows with the token after it, as half a character would."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text = self._held + ("é" if token_id == 26 else chr(ord("a") + token_id))
+        self._held, text = (text, "") if token_id == 26 else ("", text)
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
+    seeds = iter(range(1000, 2000))
+    return Gateway(
+        groups, LIMITS, 64, draw_seed=lambda: next(seeds), new_detokenizer=Letters if text else None, eos_token_ids=(25,), **more
+    )
+
+
+def place(door: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
+    placed = door.admit(prompt, Parameters(**parameters))  # type: ignore[arg-type]
+    assert isinstance(placed, Placed)
+    return placed
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(ord(letter) - ord("a") for letter in text)
+
+
+def tell(placed: Placed, text: str, index: int = 0) -> Token:
+    return Token(placed.request.id, placed.request.attempt, index, letters(text))
+
+
+def test_a_request_is_placed_with_its_parameters() -> None:
+    door = gateway()
+    placed = place(door, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+    request = placed.request
+    assert (placed.group, placed.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
+    assert request.sampling == Sampling(temperature=0.5, top_k=4, top_p=0.9, seed=11)
+    assert (request.stop_token_ids, request.ignore_eos, request.committed_token_ids) == ((3,), True, ())
+
+
+def test_without_a_seed_one_is_drawn_and_kept() -> None:
+    door = gateway()
+    placed = place(door)
+    assert placed.request.sampling.seed == 1000
+    again = door.place_again(placed.index)
+    assert isinstance(again, Placed)
+    assert again.request.sampling.seed == 1000
+    assert place(door).request.sampling.seed == 1001
+    assert place(door, seed=0).request.sampling.seed == 0
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1), (200, 1)])
+def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
+    assert place(gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
+
+
+def test_tokens_become_events_and_the_end_comes_once() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.on_token(tell(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == door.on_token(tell(placed, "x", 2)) == door.cancel(0) == []
+    assert door.log(0).token_ids == [7, 8]
+    assert door.log(0).text == "hi"
+    assert door.events(0, 2) == [EndEvent(0, "length")]
+    assert door.num_unfinished == 0
+    door.forget(0)
+    with pytest.raises(KeyError):
+        door.log(0)
+
+
+def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
+    door = gateway()
+    placed = place(door)
+    door.on_token(tell(placed, "abc"))
+    assert door.on_token(tell(placed, "abc")) == []
+    assert door.on_token(tell(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
+    again = door.place_again(0)
+    assert isinstance(again, Placed)
+    assert (again.request.attempt, again.request.committed_token_ids) == (1, (0, 1, 2, 3))
+    assert door.on_token(tell(placed, "z", 4)) == [], "the older attempt"
+    assert door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+    assert door.on_token(tell(again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert door.on_ended(Ended(again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
+
+
+def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
+    door = gateway()
+    placed = place(door)
+    event, cancel = door.on_token(tell(placed, "x", 1))
+    assert isinstance(event, EndEvent)
+    assert (event.finish_reason, event.error) == ("error", "g0 sent token 1 of request-0 where 0 of 20 were committed")
+    assert cancel == SendCancel("g0", Cancel("request-0", 0))
+
+
+def test_the_log_is_bounded_by_max_tokens() -> None:
+    door = gateway()
+    placed = place(door, max_tokens=2)
+    *_, event, _ = door.on_token(tell(placed, "abc"))
+    assert isinstance(event, EndEvent)
+    assert event.finish_reason == "error"
+    assert len(door.log(0).events) == 3
+
+
+def test_a_failed_request_says_why() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "told", "texts", "text"),
+    [
+        (("lo",), "helloworld", ["h", "e", "", "l", ""], "hel"),
+        (("xyz",), "axyb", ["a", "", "", "xyb"], "axyb"),
+        (("ab", "bcd"), "xbcd", ["x", "", "", ""], "x"),
+        (("aab",), "aaab", ["", "", "a", ""], "a"),
+        (("abc", "b"), "ab", ["", "a"], "a"),
+        (("q",), "abq", ["a", "b", ""], "ab"),
+    ],
+)
+def test_stop_strings(stop: tuple[str, ...], told: str, texts: list[str], text: str) -> None:
+    door = gateway()
+    placed = place(door, stop=stop)
+    events: list[TokenEvent] = []
+    ends: list[EndEvent] = []
+    cancels: list[SendCancel] = []
+    for index, letter in enumerate(told):
+        for decision in door.on_token(tell(placed, letter, index)):
+            {TokenEvent: events, EndEvent: ends, SendCancel: cancels}[type(decision)].append(decision)  # type: ignore[index, arg-type]
+    if not ends:
+        ends = [event for event in door.on_ended(Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
+        assert ends[0].finish_reason == "length"
+        assert not cancels
+    else:
+        assert ends[0].finish_reason == "stop"
+        assert cancels == [SendCancel("g0", Cancel(placed.request.id, 0))]
+    assert len(ends) == 1
+    assert door.log(0).text == text
+    assert [event.text for event in events] == texts
+    assert door.log(0).token_ids == list(letters(told[: len(events)]))
+
+
+def test_text_held_back_comes_with_the_end() -> None:
+    door = gateway()
+    placed = place(door, stop=("bcd",))
+    events = door.on_token(Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
+    assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a", "", "", ""]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
+
+
+@pytest.mark.parametrize(("parameters", "text"), [({}, "a"), ({"ignore_eos": True}, "az"), ({"stop_token_ids": (0,)}, "")])
+def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, object], text: str) -> None:
+    door = gateway()
+    placed = place(door, **parameters)
+    told = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
+    door.on_token(tell(placed, told))
+    door.on_ended(Ended(placed.request.id, 0, "stop"))
+    assert door.log(0).text == text
+    assert door.log(0).token_ids == list(letters(told))
+
+
+def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
+    door = gateway(text=False)
+    placed = place(door)
+    assert door.on_token(tell(placed, "a")) == [TokenEvent(0, 0, 0, "")]
+    refused = door.admit((1,), Parameters(stop=("x",)))
+    assert isinstance(refused, EndEvent)
+    assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
+
+
+def test_refused_requests_have_their_one_end_too() -> None:
+    door = gateway(max_requests=2)
+    empty = door.admit((1,), Parameters(stop=("",)))
+    assert empty == EndEvent(0, "error", "", "a stop string is empty, it needs at least one character")
+    assert door.refuse("no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
+    placed = place(door)
+    place(door)
+    assert door.full
+    assert door.admit((1,)) == EndEvent(4, "error", "", "2 requests are unfinished, more are not taken (max_requests: 2)")
+    assert [len(door.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
+    door.cancel(placed.index)
+    assert not door.full
+    with pytest.raises(ValueError, match="request 3 has not ended"):
+        door.forget(3)
+    with pytest.raises(ValueError, match="request 0 has ended"):
+        door.place_again(0)
+
+
+def test_cancelling_tells_client_and_worker_once() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.cancel(0) == [EndEvent(0, "cancelled"), SendCancel("g0", Cancel("request-0", 0))]
+    assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+
+
+def test_requests_go_to_the_least_loaded_group() -> None:
+    door = gateway(("g0", "g1", "g2"))
+    placed = [place(door, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
+    assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
+    door.on_ended(Ended(placed[1].request.id, 0, "stop"))
+    assert place(door, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
+    again = door.place_again(placed[0].index, avoid=("g0", "g2"))
+    assert isinstance(again, Placed)
+    assert again.group == "g1"
+    door.end_all("cancelled")
+    assert {(load.num_requests, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+
+
+def test_when_no_group_is_left_the_request_ends() -> None:
+    assert gateway(()).admit((1,)) == EndEvent(0, "error", "", "no attention group is left to serve the request")
+    door = gateway()
+    placed = place(door, stop=("bc",))
+    door.on_token(tell(placed, "ab"))
+    ended = door.place_again(0, avoid=("g0", "g1"))
+    assert ended == EndEvent(0, "error", "b", "no attention group is left to serve the request")
+    assert door.events(0)[-1] == ended
+    assert door.num_unfinished == 0
+
+
+def test_the_end_of_the_run_ends_every_request() -> None:
+    door = gateway()
+    for _ in range(3):
+        place(door)
+    door.cancel(1)
+    assert door.end_all("error", "attention.0 died") == [EndEvent(index, "error", "", "attention.0 died") for index in (0, 2)]
+    assert door.end_all("error") == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), pieces=st.lists(st.text("ab", max_size=5), max_size=8))
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pieces: list[str]) -> None:
+    watch = StopStrings(stops)
+    shown, stopped = "", False
+    for piece in pieces:
+        new, stopped = watch.push(piece)
+        shown += new
+        if stopped:
+            break
+    shown += watch.flush()
+    whole = "".join(pieces)
+    found = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    assert stopped == bool(found)
+    if stopped:
+        assert not any(stop in shown for stop in stops)
+        assert whole.startswith(shown)
+    else:
+        assert shown == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_groups=st.integers(1, 3))
+def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:
+    """Requests that are placed again, cancelled and told twice still have indexes 0..n-1, one end, and nothing left anywhere."""
+    names = [f"g{number}" for number in range(num_groups)]
+    door = gateway(names, max_requests=50)
+    engines = {name: Engine(LIMITS, 2, 64, 26) for name in names}
+    running: dict[str, list[tuple[int, int, list[int]]]] = {name: [] for name in names}
+    indexes: list[int] = []
+
+    def carry_out(decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
+                match decision:
+                    case Emit(token):
+                        answers = door.on_token(token)
+                    case End(ended):
+                        answers = door.on_ended(ended)
+                for answer in answers:
+                    if isinstance(answer, SendCancel):
+                        carry_out(engines[answer.group].cancel(answer.cancel.request_id, answer.cancel.attempt))
+
+    def step(name: str) -> None:
+        for start in engines[name].next_steps():
+            # The token is a function of its place and of the seed, so a replay that goes wrong is seen.
+            running[name].append((start.lane, start.step, [(each.seed * 7 + each.token_index * 3) % 25 for each in start.batch.samples]))
+        if running[name]:
+            carry_out(engines[name].step_done(*running[name].pop(0)))
+
+    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "again", "cancel"]), max_size=50)):
+        alive = [index for index in indexes if door.log(index).end is None]
+        if event == "admit":
+            placed = place(door, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)))
+            indexes.append(placed.index)
+            carry_out(engines[placed.group].submit(placed.request))
+        elif event == "step":
+            step(data.draw(st.sampled_from(names)))
+        elif alive and event == "cancel":
+            for decision in door.cancel(data.draw(st.sampled_from(alive))):
+                if isinstance(decision, SendCancel):
+                    carry_out(engines[decision.group].cancel(decision.cancel.request_id, decision.cancel.attempt))
+        elif alive:
+            again = door.place_again(data.draw(st.sampled_from(alive)))
+            assert isinstance(again, Placed)
+            carry_out(engines[again.group].submit(again.request))
+    for _ in range(2000):
+        if all(engine.idle for engine in engines.values()):
+            break
+        for name in names:
+            step(name)
+    assert door.num_unfinished == 0
+    for index in indexes:
+        log = door.log(index)
+        tokens = [each for each in log.events if isinstance(each, TokenEvent)]
+        assert [each.index for each in tokens] == list(range(len(log.token_ids)))
+        assert log.token_ids == [(log.seed * 7 + at * 3) % 25 for at in range(len(tokens))]
+        assert log.end is not None
+        assert log.end.finish_reason in ("length", "cancelled")
+        assert log.end.finish_reason == "cancelled" or len(tokens) == log.max_tokens
+    assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
+    assert {load.num_requests for load in door.loads.values()} <= {0}
