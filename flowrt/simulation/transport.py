@@ -113,6 +113,17 @@ class SimulatedChannel(Endpoint):
         self._last_arrival = 0.0
         self._asked_for_room = False
 
+    @classmethod
+    def pair(
+        cls, network: SimulatedNetwork, first: tuple[Identity, str], second: tuple[Identity, str], limits: Limits
+    ) -> tuple[SimulatedChannel, SimulatedChannel]:
+        """Two connected ends, each given as (who it belongs to, its node): `first`'s, whose peer is `second`, and the other way round."""
+        number = network.channel_number()
+        one = cls(network, first[1], f"{number}>", limits, second[0])
+        two = cls(network, second[1], f"{number}<", limits, first[0])
+        one._other, two._other = two, one
+        return one, two
+
     def sever(self) -> None:
         """This end dies as by a power cut: nothing more is sent, the peer finds out after all that was on its way has arrived."""
         self._send_frame("broken")
@@ -276,13 +287,10 @@ class SimulatedTransport(Transport):
         return listener
 
     def _join(self, listener: SimulatedListener, ours: Handshake, theirs: Handshake, limits: Limits) -> Channel:
-        network = self._network
-        number = network.channel_number()
-        first = SimulatedChannel(network, current_node.get(), f"{number}>", limits, ours.peer)
-        second = SimulatedChannel(network, listener.node, f"{number}<", limits, theirs.peer)
-        first._other, second._other = second, first
-        listener.backlog.put(second)
-        return first
+        first, second = (theirs.peer, current_node.get()), (ours.peer, listener.node)
+        near, far = SimulatedChannel.pair(self._network, first, second, limits)
+        listener.backlog.put(far)
+        return near
 
 
 def _class_for(scheme: str) -> type[SimulatedTransport]:
