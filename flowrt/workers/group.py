@@ -25,7 +25,7 @@ class Group:
 
     def __init__(
         self,
-        node: str,
+        node: Node,
         incarnation: str,
         engine: Engine,
         runner: Runner,
@@ -33,8 +33,9 @@ class Group:
         page_tokens: int,
         device: torch.device,
     ) -> None:
-        self._node = node
-        self._source = f"{node}@{incarnation}"
+        self._node = node.name
+        self._source = f"{node.name}@{incarnation}"
+        self._num_layers: int = node.options["num_layers"]
         self._engine = engine
         self._runner = runner
         self._send = send

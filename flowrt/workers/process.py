@@ -78,8 +78,7 @@ async def serve(
     if begin is not None:
         begin(worker)
     async with asyncio.TaskGroup() as group:
-        line = group.create_task(worker.line.run(), name=f"control of {start.name}")
-        line.add_done_callback(lambda _: worker.stop())
+        line = group.create_task(worker.run_line(), name=f"control of {start.name}")
         try:
             await worker.run()
         except BaseException as error:
@@ -102,6 +101,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._peers: asyncio.Future[Peers] = self._loop.create_future()
         self._stopped = asyncio.Event()
+        self._fault: Exception | None = None
         self._compute = seams.new_compute(start.name)
         self._runner: Runner | None = None
         self._links: Links | None = None
@@ -123,6 +123,15 @@ class Worker:
         self._stopped.set()
         if not self._peers.done():
             self._peers.cancel()
+
+    async def run_line(self) -> None:
+        """Read and write the control line; when it ends, however it ends, so does the worker."""
+        try:
+            await self.line.run()
+        except LinkLostError:
+            log.info("%s: the launcher is gone", self._start.name)
+        finally:
+            self.stop()
 
     async def run(self) -> None:
         try:
@@ -147,6 +156,9 @@ class Worker:
         except asyncio.CancelledError:
             if not self._stopped.is_set():
                 raise
+        else:
+            if self._fault is not None:
+                raise self._fault
         finally:
             await self._compute.aclose()
             if self._links is not None:
@@ -196,6 +208,13 @@ class Worker:
     # --- messages -------------------------------------------------------------------------------------------------------------
 
     def _on_control(self, message: Message) -> None:
+        try:
+            self._act(message)
+        except Exception as error:  # the control line must live on, to carry these last words
+            self._fault = self._fault or error
+            self.stop()
+
+    def _act(self, message: Message) -> None:
         control = from_message(message)
         match control:
             case Peers() if not self._peers.done():
