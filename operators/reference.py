@@ -78,9 +78,9 @@ class ReferenceModel:
         return out + self._weight("attention_output_bias", config.hidden_size, layer=layer) if config.attention_bias else out
 
     def _rotated(self, x: Tensor, first_position: int) -> Tensor:
-        """Each pair (x[i], x[i + D/2]) turned by position * theta^(-2i/D)."""
+        """Each pair (x[i], x[i + D/2]) turned by position / theta^(2i/D), an angle taken in float32 whatever the dtype."""
         half = x.shape[1] // 2
-        frequency = self.config.rope_theta ** (-torch.arange(half, dtype=torch.float32) * 2 / x.shape[1])
+        frequency = 1.0 / self.config.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / x.shape[1])
         angle = torch.arange(first_position, first_position + x.shape[0], dtype=torch.float32)[:, None] * frequency[None, :]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x[:, :half], x[:, half:]

@@ -44,8 +44,8 @@ def make_checkpoint(
 ) -> Path:
     """Write a qwen3_moe checkpoint with random weights, as `save_pretrained` of transformers does; returns `directory`.
 
-    `gain` multiplies the embedding (default 4, tied 1), `shard_bytes` splits the weights into files with an index, `tokenizer` adds
-    one that maps every byte to a token (the vocabulary must have 259 or more).
+    `gain` multiplies the embedding (default 4; tied 0.3, or each token would follow itself), `shard_bytes` splits the weights into
+    files with an index, `tokenizer` adds one that maps every byte to a token (the vocabulary must have 259 or more).
     """
     transformers = _transformers()
     config = transformers.Qwen3MoeConfig(
@@ -80,7 +80,9 @@ def make_checkpoint(
                 else:
                     parameter.normal_(1.0, 0.1)  # norms of exactly 1 would hide one that is forgotten or swapped
                 if "embed" in name:
-                    parameter.mul_(gain if gain is not None else 1.0 if tied else 4.0)
+                    parameter.mul_(gain if gain is not None else 0.3 if tied else 4.0)
+                if "q_norm" in name:
+                    parameter.mul_(3.0)  # sharp attention: evenly mixed contexts soon repeat one token
     sizes = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(directory, **sizes)
     if tokenizer:
@@ -207,6 +209,16 @@ def truth_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     """logits [T, V] of one sequence."""
     logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits
+
+
+def truth_continues(model: Any, prompt_ids: Sequence[int], generated: Sequence[int]) -> list[int]:
+    """What transformers would choose, greedily, at each place of `generated`: equal to it exactly if it is the greedy continuation.
+
+    One pass over the whole text, so much quicker than truth_greedy.
+    """
+    logits = truth_logits(model, [*prompt_ids, *generated])
+    tokens: list[int] = logits[len(prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
+    return tokens
 
 
 @torch.inference_mode()

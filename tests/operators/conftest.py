@@ -13,7 +13,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain": {"seed": 3},
     "mixed": {"seed": 4, "layers": 4, "sparse_step": 2, "mlp_only_layers": [3], "tied": True, "attention_bias": True},
     "wide": {
-        "seed": 5,
+        "seed": 7,
         "experts": 12,
         "top_k": 4,
         "heads": 6,

@@ -1,0 +1,126 @@
+"""Cutting pairs into parts, computing them on several servers, and putting the answers together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operators.combine import combine
+from operators.dispatch import CopyTable, cut
+from operators.experts import Experts
+from operators.model_config import read_model_config
+from operators.weights import Checkpoint
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]:
+    """expert ids, weights, positions, copies of each expert, number of servers."""
+    num_experts, num_servers = draw(st.integers(2, 9)), draw(st.integers(1, 5))
+    num_rows, num_active = draw(st.integers(0, 12)), draw(st.integers(1, min(4, num_experts)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    ids = torch.rand(num_rows, num_experts, generator=generator).topk(num_active, dim=1).indices
+    copies = [draw(st.lists(st.integers(0, num_servers - 1), min_size=1, max_size=3, unique=True)) for _ in range(num_experts)]
+    positions = torch.randint(0, 1000, (num_rows,), generator=generator)
+    return ids, torch.rand(num_rows, num_active, generator=generator), positions, copies, num_servers
+
+
+@settings(max_examples=60, deadline=None)
+@given(routings())
+def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]) -> None:
+    ids, weights, positions, copies, num_servers = routing
+    parts = cut(ids, weights, positions, CopyTable.from_lists(copies, num_servers))
+    assert [part.server for part in parts] == sorted({part.server for part in parts})
+    covered: list[int] = []
+    for part in parts:
+        rows = part.rows_R.tolist()
+        assert rows == sorted(set(rows))
+        assert part.pair_P.tolist() == sorted(part.pair_P.tolist())
+        assert set(part.row_P.tolist()) == set(range(len(rows))), "a row without a pair travelled"
+        for pair, row, expert, weight in zip(part.pair_P.tolist(), part.row_P.tolist(), part.expert_P, part.weight_P, strict=True):
+            token, slot = divmod(pair, ids.shape[1])
+            assert rows[row] == token
+            assert expert == ids[token, slot]
+            assert weight == weights[token, slot]
+            servers = copies[int(expert)]
+            assert part.server == servers[int(positions[token]) % len(servers)]
+            covered.append(pair)
+    assert sorted(covered) == list(range(ids.numel()))
+
+
+def test_a_copy_table_needs_a_server_for_each_expert() -> None:
+    for copies in ([[0], []], [[0], [2]], [[0], [-1]]):
+        with pytest.raises(ValueError, match="expert 1 has copies on servers"):
+            CopyTable.from_lists(copies, 2)
+
+
+@pytest.fixture(scope="module")
+def experts(models: Any) -> Experts:
+    config = read_model_config(models["wide"])
+    return Experts(config, Checkpoint(models["wide"]), {1: tuple(range(config.num_experts))})
+
+
+def test_experts_equal_their_definition(models: Any, experts: Experts) -> None:
+    config, checkpoint = experts.config, Checkpoint(models["wide"])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, config.hidden_size, generator=generator)
+    row = torch.tensor([0, 0, 1, 3, 3, 3, 4, 6])  # rows 2 and 5 have no pairs
+    expert = torch.tensor([4, 1, 4, 0, 11, 4, 2, 11])
+    weight = torch.rand(8, generator=generator)
+    pairs = experts.forward_pairs(1, x, row, expert)
+    expected = torch.zeros_like(x)
+    for pair in range(8):
+        shape = 2 * config.expert_width, config.hidden_size
+        gate, up = (checkpoint.read_part(config, "expert_gate_up", shape, layer=1, expert=int(expert[pair])) @ x[row[pair]]).chunk(2)
+        down = checkpoint.read_part(config, "expert_down", (shape[1], config.expert_width), layer=1, expert=int(expert[pair]))
+        y = down @ (torch.nn.functional.silu(gate) * up)
+        torch.testing.assert_close(pairs[pair], y, rtol=1e-5, atol=1e-5)
+        expected[row[pair]] += weight[pair] * y
+    got = experts.forward(1, x, row, expert, weight)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    in_order = torch.zeros_like(x)
+    for pair in range(8):
+        in_order[row[pair]] += pairs[pair] * weight[pair]
+    assert torch.equal(got, in_order), "pairs were not added in their order"
+    assert not got[2].any()
+
+
+def test_no_pairs_give_zero_rows(experts: Experts) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    x = torch.ones(2, experts.config.hidden_size)
+    assert not experts.forward(1, x, nothing, nothing, torch.zeros(0)).any()
+
+
+def test_an_expert_that_is_not_held_is_refused(models: Any) -> None:
+    some = Experts(read_model_config(models["wide"]), Checkpoint(models["wide"]), {1: (3, 5)})
+    x, row = torch.ones(2, 64), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"layer 1: experts \[4\] were asked for but are not held here; held are \[3, 5\]"):
+        some.forward(1, x, row, torch.tensor([5, 4]), torch.ones(2))
+    assert some.forward(1, x, row, torch.tensor([5, 3]), torch.ones(2)).any()
+
+
+def test_only_experts_with_rows_are_computed(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight: calls.append(x.shape[0]) or linear(x, weight))
+    experts.forward_pairs(1, torch.ones(3, 64), torch.tensor([0, 1, 2]), torch.tensor([7, 2, 7]))
+    assert calls == [1, 2]
+
+
+def test_combine_adds_in_the_order_given_and_changes_nothing_given() -> None:
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.randn(5, 8, generator=generator)
+    parts = [(torch.tensor(rows), torch.randn(len(rows), 8, generator=generator)) for rows in ([0, 2, 4], [2], [0, 1, 2])]
+    kept = residual.clone(), [y.clone() for _, y in parts]
+    out = combine(residual, parts)
+    total = torch.zeros(5, 8)
+    for rows, y in parts:
+        for index, row in enumerate(rows.tolist()):
+            total[row] = total[row] + y[index]
+    assert torch.equal(out, residual + total)
+    assert torch.equal(residual, kept[0])
+    assert all(torch.equal(y, before) for (_, y), before in zip(parts, kept[1], strict=True))
+    assert torch.equal(combine(residual, []), residual)

@@ -1,0 +1,184 @@
+"""Reading checkpoints: the right bytes, broken files named in one line, and no more memory than is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import fuse_experts, make_large_checkpoint
+from safetensors.torch import load_file, save_file
+
+from operators import weights
+from operators.experts import Experts
+from operators.families.family import Family, Piece
+from operators.head import Head
+from operators.model_config import ModelConfig, ModelError, read_model_config
+from operators.weights import INDEX_NAME, Checkpoint
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, as the safetensors package reads them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["plain", "wide"])  # one file; several files with an index
+def test_every_part_equals_what_safetensors_reads(models: Any, name: str) -> None:
+    directory = models[name]
+    assert (directory / INDEX_NAME).exists() == (name == "wide")
+    config, checkpoint, truth = read_model_config(directory), Checkpoint(directory), stored(directory)
+    assert checkpoint.names() == tuple(sorted(truth))
+    hidden = config.hidden_size
+    assert torch.equal(checkpoint.read_part(config, "embedding", (512, hidden)), truth["model.embed_tokens.weight"])
+    attention = "model.layers.1.self_attn."
+    qkv = torch.cat([truth[f"{attention}{kind}_proj.weight"] for kind in "qkv"])
+    assert torch.equal(checkpoint.read_part(config, "qkv", tuple(qkv.shape), layer=1), qkv)
+    expert = "model.layers.2.mlp.experts.5."
+    gate_up = torch.cat((truth[expert + "gate_proj.weight"], truth[expert + "up_proj.weight"]))
+    assert torch.equal(checkpoint.read_part(config, "expert_gate_up", tuple(gate_up.shape), layer=2, expert=5), gate_up)
+
+
+def test_conversion_in_pieces_equals_conversion_at_once(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, checkpoint = read_model_config(models["plain"]), Checkpoint(models["plain"])
+    whole = checkpoint.read_part(config, "head", (512, 64))
+    monkeypatch.setattr(weights, "SCRATCH_BYTES", 7 * 64 * 4 + 1)
+    for dtype in ("bfloat16", "float16", "float64"):
+        assert torch.equal(checkpoint.read_part(config.with_dtype(dtype), "head", (512, 64)), whole.to(getattr(torch, dtype)))
+
+
+def test_fused_rows_and_transposed_tensors(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ways in which families store experts: all in one tensor, by index or as equal shares of the rows, transposed."""
+    config, truth = read_model_config(models["plain"]), stored(models["plain"])
+    prefix = "model.layers.0.mlp.experts."
+    down = torch.stack([truth[f"{prefix}{expert}.down_proj.weight"] for expert in range(8)])  # [E, H, F]
+    save_file({"by_index": down.contiguous(), "by_rows": down.transpose(1, 2).reshape(-1, 64).contiguous()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    for piece in (Piece("by_index", expert="index"), Piece("by_rows", expert="rows", transpose=True)):
+        family = Family("qwen3_moe", lambda _: config, {"expert_down": ((piece,),)})
+        monkeypatch.setattr(weights, "family_named", lambda _, family=family: family)
+        for expert in (0, 5, 7):
+            assert torch.equal(checkpoint.read_part(config, "expert_down", (64, 48), expert=expert), down[expert])
+    with pytest.raises(ModelError, match=r"by_rows .* is not that of 7 experts"):
+        checkpoint.read_part(replace(config, num_experts=7), "expert_down", (64, 48))
+
+
+def test_experts_hold_what_they_were_asked_to(models: Any, tmp_path: Path) -> None:
+    config = read_model_config(models["plain"])
+    for directory in (models["plain"], fuse_experts(models["plain"], tmp_path / "fused")):
+        experts = Experts(config, Checkpoint(directory), {0: (6, 1), 2: (3,)})
+        assert experts.held == {0: (6, 1), 2: (3,)}
+        assert experts.nbytes == 3 * 3 * 48 * 64 * 4
+    for held in ({0: (8,)}, {0: (1, 1)}, {3: (0,)}):
+        with pytest.raises(ValueError, match="cannot be held"):
+            Experts(config, Checkpoint(models["plain"]), held)
+
+
+def test_tied_weights_are_shared(models: Any) -> None:
+    from operators.embedding import Embedding
+
+    config, checkpoint = read_model_config(models["mixed"]), Checkpoint(models["mixed"])
+    embedding = Embedding(config, checkpoint)
+    assert Head(config, checkpoint, embedding=embedding).weight_VH is embedding.weight_VH
+    assert torch.equal(Head(config, checkpoint).weight_VH, embedding.weight_VH)
+    assert not checkpoint.has_part(config, "head")
+    assert checkpoint.has_part(config, "expert_down", layer=1, expert=7)
+
+
+def refusal(config: ModelConfig, directory: Path, part: str, *shape: int) -> str:
+    with pytest.raises(ModelError) as error:
+        Checkpoint(directory).read_part(config, part, shape)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) -> None:
+    config = read_model_config(models["plain"])
+    assert "no *.safetensors file" in refusal(config, tmp_path, "head", 512, 64)
+    file = tmp_path / "model.safetensors"
+    save_file({"lm_head.weight": torch.zeros(511, 64), "model.norm.weight": torch.zeros(64, dtype=torch.int8)}, file)
+    assert refusal(config, tmp_path, "embedding", 512, 64) == (
+        f"tensor model.embed_tokens.weight (embedding) is missing from the checkpoint in {tmp_path}"
+    )
+    assert refusal(config, tmp_path, "head", 512, 64) == f"lm_head.weight in {tmp_path} have 511 rows; config.json asks for 512"
+    assert f"lm_head.weight in {file} has shape [511, 64], which does not fit the [500, 64]" in refusal(config, tmp_path, "head", 500, 64)
+    assert f"lm_head.weight in {file} has shape [511, 64], which does not fit" in refusal(config, tmp_path, "head", 511, 32)
+    assert "model.norm.weight in" in refusal(config, tmp_path, "final_norm", 64)
+    assert "is stored as I8; F64, F32, BF16, F16 are supported" in refusal(config, tmp_path, "final_norm", 64)
+    assert "does not say where part 'eyes' lies" in refusal(config, tmp_path, "eyes", 1)
+    save_file({"lm_head.weight": torch.zeros(512, 64)}, tmp_path / "more.safetensors")
+    assert "tensor lm_head.weight is in model.safetensors and more.safetensors" in refusal(config, tmp_path, "head", 512, 64)
+
+
+def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
+    config, file = read_model_config(models["plain"]), tmp_path / "model.safetensors"
+    save_file({"lm_head.weight": torch.zeros(512, 64)}, file)
+    good = file.read_bytes()
+    for bytes_left, sentence in ((4, "was cut off"), (30, "was cut off"), (len(good) - 1, "do not fit its shape or the file")):
+        file.write_bytes(good[:bytes_left])
+        message = refusal(config, tmp_path, "head", 512, 64)
+        assert str(file) in message
+        assert sentence in message
+    file.write_bytes((10).to_bytes(8, "little") + b"not json!!" + good)
+    assert "its header is not JSON" in refusal(config, tmp_path, "head", 512, 64)
+    outside = {"dtype": "F32", "shape": [512, 64], "data_offsets": [-4, 131068]}
+    for entry in (outside, {"dtype": "F32"}, outside | {"data_offsets": [0, 8]}, outside | {"shape": 512}):
+        header = json.dumps({"lm_head.weight": entry}).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(131072))
+        assert "tensor lm_head.weight" in refusal(config, tmp_path, "head", 512, 64)
+    file.write_bytes(good)
+    index = tmp_path / INDEX_NAME
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
+    assert "the name of a file beside the index is needed" in refusal(config, tmp_path, "head", 512, 64)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
+    assert "gone.safetensors cannot be read: No such file" in refusal(config, tmp_path, "head", 512, 64)
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}))
+    assert "model.embed_tokens.weight is missing from" in refusal(config, tmp_path, "embedding", 512, 64)
+    index.write_text("{}")
+    assert "weight_map: is missing or empty" in refusal(config, tmp_path, "head", 512, 64)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from operators.experts import Experts
+from operators.model_config import read_model_config
+from operators.weights import Checkpoint
+
+def kilobytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key + ":")).split()[1])
+
+directory, dtype = Path(sys.argv[1]), sys.argv[2]
+before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
+config = read_model_config(directory, dtype)
+held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
+experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
+print(experts.nbytes, *[(kilobytes(key) - before[key]) * 1024 for key in before])
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_takes_no_more_memory_than_is_held(large: Path, dtype: str) -> None:
+    """An expert server with two thirds of 302 MB of experts: its memory, at the end and at its peak, grows by 1.2x that at most."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(large), dtype], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    held, *growths = map(int, done.stdout.split())
+    assert held == 4 * 11 * 3 * 768 * 512 * (4 if dtype == "float32" else 2)  # 4 layers, 11 of 16 experts
+    for growth in growths:
+        assert 0.95 * held < growth < 1.2 * held
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_large_checkpoint(tmp_path_factory.mktemp("large"))
+    assert sum(path.stat().st_size for path in directory.glob("model-layer-*.safetensors")) > 300e6
+    return directory
