@@ -1,0 +1,150 @@
+"""A graph as text for other people's drawing tools: Mermaid and Graphviz. Called by `flowrt graph show --mermaid|--dot`.
+
+Here: both texts and the words on nodes and edges that all drawings share. Not here: the SVG (drawing.py), the terminal (show.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrt.graph.model import GATEWAY, Edge, Graph, Node
+
+MAX_DRAWN_NODES = 120  # above this, drawings show processes instead of nodes
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One line of a drawing, between nodes (or processes, where the drawing is collapsed); it may stand for several edges.
+
+    `ports` are the sender's, `words` say how messages travel. `crosses`: between processes. `advances`: to the next layer or step.
+    """
+
+    source: str
+    target: str
+    ports: str
+    words: tuple[str, ...]
+    crosses: bool
+    advances: bool
+
+    @property
+    def label(self) -> str:
+        return "; ".join([self.ports, *self.words])
+
+
+def short_name(node: Node) -> str:
+    """A node's name without its process, which the box around it shows."""
+    return node.name.removeprefix(f"{node.process}.")
+
+
+def node_words(node: Node) -> list[str]:
+    """What a drawing writes into a node: its name, a user's operator, the experts it holds."""
+    words = [short_name(node)]
+    if ":" in node.operator:
+        words.append(node.operator)
+    if "experts" in node.options:
+        words.append(f"experts {experts_words(node.options['experts'])}")
+    return words
+
+
+def experts_words(option: object) -> str:
+    """ "0-5", or "by layer" where layers differ."""
+    return str(option) if isinstance(option, str | int) else "by layer"
+
+
+def edge_words(edge: Edge, graph: Graph) -> list[str]:
+    """What a drawing writes beside an edge, most important first: transport, link, credits, layers, tag."""
+    words = []
+    if crosses(edge, graph):
+        words.append(edge.transport + (f" ({edge.link})" if edge.link else ""))
+        if edge.answers is None:
+            words.append(f"{edge.credits} credit" + ("s" if edge.credits != 1 else ""))
+        else:
+            words.append("answer")
+    if str(edge.layers):
+        words.append(f"layers {edge.layers}" if len(edge.layers.layers or ()) > 1 else f"layer {edge.layers}")
+    if str(edge.tag):
+        words.append(str(edge.tag))
+    return words
+
+
+def crosses(edge: Edge, graph: Graph) -> bool:
+    return graph.nodes[edge.source].process != graph.nodes[edge.target].process
+
+
+def is_collapsed(graph: Graph) -> bool:
+    """Whether drawings of this graph show processes only."""
+    return len(graph.nodes) > MAX_DRAWN_NODES
+
+
+def arrows(graph: Graph) -> list[Arrow]:
+    """The lines between nodes, or between processes where the graph is large; parallel ones are one."""
+    collapsed = is_collapsed(graph)
+    found: dict[tuple[str, str], list[Edge]] = {}
+    for edge in graph.edges:
+        ends = (graph.nodes[edge.source].process, graph.nodes[edge.target].process) if collapsed else (edge.source, edge.target)
+        if not collapsed or ends[0] != ends[1]:
+            found.setdefault(ends, []).append(edge)
+    return [_arrow(ends, edges, graph, collapsed) for ends, edges in found.items()]
+
+
+def _arrow(ends: tuple[str, str], edges: list[Edge], graph: Graph, collapsed: bool) -> Arrow:
+    ports = f"{len(edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
+    words = tuple(dict.fromkeys(word for edge in edges for word in edge_words(edge, graph)))
+    return Arrow(*ends, ports, words, crosses(edges[0], graph), all(edge.tag.advances for edge in edges))
+
+
+def boxes(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
+    """Every process with its nodes; the gateway last, if the graph has an input or output."""
+    for process in [*graph.process_names(), GATEWAY]:
+        nodes = graph.nodes_of(process)
+        if nodes:
+            yield process, nodes
+
+
+def to_mermaid(graph: Graph) -> str:
+    """A Mermaid flowchart; one subgraph per process."""
+    ids = _ids(graph)
+    lines = ["flowchart LR"]
+    for process, nodes in boxes(graph):
+        if is_collapsed(graph):
+            lines.append(f'  {ids[process]}["{process} ({len(nodes)} nodes)"]')
+            continue
+        lines.append(f'  subgraph {ids[process]}["{process}"]')
+        lines += [f'    {ids[f"node {node.name}"]}["{"<br/>".join(node_words(node))}"]' for node in nodes]
+        lines.append("  end")
+    prefix = "" if is_collapsed(graph) else "node "
+    for arrow in arrows(graph):
+        line = "==>" if arrow.crosses else "-->"
+        lines.append(f'  {ids[prefix + arrow.source]} {line}|"{arrow.label}"| {ids[prefix + arrow.target]}')
+    return "\n".join(lines) + "\n"
+
+
+def to_dot(graph: Graph) -> str:
+    """A Graphviz digraph; one cluster per process."""
+    ids = _ids(graph)
+    lines = ["digraph flowrt {", "  rankdir=LR;", '  node [shape=box, style=rounded, fontname="sans-serif", fontsize=11];']
+    lines.append('  edge [fontname="sans-serif", fontsize=9];')
+    for process, nodes in boxes(graph):
+        if is_collapsed(graph):
+            lines.append(f'  {ids[process]} [label="{process}\\n{len(nodes)} nodes"];')
+            continue
+        lines.append(f"  subgraph cluster_{ids[process]} {{")
+        lines.append(f'    label="{process}";')
+        for node in nodes:
+            words = r"\n".join(node_words(node))
+            lines.append(f'    {ids[f"node {node.name}"]} [label="{words}"];')
+        lines.append("  }")
+    prefix = "" if is_collapsed(graph) else "node "
+    for arrow in arrows(graph):
+        style = ", penwidth=2" if arrow.crosses else ""
+        lines.append(f'  {ids[prefix + arrow.source]} -> {ids[prefix + arrow.target]} [label="{arrow.label}"{style}];')
+    lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _ids(graph: Graph) -> dict[str, str]:
+    """Names that both languages accept, for processes and for "node NAME"."""
+    processes = [process for process, _ in boxes(graph)]
+    ids = {process: f"p{index}" for index, process in enumerate(processes)}
+    return ids | {f"node {name}": f"n{index}" for index, name in enumerate(graph.nodes)}

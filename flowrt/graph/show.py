@@ -1,0 +1,134 @@
+"""A graph in the terminal: processes with their nodes, experts and fused chains, then the edges between processes.
+
+Here: `print_graph`, with rich. Not here: other drawings (diagrams.py, drawing.py). Called by `flowrt graph show`; `flowrt run` prints
+its own account of a run. Where the output is no terminal, or NO_COLOR is set, plain lines come out.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from flowrt.graph.diagrams import crosses, experts_words, is_collapsed
+from flowrt.graph.fuse import Fusion, fuse_all
+from flowrt.graph.model import GATEWAY, Edge, Graph, Node
+
+MAX_LISTED_EDGES = 60
+
+
+def print_graph(graph: Graph, title: str, console: Console) -> None:
+    """Draws `graph` on `console`: boxes and tables on a terminal, else plain lines."""
+    fusions = fuse_all(graph)
+    if not console.is_terminal:
+        _print_plain(graph, title, fusions, console)
+        return
+    console.print(Text(title, style="bold"), Text(_summary(graph), style="dim"))
+    for process in graph.process_names():
+        console.print(_box(graph, process, fusions[process]))
+    crossing = [edge for edge in graph.edges if crosses(edge, graph)]
+    if crossing:
+        console.print(_table(graph, crossing))
+
+
+def _summary(graph: Graph) -> str:
+    words = [f"{len(graph.process_names())} processes ({graph.processes})", f"{len(graph.nodes)} nodes", f"{len(graph.edges)} edges"]
+    if graph.model is not None:
+        words.append(f"model {graph.model.path} in {graph.model.dtype}")
+        words.append(f"{graph.micro_batches} micro-batches" if graph.micro_batches != 1 else "1 micro-batch")
+    return ", ".join(words)
+
+
+def _title(graph: Graph, process: str) -> str:
+    words = [process]
+    if graph.devices.get(process, "cpu") != "cpu":
+        words.append(graph.devices[process])
+    if graph.threads.get(process, "auto") != "auto":
+        words.append(f"{graph.threads[process]} threads")
+    return ", ".join(words)
+
+
+def _lines(graph: Graph, process: str, fusion: Fusion) -> list[str]:
+    """What a process does: one line per chain, in which "->" is one firing, then sources and experts held."""
+
+    def short(name: str) -> str:
+        return name.removeprefix(f"{process}.")
+
+    nodes = graph.nodes_of(process)
+    minting = [short(node.name) for node in nodes if node.operator == "source"]
+    lines = [f"mints tags: {name}" for name in minting]
+    for chain in fusion.chains:
+        head = graph.nodes[chain[0]]
+        waits = "batches" if head.batches else "waits"
+        lines.append(f"{waits}: " + " -> ".join(short(name) for name in chain))
+    lines += [f"holds: {words}" for node in nodes if (words := _holds(node))]
+    lines += [f"calls: {short(node.name)} = {node.operator}" for node in nodes if ":" in node.operator]
+    return lines
+
+
+def _holds(node: Node) -> str:
+    return f"experts {experts_words(node.options['experts'])}" if "experts" in node.options else ""
+
+
+def _box(graph: Graph, process: str, fusion: Fusion) -> RenderableType:
+    rows: list[RenderableType] = []
+    for line in _lines(graph, process, fusion):
+        word, _, rest = line.partition(": ")
+        rows.append(Text.from_markup(f"[dim]{word}:[/dim] {escape(rest)}"))
+    return Panel(Group(*rows), title=escape(_title(graph, process)), title_align="left", border_style="cyan", expand=False)
+
+
+def _table(graph: Graph, edges: list[Edge]) -> RenderableType:
+    table = Table("between processes", "transport", "link", "credits", "layers", box=None, header_style="dim", pad_edge=False)
+    for words in _rows(graph, edges):
+        table.add_row(*words)
+    return table
+
+
+def _rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str, str, str]]:
+    if is_collapsed(graph) or len(edges) > MAX_LISTED_EDGES:
+        return _collapsed_rows(graph, edges)
+    rows = []
+    for edge in edges:
+        tag = f" ({edge.tag})" if str(edge.tag) else ""
+        answers = {other.answers: other for other in edges}
+        if edge.answers is not None and any(other.id == edge.answers for other in edges):
+            continue  # shown with its request
+        name, arrow = f"{edge.source}.{edge.source_port}", "<->" if edge.id in answers else "->"
+        rows.append((f"{name} {arrow} {_end(edge)}{tag}", edge.transport, edge.link or "", str(edge.credits or ""), str(edge.layers)))
+    return rows
+
+
+def _collapsed_rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str, str, str]]:
+    found: dict[tuple[str, str, str, str, str], int] = {}
+    for edge in edges:
+        source, target = graph.nodes[edge.source].process, graph.nodes[edge.target].process
+        key = (f"{_role(source)} -> {_role(target)}", edge.transport, edge.link or "", str(edge.credits or ""), str(edge.layers))
+        found[key] = found.get(key, 0) + 1
+    return [(f"{words[0]}: {number} edges", *words[1:]) for words, number in found.items()]
+
+
+def _role(process: str) -> str:
+    head, _, index = process.rpartition(".")
+    return f"{head}.*" if index.isdigit() and head else process
+
+
+def _end(edge: Edge) -> str:
+    return edge.target if edge.target in (GATEWAY,) else f"{edge.target}.{edge.target_port}"
+
+
+def _print_plain(graph: Graph, title: str, fusions: dict[str, Fusion], console: Console) -> None:
+    def line(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    line(f"{title}: {_summary(graph)}")
+    for process in graph.process_names():
+        line(f"process {_title(graph, process)}")
+        for text in _lines(graph, process, fusions[process]):
+            line(f"  {text}")
+    for words in _rows(graph, [edge for edge in graph.edges if crosses(edge, graph)]):
+        name, transport, link, credits, layers = words
+        rest = [transport, *([f"link {link}"] if link else []), *([f"credits {credits}"] if credits else [])]
+        line(f"edge {name}: {', '.join(rest + ([f'layers {layers}'] if layers else []))}")
