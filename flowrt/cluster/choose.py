@@ -64,8 +64,8 @@ def available_transports() -> dict[str, str | None]:
 def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:
     """`graph` with every edge's transport resolved.
 
-    `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; inside one OS
-    process: inproc, whatever the file names; else what the file names, and for `auto` the first of BETWEEN that works.
+    `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; else what the file
+    names, and for `auto` inproc inside one OS process, the first of BETWEEN that works between two.
     Raises GraphError when an edge has no transport that works.
     """
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
@@ -77,7 +77,8 @@ def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Map
     source, target = _process_of(graph, edge.source), _process_of(graph, edge.target)
     if source == target:
         return LOCAL
-    if host_of.get(source) == host_of.get(target):  # neither has one: both live in the launching process
+    same_host = host_of.get(source) == host_of.get(target)  # neither has one: both live in the launching process
+    if same_host and edge.transport in (AUTO, WITHIN):
         return WITHIN
     where, path = (f"line {edge.line}" if edge.line else ""), f"edge {edge}"
     if edge.transport == AUTO:

@@ -106,6 +106,12 @@ class Words:
         self._fd = -1
 
 
+def _reap_adopted(pid: int) -> None:
+    """Reap a dying orphan that has become our child: as process 1 of a container, or a subreaper, we inherit them."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
 class StarterProcess:
     """A running starter and the OS processes it forked, called by their host names.
 
@@ -117,10 +123,12 @@ class StarterProcess:
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
+        self._loaded = False
         self._importing = ""  # what the starter is busy with, for its death notice
         self._reader: FrameReader | None = None
         self._words: dict[str, Words] = {}
         self._pidfds: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
         self._answers: dict[str, asyncio.Future[int]] = {}  # host -> its pid; STARTER -> its number of threads
         self._ended: asyncio.Future[None] = self._loop.create_future()  # the starter has ended
         self.statuses: dict[str, int] = {}  # of those that have ended
@@ -158,6 +166,7 @@ class StarterProcess:
         self._importing = f" while importing {', '.join(preload)}" if preload else ""
         num_threads = await self._answer(STARTER)
         self._importing = ""
+        self._loaded = True
         return num_threads
 
     async def fork(self, host: str, workers: Sequence[str], worker: str, threads: int, log_level: str) -> tuple[int, list[socket.socket]]:
@@ -214,26 +223,34 @@ class StarterProcess:
             self.end_now()
 
     def end_now(self) -> None:
-        """Kill the starter, all it forked and all they started. When it returns none of them runs. Idempotent, never waits long."""
+        """Kill all that was forked and all that those started, then the starter. None of them runs when it returns. Idempotent.
+
+        Blocks while they die, milliseconds as a rule, so that not even a cancelled caller leaves anything.
+        """
         self._close_line()
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:  # not reaped, so the number of its group is still its own
+            if self._loaded:  # it serves: told by the end of its line, it ends everything and reaps it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+            if process.poll() is None:  # not reaped, so the number of its group is still its own
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.wait()
-            for pidfd in self._pidfds.values():
+            for host, pidfd in self._pidfds.items():  # of a starter that could not end them itself
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 gone = select.poll()
                 gone.register(pidfd, select.POLLIN)
                 gone.poll(_GRACE_SECONDS * 1000)
                 os.close(pidfd)
+                _reap_adopted(self._pids[host])
             self._pidfds.clear()
-            for pid in processes_marked(self._run_id):  # what left the group, such as a daemon that an operator started
+            for pid in processes_marked(self._run_id):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+                _reap_adopted(pid)
         for words in self._words.values():
             words.close()
 
@@ -295,6 +312,7 @@ class StarterProcess:
         host = STARTER if isinstance(report, Loaded) else report.host
         if isinstance(report, Forked) and report.num_fds:
             (self._pidfds[host],) = reader.take_fds(report.num_fds)
+            self._pids[host] = report.pid
         answer = self._answers.get(host)
         if answer is None or answer.done():  # its caller was cancelled
             return

@@ -4,9 +4,9 @@ Here: both sides of the fork. Not here: who asks for it (forked.py, in the launc
 "module:function" by name; nothing of flowrt/workers is imported by this file). One thread, blocking calls, no event loop:
 what is forked is a process in which nothing else was going on.
 
-Who dies with whom: the kernel kills the starter when the launcher dies, and every worker when the starter dies (PDEATHSIG). The starter
-also ends, with all its process group, when the launcher closes the line. Ctrl-C reaches none of them: they are a session
-of their own and ignore SIGINT; the launcher decides.
+Who dies with whom: the kernel kills the starter when the launcher dies, and every worker when the starter dies (PDEATHSIG). When
+the launcher closes the line, the starter kills all it forked and all that those started, reaps them, and ends. Ctrl-C reaches
+none of them: they are a session of their own and ignore SIGINT; the launcher decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
 CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=1024)
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _POLL_SECONDS = 0.05  # how often children are looked at where there is no pidfd
 
 
@@ -62,15 +62,14 @@ class _Starter:
     children: dict[int, _Child] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Fork, signal and reap until the launcher closes the line."""
+        """Fork, signal and reap until the launcher closes the line. A pidfd that wakes the selector tells of a child's end."""
         reader = FrameReader(self.line)
         self.selector.register(self.line, selectors.EVENT_READ)
         while True:
             polling = any(child.pidfd is None for child in self.children.values())
             ready = [key.fd for key, _ in self.selector.select(_POLL_SECONDS if polling else None)]
-            for child in list(self.children.values()):
-                if child.pidfd is None or child.pidfd in ready:
-                    self.reap(child)
+            while self.reap():
+                pass
             if self.line.fileno() in ready:
                 if not reader.feed():
                     return
@@ -109,28 +108,30 @@ class _Starter:
             if child.host == request.host:
                 os.kill(child.pid, request.signal)
 
-    def reap(self, child: _Child, options: int = os.WNOHANG) -> None:
-        pid, status = os.waitpid(child.pid, options)
-        if pid == 0:
-            return
-        del self.children[pid]
-        if child.pidfd is not None:
-            self.selector.unregister(child.pidfd)
-            os.close(child.pidfd)
-        self.report(Exited(host=child.host, pid=pid, status=os.waitstatus_to_exitcode(status)))
+    def reap(self, options: int = os.WNOHANG) -> bool:
+        """Reap one process, a worker's orphan perhaps, and report it if we forked it. False: none has ended (or none is left)."""
+        try:
+            pid, status = os.waitpid(-1, options)
+        except ChildProcessError:
+            return False
+        if (child := self.children.pop(pid, None)) is not None:
+            if child.pidfd is not None:
+                self.selector.unregister(child.pidfd)
+                os.close(child.pidfd)
+            self.report(Exited(host=child.host, pid=child.pid, status=os.waitstatus_to_exitcode(status)))
+        return pid != 0
 
     def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(ConnectionError):  # the launcher is gone: the next read of the line says so
             send_blocking(self.line, frame, fds)
 
     def end_all(self) -> None:
-        """Kill and reap every child, then whatever they left in this process group."""
-        for child in list(self.children.values()):
-            os.kill(child.pid, signal.SIGKILL)
-        for child in list(self.children.values()):
-            self.reap(child, options=0)
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
+        """Kill and reap every child and every process they started: a subreaper inherits its children's orphans."""
+        ended = False
+        while not ended:
+            for pid in self.children.keys() | _adopted():
+                os.kill(pid, signal.SIGKILL)
+            ended = not self.reap(options=0)
 
     def become_worker(self, request: Fork, fds: list[int], starter_pid: int) -> NoReturn:
         """The child's side of the fork: never returns into the starter's frames."""
@@ -202,6 +203,20 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+def _inherit_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _adopted() -> set[int]:
+    """The children of this process, where the system lists them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return {int(pid) for pid in file.read().split()}
+    except OSError:
+        return set()
+
+
 def _name_process(name: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
@@ -229,6 +244,7 @@ def main(arguments: Sequence[str]) -> None:
     """`arguments`: the line's descriptor, the launcher's pid, modules to import before the first fork."""
     line_fd, launcher_pid, *preload = arguments
     _die_with(int(launcher_pid))
+    _inherit_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher's thread may have blocked some
     os.environ.pop("PYTHONPATH", None)

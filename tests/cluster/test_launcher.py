@@ -1,0 +1,503 @@
+"""The life and death of a run's processes, with workers that compute nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import uvloop
+
+from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
+from flowrt.cluster import events
+from flowrt.cluster.forked import STARTER
+from flowrt.cluster.launcher import Launcher, NotRunningError
+from flowrt.cluster.leftover import marked_processes, processes_marked
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import Graph, Node
+
+WORKER = "cluster.fake_workers:run_worker"
+AVAILABLE = {"inproc": None, "zmq": None}
+
+
+def graph_of(*names: str, processes: str | int = "many") -> Graph:
+    return Graph({name: Node(name, "nothing", name, stateful=name.startswith("echo")) for name in names}, (), processes=processes)
+
+
+class Run:
+    """A launcher with fake workers, and what it said."""
+
+    def __init__(self, *names: str, processes: str | int = "many", **options: object) -> None:
+        self.events: list[events.Event] = []
+        self.words: list[tuple[str, Control]] = []
+        self.lines: list[tuple[str, str]] = []
+        defaults: dict[str, object] = {"on_line": lambda name, line: self.lines.append((name, line))}
+        defaults |= {"worker": WORKER, "preload": ("cluster.fake_workers",), "available": AVAILABLE, "answer_seconds": 20.0}
+        defaults["on_event"] = self.events.append
+        self.launcher = Launcher(
+            graph_of(*names, processes=processes),
+            on_control=lambda name, control: self.words.append((name, control)),
+            **(defaults | options),
+        )
+
+    async def ask(self, name: str, request_id: str, tokens: tuple[int, ...] = ()) -> list[int]:
+        """Submit a request and wait for its end; the tokens that came."""
+        await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=tokens, max_tokens=1)))
+        while not any(isinstance(word, Ended) and word.request_id == request_id and who == name for who, word in self.words):
+            await asyncio.sleep(0.002)
+            if self.launcher.failure is not None:
+                raise self.launcher.failure
+        steps = [word.tokens for who, word in self.words if who == name and isinstance(word, Tokens)]
+        given = [word for step in steps for word in step if word.request_id == request_id]
+        return [token for word in given for token in word.token_ids]
+
+    async def failure(self, act: Callable[[Launcher], Awaitable[object]] | None = None) -> Exception:
+        """Start, do `act`, wait for the failure that ends the run, and leave with it."""
+
+        async def live() -> None:
+            async with self.launcher as launcher:
+                if act is not None:
+                    await act(launcher)
+                await launcher.wait_failed()
+
+        with pytest.raises((WorkerDiedError, UserError)) as caught:
+            await live()
+        return caught.value
+
+
+def killer(name: str, number: int = signal.SIGKILL) -> Callable[[Launcher], Awaitable[object]]:
+    async def kill(launcher: Launcher) -> None:
+        os.kill(launcher.pids[name], number)
+
+    return kill
+
+
+def open_fds() -> set[tuple[str, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+def children() -> set[int]:
+    """Every child of this process, zombies too."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == os.getpid():
+                found.add(int(entry))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before, threads = children(), threading.active_count()
+    yield
+    assert children() == before
+    assert threading.active_count() == threads
+    assert [marked for marked in marked_processes() if marked.launcher_pid == os.getpid()] == []
+
+
+def on_loop(run: Callable[..., object], main: Callable[[], object]) -> None:
+    before = open_fds()
+    run(main())
+    assert open_fds() == before
+
+
+uvloop.run(asyncio.sleep(0))  # libuv opens a pipe at its first use and keeps it for the life of the process
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
+@LOOPS
+def test_six_workers_start_exchange_and_stop(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        names = [f"echo.{number}" for number in range(6)]
+        it = Run(*names)
+        async with it.launcher as launcher:
+            answers = await asyncio.gather(*(it.ask(name, "r", (1, 2, number)) for number, name in enumerate(names)))
+            assert answers == [[1, 2, number] for number in range(6)]
+            assert len(set(launcher.pids.values())) == 6
+            assert {statistics.num_steps for statistics in (await launcher.statistics()).values()} == {7}
+            await launcher.drain()
+            last = await launcher.stop()
+            assert {name: statistics.num_steps for name, statistics in last.items()} == dict.fromkeys(names, 8)
+            with pytest.raises(NotRunningError):
+                await it.ask("echo.0", "late")
+        kinds = [type(event) for event in it.events]
+        assert kinds[0] is events.StarterReady
+        assert kinds[-1] is events.Ready
+        assert kinds.count(events.WorkerConnected) == 6
+        assert it.events[0] == events.StarterReady(num_threads=1)
+        assert it.lines == []
+
+    on_loop(run, main)
+
+
+def test_a_launch_works_in_a_thread() -> None:
+    done = []
+
+    async def main() -> None:
+        it = Run("echo.0")
+        async with it.launcher:
+            done.append(await it.ask("echo.0", "r", (5,)))
+
+    thread = threading.Thread(target=on_loop, args=(asyncio.run, main))
+    thread.start()
+    thread.join()
+    assert done == [[5]]
+
+
+def test_workers_hold_only_their_own_descriptors_and_share_of_cores() -> None:
+    async def main() -> None:
+        names = [f"echo.{number}" for number in range(3)]
+        it = Run(*names)
+        async with it.launcher as launcher:
+            answers = [await it.ask(name, "who") for name in names]
+        cores = len(os.sched_getaffinity(0))
+        assert len({parent for _, parent, _, _ in answers}) == 1
+        assert answers[0][1] != os.getpid()
+        assert [pid for pid, *_ in answers] == list(launcher.pids.values())
+        assert len({count for _, _, count, _ in answers}) == 1  # the last forked holds no more than the first
+        assert {threads for *_, threads in answers} == {max(1, cores // 3)}
+
+    on_loop(uvloop.run, main)
+
+
+def test_packed_workers_share_processes() -> None:
+    async def main() -> None:
+        names = [f"echo.{number}" for number in range(5)]
+        it = Run(*names, processes=2)
+        async with it.launcher as launcher:
+            for number, name in enumerate(names):
+                assert await it.ask(name, "r", (number,)) == [number]
+            assert len(set(launcher.pids.values())) == 2
+            assert launcher.pids["echo.0"] == launcher.pids["echo.2"] == launcher.pids["echo.4"]
+
+    on_loop(asyncio.run, main)
+
+
+@LOOPS
+def test_one_starts_no_process(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1", processes="one")
+        async with it.launcher as launcher:
+            assert await it.ask("echo.1", "r", (3, 4)) == [3, 4]
+            assert processes_marked(launcher.run_id) == []
+            await launcher.drain()
+            assert {statistics.num_steps for statistics in (await launcher.stop()).values()} == {8}
+        assert len(asyncio.all_tasks()) == 1
+
+    on_loop(run, main)
+
+
+def test_one_reports_a_worker_that_fails() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "raise.0", processes="one").failure()
+        assert str(error) == "raise.0 failed: RuntimeError: out of tea"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_hosted_worker_is_told_the_same() -> None:
+    from cluster.fake_workers import run_worker
+
+    async def main() -> None:
+        it = Run("echo.0", hosted={"gateway": run_worker})
+        async with it.launcher as launcher:
+            assert await it.ask("gateway", "r", (9,)) == [9]
+            assert launcher.pids["gateway"] == os.getpid()
+            assert await it.ask("echo.0", "r", (8,)) == [8]
+
+    on_loop(asyncio.run, main)
+
+
+@LOOPS
+def test_a_worker_killed_while_it_waits_ends_the_run(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1", "echo.2")
+        error = await it.failure(killer("echo.1"))
+        assert str(error) == "echo.1 was killed by SIGKILL"
+        assert it.events[-1] == events.RunFailed(error)
+
+    on_loop(run, main)
+
+
+def test_a_failure_nobody_asked_about_is_raised_at_the_end() -> None:
+    async def main() -> None:
+        failed = asyncio.Event()
+        it = Run("echo.0", on_event=lambda event: failed.set() if isinstance(event, events.RunFailed) else None)
+
+        async def live() -> None:
+            async with it.launcher as launcher:
+                os.kill(launcher.pids["echo.0"], signal.SIGTERM)
+                await failed.wait()
+
+        with pytest.raises(WorkerDiedError, match=r"echo\.0 was killed by SIGTERM"):
+            await live()
+
+    on_loop(asyncio.run, main)
+
+
+def test_calls_after_a_failure_raise_it_and_the_end_does_not_repeat_it() -> None:
+    async def main() -> None:
+        it = Run("echo.0")
+        async with it.launcher as launcher:
+            os.kill(launcher.pids["echo.0"], signal.SIGKILL)
+            with pytest.raises(WorkerDiedError):
+                await launcher.wait_failed()
+            with pytest.raises(WorkerDiedError):
+                await it.ask("echo.0", "r")
+            with pytest.raises(WorkerDiedError):
+                await launcher.drain()
+            with pytest.raises(WorkerDiedError):
+                await launcher.stop()
+
+    on_loop(asyncio.run, main)
+
+
+def test_the_dead_are_named_before_those_who_miss_them() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "complain.0", "echo.1")
+
+        async def act(launcher: Launcher) -> None:
+            await it.ask("complain.0", "r")
+            os.kill(launcher.pids["echo.1"], signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "echo.1 was killed by SIGKILL"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_lost_link_between_the_living_ends_the_run() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "complain.0", "echo.1")
+        error = await it.failure(lambda launcher: it.ask("complain.0", "r"))
+        assert str(error) == "complain.0 failed: lost its link to echo.1: it closed"
+
+    on_loop(asyncio.run, main)
+
+
+def test_last_words_are_kept_and_handed_on() -> None:
+    async def main() -> None:
+        it = Run("raise.0", "echo.0")
+        error = await it.failure()
+        assert isinstance(error, WorkerDiedError)
+        assert (error.process, error.reason) == ("raise.0", "exited with status 1 without being told to")
+        assert error.last_words[:2] == ("first line", "second line")
+        assert error.last_words[-1] == "RuntimeError: out of tea"
+        assert [line for name, line in it.lines if name == "raise.0"] == list(error.last_words)
+
+    on_loop(asyncio.run, main)
+
+
+def test_at_most_fifty_last_words_of_a_crash_in_native_code() -> None:
+    async def main() -> None:
+        error = await Run("chatty.0").failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.reason == "was killed by SIGSEGV"
+        assert len(error.last_words) == 50
+        assert any("Fatal Python error: Segmentation fault" in line for line in error.last_words)
+        assert any(line == "line 199" for line in error.last_words)
+
+    on_loop(asyncio.run, main)
+
+
+def test_lines_go_to_stderr_under_the_workers_name(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        await Run("raise.0", on_line=None).failure()
+
+    on_loop(asyncio.run, main)
+    assert "[raise.0] second line\n" in capfd.readouterr().err
+
+
+def test_a_worker_that_leaves_unasked_ends_the_run() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "leave.0").failure()
+        assert str(error) == "leave.0 exited with status 0 without being told to"
+
+    on_loop(asyncio.run, main)
+
+
+@pytest.mark.parametrize("role", ["hang", "block"])
+def test_a_worker_that_never_answers_is_named(role: str) -> None:
+    async def main() -> None:
+        error = await Run("echo.0", f"{role}.0", answer_seconds=1.5).failure()
+        assert isinstance(error, WorkerDiedError)
+        assert str(error) == f"{role}.0 gave no word for 1.5 s while loading"
+        assert error.last_words == (("WARNING about to hang",) if role == "hang" else ())
+
+    on_loop(asyncio.run, main)
+
+
+def test_bad_input_found_by_a_worker_is_the_users() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "bad.0").failure()
+        assert type(error) is UserError
+        assert str(error) == "no such operator: teapot"
+        assert error.exit_code == 2
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_module_that_cannot_be_imported_by_the_worker() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", worker="cluster.broken_worker:run_worker").failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.process == "echo.0"
+        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_module_that_cannot_be_imported_by_the_starter() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", preload=("cluster.broken_worker",)).failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.process == STARTER
+        assert error.reason == "exited with status 1 while importing cluster.broken_worker"
+        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_killed_starter_takes_all_along() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1")
+
+        async def act(launcher: Launcher) -> None:
+            os.kill((await it.ask("echo.0", "who"))[1], signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert processes_marked(it.launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.2, 0.3, 0.4, 0.6])
+def test_cancelling_the_start_leaves_nothing(after: float) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "hang.0", "block.0")
+
+        async def start() -> None:
+            async with asyncio.timeout(after), it.launcher:
+                pass
+
+        with pytest.raises(TimeoutError):
+            await start()
+        assert processes_marked(it.launcher.run_id) == []
+        assert len(asyncio.all_tasks()) == 1
+
+    on_loop(asyncio.run, main)
+
+
+def test_an_error_in_the_block_ends_the_run_at_once() -> None:
+    async def main() -> None:
+        it = Run("stubborn.0", "echo.0", stop_seconds=60.0)
+        with pytest.raises(KeyError):
+            async with it.launcher:
+                raise KeyError
+        assert processes_marked(it.launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_worker_that_does_not_stop_is_killed() -> None:
+    async def main() -> None:
+        it = Run("stubborn.0", "echo.0", stop_seconds=0.5)
+        async with it.launcher as launcher:
+            pass
+        assert it.events[-1] == events.Straggler("stubborn.0", 0.5)
+        assert processes_marked(launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_stopped_worker_is_killed() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1", stop_seconds=0.5)
+        async with it.launcher as launcher:
+            os.kill(launcher.pids["echo.0"], signal.SIGSTOP)
+        assert events.Straggler("echo.0", 0.5) in it.events
+        assert processes_marked(launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_what_a_worker_started_ends_with_the_run() -> None:
+    async def main() -> None:
+        it = Run("parent.0")
+        async with it.launcher as launcher:
+            assert len(processes_marked(launcher.run_id)) == 3  # the starter, the worker, its child in a session of its own
+        assert processes_marked(launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_the_terminals_interrupt_does_not_reach_workers() -> None:
+    async def main() -> None:
+        it = Run("echo.0")
+        async with it.launcher as launcher:
+            assert os.getpgid(launcher.pids["echo.0"]) != os.getpgid(0)
+            os.kill(launcher.pids["echo.0"], signal.SIGINT)
+            assert await it.ask("echo.0", "r", (1,)) == [1]
+
+    on_loop(asyncio.run, main)
+
+
+PARENT = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from cluster.test_launcher import Run
+async def main():
+    it = Run("echo.0", "echo.1", "echo.2")
+    async with it.launcher as launcher:
+        print(launcher.run_id, flush=True)
+        await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_parent_takes_every_child_along() -> None:
+    script = textwrap.dedent(PARENT.format(path=[entry for entry in sys.path if entry]))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        run_id = parent.stdout.readline().strip()
+        pids = processes_marked(run_id)
+        assert len(pids) == 4  # the starter and its workers
+        parent.kill()
+        parent.wait()
+        while processes_marked(run_id):  # the test's time limit is the bound
+            time.sleep(0.01)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # ours only where this process inherits orphans
+            os.waitpid(pid, 0)
+    assert processes_marked(run_id) == []
+
+
+def test_importing_the_launcher_loads_neither_torch_nor_zmq() -> None:
+    check = "import sys, flowrt.cluster.launcher; assert not {'torch', 'zmq', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_the_starter_imports_torch_without_starting_a_thread() -> None:
+    async def main() -> None:
+        it = Run("echo.0", preload=("torch", "cluster.fake_workers"), answer_seconds=60.0)
+        async with it.launcher:
+            assert await it.ask("echo.0", "r", (1,)) == [1]
+        assert it.events[0] == events.StarterReady(num_threads=1)
+
+    on_loop(asyncio.run, main)
