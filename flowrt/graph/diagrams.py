@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node
+from flowrt.graph.notation import format_ids
 
-MAX_DRAWN_NODES = 120  # above this, drawings show processes instead of nodes
+MAX_DRAWN_NODES = 60  # above this, drawings show roles (attention.0-15) instead of nodes
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,37 @@ def crosses(edge: Edge, graph: Graph) -> bool:
 
 
 def is_collapsed(graph: Graph) -> bool:
-    """Whether drawings of this graph show processes only."""
+    """Whether drawings of this graph show processes only, those of one role together."""
     return len(graph.nodes) > MAX_DRAWN_NODES
 
 
+def roles(graph: Graph) -> dict[str, str]:
+    """process -> the role it is drawn under in a collapsed drawing: "attention.0-15" for all of attention.0 to attention.15."""
+    numbers: dict[str, list[int]] = {}
+    for process in graph.process_names():
+        name, _, number = process.rpartition(".")
+        if name and number.isascii() and number.isdigit() and str(int(number)) == number:
+            numbers.setdefault(name, []).append(int(number))
+    found = {process: process for process in [*graph.process_names(), GATEWAY]}
+    for name, members in numbers.items():
+        found |= {f"{name}.{number}": f"{name}.{format_ids(members)}" for number in members}
+    return found
+
+
+def collapsed_words(role: str, nodes: list[Node]) -> list[str]:
+    """What a collapsed drawing writes into a role."""
+    num_processes = len({node.process for node in nodes})
+    return [role, f"{num_processes} processes, {len(nodes)} nodes" if num_processes > 1 else f"{len(nodes)} nodes"]
+
+
 def arrows(graph: Graph) -> list[Arrow]:
-    """The lines between nodes, or between processes where the graph is large; parallel ones are one."""
-    collapsed = is_collapsed(graph)
+    """The lines between nodes, or between roles where the graph is large; parallel ones are one."""
+    collapsed, role = is_collapsed(graph), roles(graph)
     found: dict[tuple[str, str], list[Edge]] = {}
     for edge in graph.edges:
-        ends = (graph.nodes[edge.source].process, graph.nodes[edge.target].process) if collapsed else (edge.source, edge.target)
+        ends = (edge.source, edge.target)
+        if collapsed:
+            ends = (role[graph.nodes[edge.source].process], role[graph.nodes[edge.target].process])
         if not collapsed or ends[0] != ends[1]:
             found.setdefault(ends, []).append(edge)
     return [_arrow(ends, edges, graph, collapsed) for ends, edges in found.items()]
@@ -95,11 +117,12 @@ def _arrow(ends: tuple[str, str], edges: list[Edge], graph: Graph, collapsed: bo
 
 
 def boxes(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
-    """Every process with its nodes; the gateway last, if the graph has an input or output."""
-    for process in [*graph.process_names(), GATEWAY]:
-        nodes = graph.nodes_of(process)
-        if nodes:
-            yield process, nodes
+    """Every process (or role, where the graph is large) with its nodes; the gateway last, if the graph has an input or output."""
+    names = roles(graph) if is_collapsed(graph) else {process: process for process in [*graph.process_names(), GATEWAY]}
+    found: dict[str, list[Node]] = {name: [] for name in names.values()}
+    for node in graph.nodes.values():
+        found[names[node.process]].append(node)
+    yield from ((name, nodes) for name, nodes in found.items() if nodes)
 
 
 def to_mermaid(graph: Graph) -> str:
@@ -108,7 +131,7 @@ def to_mermaid(graph: Graph) -> str:
     lines = ["flowchart LR"]
     for process, nodes in boxes(graph):
         if is_collapsed(graph):
-            lines.append(f'  {ids[process]}["{process} ({len(nodes)} nodes)"]')
+            lines.append(f'  {ids[process]}["{"<br/>".join(collapsed_words(process, nodes))}"]')
             continue
         lines.append(f'  subgraph {ids[process]}["{process}"]')
         lines += [f'    {ids[f"node {node.name}"]}["{"<br/>".join(node_words(node))}"]' for node in nodes]
@@ -127,7 +150,8 @@ def to_dot(graph: Graph) -> str:
     lines.append('  edge [fontname="sans-serif", fontsize=9];')
     for process, nodes in boxes(graph):
         if is_collapsed(graph):
-            lines.append(f'  {ids[process]} [label="{process}\\n{len(nodes)} nodes"];')
+            words = r"\n".join(collapsed_words(process, nodes))
+            lines.append(f'  {ids[process]} [label="{words}"];')
             continue
         lines.append(f"  subgraph cluster_{ids[process]} {{")
         lines.append(f'    label="{process}";')

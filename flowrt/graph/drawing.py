@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
-from flowrt.graph.diagrams import Arrow, arrows, boxes, is_collapsed, node_words
+from flowrt.graph.diagrams import Arrow, arrows, boxes, collapsed_words, is_collapsed, node_words
 from flowrt.graph.model import GATEWAY, Graph
 
 _FONT = "font-family='system-ui, sans-serif'"
@@ -96,7 +96,7 @@ def _boxes(graph: Graph) -> list[_Box]:
     found = []
     for process, nodes in boxes(graph):
         if is_collapsed(graph):
-            found.append(_Box("", {process: _Item([process, f"{len(nodes)} nodes"])}))
+            found.append(_Box("", {process: _Item(collapsed_words(process, nodes))}))
         elif process == GATEWAY:
             found += [_Box(GATEWAY, {node.name: _Item(node_words(node))}) for node in nodes]
         else:
@@ -156,7 +156,7 @@ def _place(columns: list[list[_Box]], lines: list[Arrow], detours: dict[Arrow, f
     heights = [sum(box.height for box in column) + _BOX_GAP * (len(column) - 1) for column in columns]
     x, total = _MARGIN, max(heights)
     words = max((len(_words(line)) for line in lines if line.crosses), default=0)
-    gap = max(110.0, words * 5.0 + 70)
+    gap = max(110.0, words * 5.0 + 110)
     for column, height in zip(columns, heights, strict=True):
         y = _MARGIN + 14 + (total - height) / 2
         for box in column:

@@ -12,11 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from flowrt.graph.diagrams import crosses, experts_words, is_collapsed
+from flowrt.graph.diagrams import crosses, experts_words, is_collapsed, roles
 from flowrt.graph.fuse import Fusion, fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Graph, Node
-
-MAX_LISTED_EDGES = 60
+from flowrt.graph.model import Edge, Graph, Node
 
 
 def print_graph(graph: Graph, title: str, console: Console) -> None:
@@ -26,8 +24,8 @@ def print_graph(graph: Graph, title: str, console: Console) -> None:
         _print_plain(graph, title, fusions, console)
         return
     console.print(Text(title, style="bold"), Text(_summary(graph), style="dim"))
-    for process in graph.process_names():
-        console.print(_box(graph, process, fusions[process]))
+    for name, lines in _processes(graph, fusions):
+        console.print(_box(name, lines))
     crossing = [edge for edge in graph.edges if crosses(edge, graph)]
     if crossing:
         console.print(_table(graph, crossing))
@@ -72,12 +70,26 @@ def _holds(node: Node) -> str:
     return f"experts {experts_words(node.options['experts'])}" if "experts" in node.options else ""
 
 
-def _box(graph: Graph, process: str, fusion: Fusion) -> RenderableType:
+def _processes(graph: Graph, fusions: dict[str, Fusion]) -> list[tuple[str, list[str]]]:
+    """Title and lines of each process; in a large graph, of each role, with the lines of its first process."""
+    if not is_collapsed(graph):
+        return [(_title(graph, process), _lines(graph, process, fusions[process])) for process in graph.process_names()]
+    found: dict[str, list[str]] = {}
+    for process, role in roles(graph).items():
+        if process in fusions:
+            found.setdefault(role, []).append(process)
+    return [
+        (role if len(members) == 1 else f"{role}, {len(members)} processes such as {members[0]}", _lines(graph, members[0], fusions[members[0]]))
+        for role, members in found.items()
+    ]
+
+
+def _box(title: str, lines: list[str]) -> RenderableType:
     rows: list[RenderableType] = []
-    for line in _lines(graph, process, fusion):
+    for line in lines:
         word, _, rest = line.partition(": ")
         rows.append(Text.from_markup(f"[dim]{word}:[/dim] {escape(rest)}"))
-    return Panel(Group(*rows), title=escape(_title(graph, process)), title_align="left", border_style="cyan", expand=False)
+    return Panel(Group(*rows), title=escape(title), title_align="left", border_style="cyan", expand=False)
 
 
 def _table(graph: Graph, edges: list[Edge]) -> RenderableType:
@@ -88,35 +100,31 @@ def _table(graph: Graph, edges: list[Edge]) -> RenderableType:
 
 
 def _rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str, str, str]]:
-    if is_collapsed(graph) or len(edges) > MAX_LISTED_EDGES:
+    if is_collapsed(graph):
         return _collapsed_rows(graph, edges)
     rows = []
+    answered = {edge.answers for edge in edges}
     for edge in edges:
-        tag = f" ({edge.tag})" if str(edge.tag) else ""
-        answers = {other.answers: other for other in edges}
-        if edge.answers is not None and any(other.id == edge.answers for other in edges):
+        if edge.answers is not None:
             continue  # shown with its request
-        name, arrow = f"{edge.source}.{edge.source_port}", "<->" if edge.id in answers else "->"
-        rows.append((f"{name} {arrow} {_end(edge)}{tag}", edge.transport, edge.link or "", str(edge.credits or ""), str(edge.layers)))
+        tag = f" ({edge.tag})" if str(edge.tag) else ""
+        name, arrow = f"{edge.source}.{edge.source_port}", "<->" if edge.id in answered else "->"
+        rows.append((f"{name} {arrow} {edge.target}.{edge.target_port}{tag}", *_columns(edge)))
     return rows
 
 
+def _columns(edge: Edge) -> tuple[str, str, str, str]:
+    return edge.transport, edge.link or "", str(edge.credits or ""), str(edge.layers)
+
+
 def _collapsed_rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str, str, str]]:
+    role = roles(graph)
     found: dict[tuple[str, str, str, str, str], int] = {}
     for edge in edges:
-        source, target = graph.nodes[edge.source].process, graph.nodes[edge.target].process
-        key = (f"{_role(source)} -> {_role(target)}", edge.transport, edge.link or "", str(edge.credits or ""), str(edge.layers))
+        source, target = role[graph.nodes[edge.source].process], role[graph.nodes[edge.target].process]
+        key = (f"{source} -> {target}", *_columns(edge))
         found[key] = found.get(key, 0) + 1
     return [(f"{words[0]}: {number} edges", *words[1:]) for words, number in found.items()]
-
-
-def _role(process: str) -> str:
-    head, _, index = process.rpartition(".")
-    return f"{head}.*" if index.isdigit() and head else process
-
-
-def _end(edge: Edge) -> str:
-    return edge.target if edge.target in (GATEWAY,) else f"{edge.target}.{edge.target_port}"
 
 
 def _print_plain(graph: Graph, title: str, fusions: dict[str, Fusion], console: Console) -> None:
@@ -124,9 +132,9 @@ def _print_plain(graph: Graph, title: str, fusions: dict[str, Fusion], console: 
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     line(f"{title}: {_summary(graph)}")
-    for process in graph.process_names():
-        line(f"process {_title(graph, process)}")
-        for text in _lines(graph, process, fusions[process]):
+    for name, lines in _processes(graph, fusions):
+        line(f"process {name}")
+        for text in lines:
             line(f"  {text}")
     for words in _rows(graph, [edge for edge in graph.edges if crosses(edge, graph)]):
         name, transport, link, credits, layers = words
