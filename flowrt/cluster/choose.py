@@ -7,7 +7,7 @@ Here: `pack`, `host_name`, `num_threads`, `choose_transports`, `available_transp
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flowrt.errors import GraphError
@@ -56,9 +56,30 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def available_transports() -> dict[str, str | None]:
+class _Available(Mapping[str, str | None]):
+    """Asks a scheme when it is looked up: finding out loads its library."""
+
+    def __init__(self) -> None:
+        self._schemes = known_schemes()
+
+    def __getitem__(self, scheme: str) -> str | None:
+        if scheme not in self._schemes:
+            raise KeyError(scheme)
+        return unavailable_reason(scheme)
+
+    def __contains__(self, scheme: object) -> bool:
+        return scheme in self._schemes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemes)
+
+    def __len__(self) -> int:
+        return len(self._schemes)
+
+
+def available_transports() -> Mapping[str, str | None]:
     """Every known scheme: None when it works here, else why not."""
-    return {scheme: unavailable_reason(scheme) for scheme in known_schemes()}
+    return _Available()
 
 
 def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:

@@ -48,6 +48,7 @@ from flowrt.cluster.choose import available_transports, choose_transports, host_
 from flowrt.cluster.forked import STARTER, StarterProcess, exit_text
 from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain, load_worker
 from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.seams import Seams
@@ -526,7 +527,7 @@ class Launcher:
         return self._starter.last_words(host) if self._starter is not None else ()
 
     def _minting(self) -> list[str]:
-        return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.stateful and node.process != GATEWAY))
+        return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
 
     def _check_running(self) -> None:
         self._raise_failure()
