@@ -6,6 +6,7 @@ is `module:FAMILY` (a families.family.Family). Ours win over an entry point of t
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
@@ -47,6 +48,7 @@ def find_family(file: ConfigFile) -> Family:
         raise file.error("model_type", str(error)) from error
 
 
+@cache  # asked once per part that is read; looking through all installed packages takes milliseconds
 def _offered() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from operators.sampling import filter_logits, gumbel_noise, sample
+from operators import sampling
+from operators.sampling import filtered_candidates, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0, 1.5, -3.0, 0.25])
 
@@ -27,6 +28,10 @@ def draw(
         torch.full((size,), choice),
         torch.arange(first, first + size),
     )
+
+
+def gumbel_noise(seed: torch.Tensor, choice: torch.Tensor, token_index: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return sampling.gumbel_noise(seed, choice, token_index, torch.arange(num_tokens).unsqueeze(0))
 
 
 def test_greedy_and_its_logprob() -> None:
@@ -131,13 +136,44 @@ def test_filters_keep_ties_and_at_least_one_token() -> None:
     tied = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
 
     def kept(top_k: int, top_p: float) -> list[int]:
-        return filter_logits(tied, torch.tensor([top_k]), torch.tensor([top_p])).isfinite().nonzero()[:, 1].tolist()
+        ids, scaled = filtered_candidates(tied, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]))
+        return sorted(ids[scaled.isfinite()].tolist())
 
     assert kept(0, 1.0) == [0, 1, 2, 3, 4]
     assert kept(1, 1.0) == kept(0, 0.1) == kept(0, 0.0) == [1]
     assert kept(2, 1.0) == kept(3, 1.0) == kept(0, 0.8) == [0, 1, 2, 3]
     assert kept(5, 1.0) == kept(9, 1.0) == [0, 1, 2, 3, 4]
     assert kept(2, 0.5) == [1]
+
+
+def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking first at few tokens keeps the same ones as looking at all of them, also when ties reach beyond the few."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, 3000, generator=generator)
+    logits[:20] = logits[:20].mul(2).round()  # many ties
+    temperature = torch.tensor([0.5, 1.0, 3.0, 1.2]).repeat(10)
+    top_k = torch.tensor([0, 3, 50, 2000, 4000]).repeat(8)
+    top_p = torch.tensor([0.2, 0.9, 0.999, 0.5, 1.0, 0.7, 0.95, 0.99]).repeat(5)
+
+    def kept() -> list[set[int]]:
+        ids, scaled = filtered_candidates(logits, temperature, top_k, top_p)
+        return [set(some[row.isfinite()].tolist()) for some, row in zip(ids, scaled, strict=True)]
+
+    monkeypatch.setattr(sampling, "FIRST_DEPTH", 3000)
+    everything = kept()
+    monkeypatch.setattr(sampling, "FIRST_DEPTH", 2)
+    assert kept() == everything
+    for row, some in enumerate(everything):  # and as the definition says, in Python
+        values = sorted((logits[row].double() / temperature[row].double()).tolist(), reverse=True)
+        if 0 < top_k[row] < 3000:
+            values = [value for value in values if value >= values[int(top_k[row]) - 1]]
+        total, mass, cutoff = sum(map(math.exp, values)), 0.0, values[-1]
+        for value in values:
+            mass += math.exp(value) / total
+            if mass >= top_p[row].double() and top_p[row] < 1:
+                cutoff = value
+                break
+        assert len(some) == sum(value >= cutoff for value in values)
 
 
 @pytest.mark.gpu
