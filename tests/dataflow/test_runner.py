@@ -54,7 +54,13 @@ class Bench:
         self.posted: list[tuple[Edge, Message]] = []
         self.sunk = []
         self.runner = Runner(
-            graph, process, functions, InlineCompute(), RealClock(), lambda edge, message: self.posted.append((edge, message)), self.sunk.append
+            graph,
+            process,
+            functions,
+            InlineCompute(),
+            RealClock(),
+            lambda edge, message: self.posted.append((edge, message)),
+            self.sunk.append,
         )
 
     async def settle(self):

@@ -1,0 +1,29 @@
+"""The small model from Python: one answer streamed, then eight at once, blocking."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import flowrt
+
+GRAPH = Path(__file__).parent / "quickstart.yaml"
+
+
+async def stream() -> None:
+    async with flowrt.open(GRAPH) as graph:
+        async for event in graph.generate("What is 347 + 285?", max_tokens=16):
+            print(event.text, end="", flush=True)
+            if isinstance(event, flowrt.EndEvent):
+                print(f"   ({event.finish_reason})")
+
+
+def all_at_once() -> None:
+    prompts = [f"What is {a} + {a + 111}?" for a in range(100, 900, 100)]
+    for prompt, completion in zip(prompts, flowrt.generate(GRAPH, prompts, max_tokens=16), strict=True):
+        print(prompt, completion.text.strip())
+
+
+if __name__ == "__main__":
+    asyncio.run(stream())
+    all_at_once()

@@ -1,0 +1,27 @@
+"""One program over three transports: only the word in the graph changes, the answers do not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+import flowrt
+
+GRAPH = Path(__file__).parent / "two_actors" / "graph.yaml"
+SETTINGS = {"inproc": ["processes=one"], "shm": [], "zmq": []}
+
+
+async def main() -> None:
+    x = torch.randn(100, 64)
+    for transport, settings in SETTINGS.items():
+        overrides = [*settings, *(f"edges.{edge}.transport={transport}" for edge in range(4))]
+        async with flowrt.open(GRAPH, overrides=overrides) as graph:
+            outputs = [out async for out in graph.stream([x] * 100)]
+            right = all(torch.equal(out, 3 * x) for out in outputs)
+            print(f"{transport:>6}: {len(outputs)} answers, right: {right}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

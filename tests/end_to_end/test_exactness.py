@@ -1,0 +1,86 @@
+"""Greedy float32 tokens equal transformers', for prompts served at the same time, in every shape, over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_models import NEW_TOKENS, Served
+
+import flowrt
+
+GREEDY = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1 group, 1 server": {},
+    "1 group, 3 servers": {"experts": {"servers": 3, "copies": 2}},
+    "2 groups, 3 servers, 2 lanes": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "copies": 2}},
+    "4 groups, 1 server": {"attention": {"groups": 4}},
+    "3 groups, 2 servers, 3 lanes": {"attention": {"groups": 3, "micro_batches": 3}, "experts": {"servers": 2}},
+    "uneven placement": {"experts": {"servers": 3, "placement": {"experts.0": "0-5", "experts.1": "6", "experts.2": "5-7"}}},
+    "experts inside": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 0}},
+}
+
+
+def deploy_of(shape: str, processes: Any, transport: str = "auto") -> dict[str, Any]:
+    deploy = {"experts": {"servers": 1}, **SHAPES[shape], "processes": processes}
+    if transport != "auto":
+        deploy["links"] = {"attention-experts": {"transport": transport}}
+    return deploy
+
+
+async def answers(graph: Any, prompts: list[list[int]]) -> list[list[int]]:
+    async with flowrt.open(graph) as running:
+        completions = await asyncio.gather(*(running.complete(prompt, GREEDY) for prompt in prompts))
+        statistics = await running.statistics()
+    assert [each.finish_reason for each in completions] == ["length"] * len(prompts)
+    assert sum(each.late_wakeups for each in statistics.values()) == 0
+    return [list(each.token_ids) for each in completions]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "zmq"])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_every_shape_over_every_transport(served: Served, tmp_path: Path, shape: str, transport: str) -> None:
+    if shape == "experts inside" and transport != "inproc":
+        pytest.skip("has no edge between workers")
+    graph = served.write(tmp_path, deploy_of(shape, "one", transport if shape != "experts inside" else "auto"))
+    assert await answers(graph, served.prompts) == served.expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "transport"),
+    [
+        ("2 groups, 3 servers, 2 lanes", "many", "shm"),
+        ("2 groups, 3 servers, 2 lanes", "many", "zmq"),
+        ("2 groups, 3 servers, 2 lanes", 2, "auto"),
+        ("4 groups, 1 server", "many", "auto"),
+        ("uneven placement", "many", "auto"),
+        ("experts inside", "many", "auto"),
+    ],
+)
+async def test_between_real_processes(served: Served, tmp_path: Path, shape: str, processes: Any, transport: str) -> None:
+    assert await answers(served.write(tmp_path, deploy_of(shape, processes, transport)), served.prompts) == served.expected
+
+
+@pytest.mark.parametrize("shape", ["2 groups, 3 servers, 2 lanes", "experts inside"])
+async def test_dense_layers_among_the_others(mixed: Served, tmp_path: Path, shape: str) -> None:
+    assert await answers(mixed.write(tmp_path, deploy_of(shape, "one")), mixed.prompts) == mixed.expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_the_expanded_file_gives_the_same_tokens(served: Served, tmp_path: Path, shape: str) -> None:
+    from flowrt.api import read_graph
+    from flowrt.graph import to_yaml
+
+    short = read_graph(served.write(tmp_path, deploy_of(shape, "one")))
+    expanded = tmp_path / "expanded.yaml"
+    expanded.write_text(to_yaml(short))
+    assert await answers(expanded, served.prompts) == served.expected
+
+
+async def test_few_pages_and_small_steps_change_no_token(served: Served, tmp_path: Path) -> None:
+    limits = {"kv_pages": 20, "page_tokens": 16, "max_step_tokens": 24, "max_batch": 4}
+    graph = served.write(tmp_path, deploy_of("2 groups, 3 servers, 2 lanes", "one"), limits=limits)
+    assert await answers(graph, served.prompts) == served.expected

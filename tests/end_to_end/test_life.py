@@ -1,0 +1,129 @@
+"""What holds while a graph runs: no barrier between groups, requests that fail alone, memory that loading may take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from checkpoints import make_large_checkpoint
+from served_models import Served
+
+import flowrt
+from flowrt.cluster import events
+
+QUIET = {"log_level": "error"}
+
+
+async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path) -> None:
+    """No barrier: while one group lies still, the other commits 50 more tokens; continued, it finishes exactly."""
+    graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}}, limits={"max_tokens": 200})
+    asked = flowrt.Parameters(max_tokens=200, ignore_eos=True)
+    async with flowrt.open(graph) as running:
+        requests = [await running.submit(prompt, asked) for prompt in served.prompts[:2]]
+        tokens: dict[int, list[int]] = {request: [] for request in requests}
+
+        async def follow(request: int) -> None:
+            async for event in running.follow(request):
+                if isinstance(event, flowrt.TokenEvent):
+                    tokens[request].append(event.token_id)
+
+        async def reached(request: int, count: int) -> None:
+            async with asyncio.timeout(60):
+                while len(tokens[request]) < count:
+                    await asyncio.sleep(0.005)
+
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(follow(request))
+            first, second = requests
+            await reached(first, 5)
+            os.kill(running.pids["attention.0"], signal.SIGSTOP)
+            try:
+                stopped_at, other = len(tokens[first]), len(tokens[second])
+                await reached(second, other + 50)
+                assert len(tokens[first]) <= stopped_at + 1
+            finally:
+                os.kill(running.pids["attention.0"], signal.SIGCONT)
+    assert [tokens[request][:64] for request in requests] == served.expected[:2]
+    assert [len(tokens[request]) for request in requests] == [200, 200]
+
+
+async def test_a_request_that_cannot_be_served_fails_alone(served: Served, tmp_path: Path) -> None:
+    graph = served.write(tmp_path, {"processes": "one"}, limits={"kv_pages": 8, "max_tokens": 64})
+    good = flowrt.Parameters(max_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7], [], [3] * 150, [5, 100_000], [-1], served.prompts[1]]
+    async with flowrt.open(graph) as running:
+        results = await asyncio.gather(*(running.complete(prompt, good) for prompt in prompts))
+        too_many = await running.complete([5], flowrt.Parameters(max_tokens=65))
+    assert [each.finish_reason for each in results] == ["length", "error", "error", "error", "error", "length"]
+    for result in (*results[1:5], too_many):
+        assert result.error
+        assert result.token_ids == ()
+        assert "\n" not in result.error
+    assert list(results[5].token_ids) == served.expected[1][:20]
+
+
+async def test_leaving_a_stream_cancels_its_request(served: Served, tmp_path: Path) -> None:
+    graph = served.write(tmp_path, {"processes": "one"}, limits={"kv_pages": 20, "max_tokens": 200})
+    async with flowrt.open(graph) as running:
+        for _ in range(3):  # each would hold 13 of 20 pages
+            stream = running.generate(served.prompts[2], max_tokens=190, ignore_eos=True)
+            async for _ in stream:
+                break
+            await stream.aclose()
+        result = await running.complete(served.prompts[7], flowrt.Parameters(max_tokens=64, ignore_eos=True))
+    assert list(result.token_ids) == served.expected[7]
+
+
+async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path: Path) -> None:
+    asked = [flowrt.Parameters(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
+    outcomes = []
+    for deploy in ({"processes": "one"}, {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}, "processes": "one"}):
+        async with flowrt.open(served.write(tmp_path, deploy)) as running:
+            results = await asyncio.gather(*(running.complete(served.prompts[3], parameters) for parameters in asked))
+            outcomes.append([each.token_ids for each in results])
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == outcomes[0][2]
+    assert outcomes[0][0] != outcomes[0][1]
+
+
+async def test_a_killed_worker_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
+    graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 2}})
+    with pytest.raises(flowrt.WorkerDiedError, match=r"experts\.1 was killed by SIGKILL") as caught:
+        async with flowrt.open(graph) as running:
+            os.kill(running.pids["experts.1"], signal.SIGKILL)
+            async with asyncio.timeout(30):
+                await running.complete(served.prompts[5], flowrt.Parameters(max_tokens=64, ignore_eos=True))
+    assert caught.value.process == "experts.1"
+
+
+async def test_a_server_loads_only_what_it_holds(tmp_path: Path) -> None:
+    """Three servers, two copies: each holds two thirds of 300 MB of experts, and grows by at most 1.2 times that."""
+    model = make_large_checkpoint(tmp_path / "large")
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    graph = Served(model, [], []).write(tmp_path, {"experts": {"servers": 3, "copies": 2}}, limits={"kv_pages": 16})
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
+
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.WorkerLoading) and event.name not in before:
+            before[event.name] = resident_bytes(pids[event.name])
+        elif isinstance(event, events.WorkerListening):
+            after[event.name] = event.resident_bytes
+        elif isinstance(event, events.WorkerStarted):
+            pids[event.name] = event.pid
+
+    pids: dict[str, int] = {}
+    async with flowrt.open(graph, on_event=note):
+        pass
+    assert size > 300e6
+    for server in ("experts.0", "experts.1", "experts.2"):
+        assert after[server] - before[server] <= 1.2 * size * 2 / 3
+        assert after[server] > 0.9 * size * 2 / 3
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,190 @@
+"""Graphs of a user's own operators: the examples, loops, gathers, and what goes wrong in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowrt
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+OPERATORS = """
+from __future__ import annotations
+import torch
+
+def double(x: "float32[rows,4]") -> "float32[rows,4]":
+    return 2 * x
+
+def fail(x):
+    raise RuntimeError("this one always fails")
+
+def wrong(x: "float32[rows,4]") -> "float32[rows,4]":
+    return x[:, :2]
+
+def step(x):
+    return x + 1
+
+def cut(x):
+    return {"count": torch.tensor(len(x) % 3), "a": x if len(x) % 3 > 0 else None, "b": x if len(x) % 3 > 1 else None}
+
+def some(x):
+    count = len(x) % 3
+    given = {"count": torch.tensor(count)}
+    if count > 0:
+        given["a"] = x
+    if count > 1:
+        given["b"] = x * 10
+    return given
+
+def total(parts, count):
+    return torch.stack([part.sum() for part in parts]).sum().reshape(1) if parts else torch.zeros(1)
+
+class Counter:
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, x):
+        self.seen += 1
+        return x + self.seen
+
+count_up = Counter()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder with operators under a module name of this test's own: modules stay imported in this process."""
+    (tmp_path / f"{module_of(tmp_path)}.py").write_text(OPERATORS)
+    return tmp_path
+
+
+def module_of(folder: Path) -> str:
+    return f"ops_{abs(hash(str(folder)))}"
+
+
+def write(folder: Path, nodes: str, edges: str, top: str = "processes: one") -> Path:
+    text = f"flowrt: 1\n{top}\nnodes:\n{nodes}\nedges:\n{edges}\n".replace("ops:", f"{module_of(folder)}:")
+    path = folder / "graph.yaml"
+    path.write_text(text)
+    return path
+
+
+LINE = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}"
+
+
+@pytest.mark.parametrize("script", ["two_actors/run.py", "moe_layer/run.py", "three_transports.py"])
+def test_the_examples_run(script: str) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "False" not in done.stdout
+    if "moe_layer" in script:
+        assert all(float(line.split()[-1]) < 1e-5 for line in done.stdout.splitlines())
+    else:
+        assert "True" in done.stdout
+
+
+async def test_a_stream_keeps_order_and_bound(folder: Path) -> None:
+    graph = write(folder, "  a: {operator: ops:double, process: p}", LINE, "processes: one\nlimits: {in_flight: 3}")
+    inputs = [torch.full((1 + number % 3, 4), float(number)) for number in range(20)]
+    async with flowrt.open(graph) as running:
+        outputs = [out async for out in running.stream(inputs)]
+        assert all(torch.equal(out, 2 * x) for out, x in zip(outputs, inputs, strict=True))
+        async for _ in running.stream(inputs):
+            break  # leaving early leaves nothing behind, and the graph goes on
+        assert torch.equal(await running(x=inputs[1]), 2 * inputs[1])
+
+
+async def test_a_loop_over_layers(folder: Path) -> None:
+    """Ten rounds between two processes: the tag's layer counts them, an edge leaves at the last."""
+    nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
+    edges = (
+        "  - {from: input.x, to: a.x}\n"
+        "  - {from: a.y, to: b.x}\n"
+        "  - {from: b.y, to: a.x, layers: 0-8, tag: layer+1}\n"
+        "  - {from: b.y, to: output.y, layers: 9}"
+    )
+    async with flowrt.open(write(folder, nodes, edges)) as running:
+        outputs = [out async for out in running.stream([torch.tensor([float(number)]) for number in range(6)])]
+    assert [out.item() for out in outputs] == [number + 20.0 for number in range(6)]
+
+
+async def test_a_gather_takes_as_many_as_its_count_says(folder: Path) -> None:
+    nodes = (
+        "  cut: {operator: ops:some, process: p}\n"
+        "  left: {operator: ops:step, process: q}\n"
+        "  right: {operator: ops:step, process: r}\n"
+        "  total: {operator: ops:total, process: p, inputs: {parts: {takes: gather, count: count}, count: 'int64[]'}}"
+    )
+    edges = (
+        "  - {from: input.x, to: cut.x}\n"
+        "  - {from: cut.a, to: left.x}\n"
+        "  - {from: cut.b, to: right.x}\n"
+        "  - {from: cut.count, to: total.count}\n"
+        "  - {from: left.y, to: total.parts}\n"
+        "  - {from: right.y, to: total.parts}\n"
+        "  - {from: total.y, to: output.y}"
+    )
+    async with flowrt.open(write(folder, nodes, edges)) as running:
+        outputs = [out async for out in running.stream([torch.ones(rows) for rows in range(1, 7)])]
+    assert [out.item() for out in outputs] == [2.0, 4.0 + 22.0, 0.0, 8.0, 10.0 + 55.0, 0.0]
+
+
+async def test_a_stateful_node_fires_in_step_order(folder: Path) -> None:
+    nodes = "  a: {operator: ops:count_up, process: p, stateful: true}"
+    async with flowrt.open(write(folder, nodes, LINE)) as running:
+        outputs = [out async for out in running.stream([torch.zeros(1)] * 5)]
+    assert [out.item() for out in outputs] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("processes", ["one", "many"])
+async def test_an_operator_that_raises_ends_the_run_by_name(folder: Path, processes: str) -> None:
+    graph = write(folder, "  a: {operator: ops:fail, process: worker}", LINE, f"processes: {processes}")
+    with pytest.raises(flowrt.WorkerDiedError, match=r"worker failed: a failed at step 0, layer 0: RuntimeError: this one always fails"):
+        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+            await running(x=torch.zeros(1, 4))
+
+
+async def test_an_output_that_breaks_its_spec_is_named(folder: Path) -> None:
+    graph = write(folder, "  a: {operator: ops:wrong, process: p}", LINE)
+    with pytest.raises(flowrt.WorkerDiedError, match=r"output a\.y is float32\[3,2\]; float32\[rows,4\] is declared"):
+        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+            await running(x=torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [
+        ("no_such_module:f", "cannot import 'no_such_module'"),
+        ("ops:nothing", "has no function 'nothing'; it has .*double"),
+        ("ops:total", "takes parts, count, the graph feeds x"),
+    ],
+)
+async def test_an_operator_that_is_not_there_is_the_users_to_mend(folder: Path, operator: str, text: str) -> None:
+    graph = write(folder, f"  a: {{operator: {operator}, process: p}}", LINE)
+    with pytest.raises(flowrt.UserError, match=text):
+        async with flowrt.open(graph, on_line=lambda process, line: None):
+            pass
+
+
+async def test_a_spec_in_the_file_and_an_annotation_must_agree(folder: Path) -> None:
+    graph = write(folder, '  a: {operator: ops:double, process: p, inputs: {x: "float32[rows,5]"}}', LINE)
+    with pytest.raises(flowrt.UserError, match=r"float32\[rows,5\] in the graph file and float32\[rows,4\]"):
+        async with flowrt.open(graph, on_line=lambda process, line: None):
+            pass
+
+
+async def test_wrong_inputs_are_refused_and_the_graph_goes_on(folder: Path) -> None:
+    graph = write(folder, "  a: {operator: ops:step, process: p}", LINE)
+    async with flowrt.open(graph) as running:
+        with pytest.raises(flowrt.UserError, match="takes x; got y"):
+            await running(y=torch.zeros(1))
+        with pytest.raises(flowrt.UserError, match=r"a torch\.Tensor is needed"):
+            await running(x=[1.0])
+        with pytest.raises(flowrt.UserError, match="serves no model"):
+            await running.submit("text")
+        assert (await running(x=torch.zeros(1))).item() == 1.0
