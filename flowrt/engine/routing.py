@@ -14,7 +14,7 @@ class GroupLoad:
     """What a group has been given and has not ended: pending and running together."""
 
     num_requests: int = 0
-    num_tokens: int = 0  # prompt tokens and new tokens still to come
+    num_tokens: int = 0  # their prompt tokens and the most new tokens they may have
 
 
 def choose_group(loads: Mapping[str, GroupLoad], avoid: Collection[str] = ()) -> str | None:

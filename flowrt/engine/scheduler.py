@@ -57,13 +57,14 @@ class Scheduler:
     def schedule(self, lane: int) -> list[Part]:
         """The sequences of the lane's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
 
-        Decoding sequences come first, one row each, then chunks of those whose tokens are not all computed, oldest first.
+        Decoding sequences come first, one row each, then chunks of those whose tokens are not all computed, oldest first. Call it
+        only for a lane that runs no step.
         """
         self._admit()
         self._balance()
         free_rows = self._limits.max_step_tokens
         parts: list[Part] = []
-        idle = [sequence for sequence in self.running if sequence.lane == lane and not sequence.in_step]
+        idle = [sequence for sequence in self.running if sequence.lane == lane]  # the lane runs no step, so none of them is in one
         decoding = [sequence for sequence in idle if sequence.num_missing_tokens == 1]
         if len(decoding) > free_rows:
             decoding.sort(key=lambda sequence: sequence.last_turn)

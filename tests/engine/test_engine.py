@@ -245,6 +245,7 @@ def test_rolling_back_drops_the_running_steps_only() -> None:
     for step in group.start():
         assert step.epoch == 1
         assert step.step == late[step.lane].step + 1
+        assert group.engine.step_done(step.lane, late[step.lane].step, [1] * len(step.batch.samples)) == []
     group.run()
     for each in requests:
         if each.id != "r1":
@@ -287,6 +288,57 @@ def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
     assert list(group.ends) == [(each.id, 0) for each in requests], "the oldest ends first"
 
 
+def test_an_older_sequence_claims_the_pages_that_are_in_use() -> None:
+    """The lane of the younger is asked first each time, so without the claim it would go on and the older would wait."""
+    limits = GraphLimits(max_batch=2, kv_pages=8, page_tokens=1, max_tokens=8, max_step_tokens=8)
+    group = ToyGroup(limits, num_lanes=2)
+    old, young = request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)
+    group.submit(old, young)
+    numbers = {0: 0, 1: 0}
+    for _ in range(3):  # seven of the eight pages are taken when lane 0 is asked for the fourth time
+        for lane in (1, 0):
+            step = group.engine.next_step(lane)
+            assert step is not None
+            group.engine.step_done(lane, numbers[lane], [5])
+            numbers[lane] += 1
+    assert group.engine.next_step(1) is not None
+    assert group.engine.next_step(0) is not None
+    assert group.engine.statistics().num_free_pages == 0
+    group.engine.step_done(0, 3, [5])
+    assert group.engine.next_step(0) is None, "the younger one's pages are in its step"
+    group.engine.step_done(1, 3, [5])
+    assert group.engine.next_step(1) is None, "the older one has claimed what it needs"
+    step = group.engine.next_step(0)
+    assert step is not None
+    assert step.batch.sequence_names == ["old/0"]
+    assert group.engine.statistics().num_preemptions == 1
+
+
+def test_a_claim_ends_with_its_sequence() -> None:
+    limits = GraphLimits(max_batch=3, kv_pages=6, page_tokens=1, max_tokens=6, max_step_tokens=8)
+    group = ToyGroup(limits, num_lanes=2)
+    group.submit(request("old", (1,), max_tokens=6), request("young", (2,), max_tokens=6))
+    while len(group.start()) == 2:
+        group.finish(0)
+        group.start()
+        group.finish(1)
+    group.finish(1)
+    group.take(group.engine.cancel("old", 0))
+    group.run()
+    assert group.tokens[("young", 0)] == expected_output(request("young", (2,), max_tokens=6))
+
+
+def test_a_preempted_sequence_waits_for_head_room() -> None:
+    """Taken back as soon as its own pages are free, it is preempted again by the next page that an older one needs: this load
+    then has 26 preemptions instead of 9."""
+    limits = GraphLimits(max_batch=16, kv_pages=20, page_tokens=16, max_tokens=90, max_step_tokens=64)
+    requests = [request(f"r{n}", range(n + 1, n + 5), max_tokens=90, seed=n) for n in range(16)]
+    group = ToyGroup(limits)
+    group.submit(*requests)
+    group.run()
+    assert 0 < group.engine.statistics().num_preemptions <= 16
+
+
 def test_eight_pages_serve_a_request_that_fills_them() -> None:
     group = ToyGroup(SMALL)
     full = request("a", [1] * 17, max_tokens=16)  # 17 + 16 - 1 = 32 positions = 8 pages of 4
@@ -325,6 +377,18 @@ def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
         cuts.append({name: sorted(set(rows)) for name, rows in seen.items()})
     assert cuts[0] == cuts[1] == cuts[2]
     assert group.engine.statistics().num_preemptions > 0, "the last shape replays"
+
+
+def test_a_chunk_that_does_not_fit_is_not_overtaken() -> None:
+    limits = GraphLimits(max_batch=5, kv_pages=64, page_tokens=4, max_tokens=16, max_step_tokens=5)
+    group = ToyGroup(limits, chunk_tokens=4)
+    group.submit(request("r0", (1,), max_tokens=4), request("r1", (2,), max_tokens=4))
+    group.start()
+    group.finish(0)
+    group.submit(request("long", range(8), max_tokens=2), request("short", (3,) * 3, max_tokens=2))
+    (step,) = group.start()
+    assert step.batch.sequence_names == ["r0/0", "r1/0"], "three rows are left, and the older one needs four"
+    group.run()
 
 
 def test_strict_chunks_must_fit_into_a_step() -> None:
