@@ -70,6 +70,35 @@ class VirtualHandle(asyncio.TimerHandle):
         return self is other
 
 
+class VirtualTask(asyncio.Task[T]):
+    """A task whose hash is its number. Task groups and `asyncio.wait` keep tasks in sets and walk them: by address, the order in which
+    they are cancelled would be the memory's choice."""
+
+    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
+        self.number = number  # first, since asyncio's constructor puts the task into a set
+        super().__init__(*arguments, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class VirtualFuture(asyncio.Future[T]):
+    """A future whose hash is its number, for the same reason."""
+
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """See the file's docstring. One run each: `run_until_complete` once, then `close`."""
 
@@ -82,6 +111,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: dict[str, deque[VirtualHandle]] = {}
         self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._num_timers = 0
+        self._num_waitables = 0
         self._num_tasks: dict[str, int] = {}
         self._tasks: list[tuple[str, weakref.ref[asyncio.Task[Any]]]] = []
         self._digest = hashlib.blake2b(digest_size=16)
@@ -98,7 +128,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Of all steps and messages so far; equal runs have equal digests, whatever the process or its hash seed."""
         return self._digest.hexdigest()
 
-    def note(self, *parts: bytes) -> None:
+    def note(self, *parts: bytes | bytearray | memoryview) -> None:
         """Take `parts` (a message on its way) into the digest."""
         for part in parts:
             self._digest.update(len(part).to_bytes(8, "little"))
@@ -147,7 +177,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        self._num_waitables += 1
+        return VirtualFuture(self._num_waitables, self)
 
     def create_task(
         self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: object = None, context: Context | None = None, **options: Any
@@ -157,7 +188,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if name is None:
             self._num_tasks[node] = number = self._num_tasks.get(node, 0) + 1
             name = f"{node}/{number}"
-        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, name=str(name), context=context, **options)
+        self._num_waitables += 1
+        task: VirtualTask[T] = VirtualTask(self._num_waitables, coro, loop=self, name=str(name), context=context, **options)
         self._tasks.append((node, weakref.ref(task)))
         if len(self._tasks) % 1024 == 0:
             self._tasks = [(node, reference) for node, reference in self._tasks if reference() is not None]

@@ -11,6 +11,7 @@ the protocol of the real schemes, so that the word "taken" takes its time as wel
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from transports.errors import AddressError, HandshakeError
 from transports.handshake import NONCE_BYTES, Handshake, check_key
 from transports.message import Message
 from transports.window import ReceiveWindow, SendWindow
+
+_ALIGNMENT = 64
 
 FrameKind = Literal["message", "taken", "waiting", "close", "broken"]
 
@@ -137,7 +140,7 @@ class SimulatedChannel(Endpoint):
         self._sending.add(size)
         self._counters.messages_sent += 1
         self._counters.bytes_sent += size
-        wire = [bytes(part) for part in parts]
+        wire: list[Part] = [bytes(parts[0]), *map(_aligned, parts[1:])]
         self._send_frame("message", wire)
         if self._network.duplicates():
             self._send_frame("message", wire)
@@ -163,7 +166,7 @@ class SimulatedChannel(Endpoint):
         if not self._ended and self._broken is None:
             self._send_frame("taken", [b"%d %d" % self._receiving.told()])
 
-    def _send_frame(self, kind: FrameKind, parts: list[bytes] | None = None) -> None:
+    def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
         network, parts = self._network, parts or []
         network.num_frames += 1
         network.loop.note(self._name, kind.encode(), *parts)
@@ -291,6 +294,15 @@ class SimulatedTransport(Transport):
         near, far = SimulatedChannel.pair(self._network, first, second, limits)
         listener.backlog.put(far)
         return near
+
+
+def _aligned(data: Part) -> memoryview:
+    """A copy of `data` at a multiple of 64: some kernels compute other bits elsewhere, and where is the memory's choice, not the seed's."""
+    buffer = bytearray(len(data) + _ALIGNMENT)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _ALIGNMENT
+    view = memoryview(buffer)[start : start + len(data)]
+    view[:] = data
+    return view
 
 
 def _class_for(scheme: str) -> type[SimulatedTransport]:

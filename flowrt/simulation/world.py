@@ -171,6 +171,7 @@ def run(
     """
     collecting = gc.isenabled()
     gc.disable()
+    gc.freeze()  # what was there before is not looked at when the run's own leavings are collected
     loop = VirtualLoop(seed, max_seconds=max_seconds)  # type: ignore[abstract]  # sockets and signals are left out on purpose
     try:
         world = World(seed, loop, conditions or NetworkConditions(), cost or ComputeCost())
@@ -190,5 +191,6 @@ def run(
         return outcome
     finally:
         loop.close()
+        gc.unfreeze()
         if collecting:
             gc.enable()
