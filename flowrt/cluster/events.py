@@ -22,7 +22,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerLoading:
-    """`done` of `total` bytes of weights are read."""
+    """`done` of the worker's `total` operators have their weights; `text` names the one at work."""
 
     name: str
     text: str
@@ -32,10 +32,11 @@ class WorkerLoading:
 
 @dataclass(frozen=True)
 class WorkerListening:
-    """Everything is loaded; `resident_bytes` is the worker's memory at this moment."""
+    """Everything is loaded; `resident_bytes` is the worker's memory at this moment, `imported_bytes` before it loaded anything."""
 
     name: str
     resident_bytes: int
+    imported_bytes: int = 0
 
 
 @dataclass(frozen=True)

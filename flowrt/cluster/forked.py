@@ -27,7 +27,6 @@ STARTER = "starter"
 NUM_LAST_WORDS = 50
 _MAX_LINE_CHARACTERS = 4096
 _GRACE_SECONDS = 3.0  # for the starter to end all it forked, and itself, once told to
-_POLL_SECONDS = 0.005
 
 
 def exit_text(status: int) -> str:
@@ -281,13 +280,21 @@ class StarterProcess:
             try:
                 sent = send_first(self._line, data, fds)
             except BlockingIOError:
-                await asyncio.sleep(_POLL_SECONDS)
+                await self._wait_writable(self._line.fileno())
             except ConnectionError as error:
                 raise self._lost() from error
             else:
                 break
         if sent < len(data):
             await self._loop.sock_sendall(self._line, data[sent:])
+
+    async def _wait_writable(self, fd: int) -> None:
+        writable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(fd, lambda: None if writable.done() else writable.set_result(None))
+        try:
+            await writable
+        finally:
+            self._loop.remove_writer(fd)
 
     def _on_readable(self) -> None:
         if self._line is None or self._reader is None:

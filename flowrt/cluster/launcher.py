@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -44,18 +41,17 @@ from flowrt.actors.control import (
     from_message,
 )
 from flowrt.cluster import events
-from flowrt.cluster.choose import available_transports, choose_transports, host_name, num_threads, pack, usable_cores
-from flowrt.cluster.forked import STARTER, StarterProcess, exit_text
-from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain, load_worker
+from flowrt.cluster.choose import available_transports, choose_transports, pack
+from flowrt.cluster.forked import STARTER
+from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
+from flowrt.cluster.starter import WorkerMain, load_worker
+from flowrt.cluster.verdict import Kind, Verdict
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import Graph
 from flowrt.seams import Seams
-from transports.contract import Channel, Identity
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
-from transports.inproc import InprocChannel
-from transports.stream import StreamChannel
 
 T = TypeVar("T")
 
@@ -64,7 +60,6 @@ PRELOAD = ("torch", "flowrt.workers.process")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
-_SETTLE_SECONDS = 0.2  # a death is heard of first by those it cuts off: wait for the rest before naming the cause
 _STATUS_SECONDS = 2.0  # from the end of a control line to the exit status of its process
 _KEY_BYTES = 32
 
@@ -75,31 +70,17 @@ class NotRunningError(RuntimeError):
 
 @dataclass
 class _Worker:
-    name: str
-    host: str  # the OS process; its own name when it lives in this loop
-    control: Channel
+    placed: Placed
     listening: asyncio.Future[Listening]
     connected: asyncio.Future[None]
     ended: asyncio.Future[None]  # its control line has closed
     last_word_seconds: float
-    task: asyncio.Task[None] | None = None  # of a worker in this loop
     statistics: Statistics = Statistics()
     asked: list[asyncio.Future[Statistics]] = field(default_factory=list)
     draining: list[asyncio.Future[None]] = field(default_factory=list)
 
-
-@dataclass(frozen=True, order=True)
-class _Cause:
-    """Why the run ends. The smallest is named: what a user did wrong, then the dead, then those who complain of them."""
-
-    rank: int
-    order: int
-    name: str = field(compare=False)
-    host: str = field(compare=False)
-    reason: str = field(compare=False)
-
-
-_BAD_INPUT, _DIED, _COMPLAINED = range(3)
+    def __post_init__(self) -> None:
+        self.name, self.host, self.control = self.placed.name, self.placed.host, self.placed.control
 
 
 class Launcher:
@@ -153,9 +134,9 @@ class Launcher:
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
         self._workers: dict[str, _Worker] = {}
-        self._exits: dict[str, asyncio.Future[str]] = {}  # host -> how it ended
-        self._causes: list[_Cause] = []
-        self._starter: StarterProcess | None = None
+        self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
+        self._hosts.on_exit = self._on_exit
+        self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._told_failure = False
@@ -171,7 +152,6 @@ class Launcher:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._stop_wanted = asyncio.Event()
-        self._failing = asyncio.Event()
         self._task = loop.create_task(self._run(), name=f"launcher {self.run_id}")
         try:
             await asyncio.wait({self._task, self._ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -275,93 +255,47 @@ class Launcher:
             await self._clear(orderly)
 
     async def _start(self, tasks: asyncio.TaskGroup, own: list[asyncio.Task[None]]) -> None:
+        """Place every worker, and lead all of them from Start to Connected."""
         begun = self._now()
-        hosts = pack(self.graph)
-        if hosts:
-            await self._fork_all(hosts)
+        forked = pack(self.graph)
+        here = dict(self._hosted)
+        if forked:
+            self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._answer_seconds)))
+            async for placed in self._hosts.fork_all(self.graph, forked, self._worker, self._log_level):
+                self._add(placed)
         else:
-            worker = load_worker(self._worker)
-            self._set_threads()
-            for name in self.graph.process_names():
-                own.append(self._host(tasks, name, worker))
-        for name, hosted in self._hosted.items():
-            own.append(self._host(tasks, name, hosted))
+            here = dict.fromkeys(self.graph.process_names(), load_worker(self._worker)) | here
+            set_own_threads(self.graph)
+        for name, worker in here.items():
+            placed = self._hosts.place_here(tasks, name, worker, self.seams)
+            self._add(placed)
+            assert placed.task is not None
+            own.append(placed.task)
         graph = to_json(self.graph)
-        sharing = {name: tuple(workers) for workers in hosts for name in workers}
-        within = tuple(name for name in self._workers if name not in sharing)
-        for worker_ in self._workers.values():
-            own.append(tasks.create_task(self._pump(worker_), name=f"pump {worker_.name}"))
+        sharing = {name: tuple(workers) for workers in [*forked, list(here)] for name in workers}
+        for each in self._workers.values():
+            own.append(tasks.create_task(self._pump(each), name=f"pump {each.name}"))
             start = Start(
-                name=worker_.name,
-                incarnation=self.incarnations[worker_.name],
+                name=each.name,
+                incarnation=self.incarnations[each.name],
                 graph=graph,
                 key=self.key,
-                local=sharing.get(worker_.name, within),
+                local=sharing[each.name],
                 log_level=self._log_level,
             )
-            await self._tell(worker_, start)
+            await self._tell(each, start)
         await self._wait_words("loading", {worker.name: worker.listening for worker in self._workers.values()})
         addresses = {worker.name: worker.listening.result().addresses for worker in self._workers.values()}
-        for worker_ in self._workers.values():
-            await self._tell(worker_, Peers(addresses=addresses, incarnations=self.incarnations))
+        for each in self._workers.values():
+            await self._tell(each, Peers(addresses=addresses, incarnations=self.incarnations))
         await self._wait_words("connecting", {worker.name: worker.connected for worker in self._workers.values()})
         self._on_event(events.Ready(self._now() - begun))
 
-    async def _fork_all(self, hosts: list[list[str]]) -> None:
-        starter = self._starter = StarterProcess(self.run_id, self._on_line, self._on_exit)
-        self._exits[STARTER] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(self._answer_seconds):
-                self._on_event(events.StarterReady(await starter.start(self._preload)))
-        except TimeoutError:
-            imports = ", ".join(self._preload)
-            reason = f"gave no word for {self._answer_seconds:g} s while importing {imports}"
-            raise WorkerDiedError(STARTER, reason, starter.last_words(STARTER)) from None
-        cores = usable_cores()
-        for workers in hosts:
-            host = host_name(workers)
-            self._exits[host] = asyncio.get_running_loop().create_future()
-            threads = num_threads(self.graph, workers, len(hosts), cores)
-            pid, lines = await starter.fork(host, workers, self._worker, threads, self._log_level)
-            for name, line in zip(workers, lines, strict=True):
-                self.pids[name] = pid
-                self._add(name, host, await _channel(line, Identity(name, self.incarnations[name])))
-                self._on_event(events.WorkerStarted(name, pid))
-
-    def _host(self, tasks: asyncio.TaskGroup, name: str, worker: WorkerMain) -> asyncio.Task[None]:
-        """Run a worker as a task of this loop."""
-        ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), Identity(name, self.incarnations[name]))
-        self._exits[name] = asyncio.get_running_loop().create_future()
-        added = self._add(name, name, ours)
-        added.task = tasks.create_task(self._run_hosted(name, worker, theirs), name=f"worker {name}")
-        self.pids[name] = os.getpid()
-        self._on_event(events.WorkerStarted(name, self.pids[name]))
-        return added.task
-
-    async def _run_hosted(self, name: str, worker: WorkerMain, control: Channel) -> None:
-        how = exit_text(0)
-        try:
-            async with control:
-                await worker(control, self.seams)
-        except Exception as error:
-            how = f"failed: {type(error).__name__}: {error}"
-            for line in "".join(traceback.format_exception(error)).splitlines():
-                self._on_line(name, line)
-        finally:
-            if not self._exits[name].done():
-                self._exits[name].set_result(how)
-
-    def _set_threads(self) -> None:
-        """In the user's own process: only what the graph asks for in numbers; `auto` leaves torch as the user set it."""
-        wishes = [wish for wish in self.graph.threads.values() if wish != "auto"]
-        if wishes and (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(max(wishes))
-
-    def _add(self, name: str, host: str, control: Channel) -> _Worker:
+    def _add(self, placed: Placed) -> None:
         loop = asyncio.get_running_loop()
-        worker = _Worker(name, host, control, loop.create_future(), loop.create_future(), loop.create_future(), loop.time())
-        self._workers[name] = worker
-        return worker
+        self._workers[placed.name] = _Worker(placed, loop.create_future(), loop.create_future(), loop.create_future(), loop.time())
+        self.pids[placed.name] = placed.pid
+        self._on_event(events.WorkerStarted(placed.name, placed.pid))
 
     async def _stop(self) -> None:
         self._stopping = True
@@ -370,30 +304,28 @@ class Launcher:
             for worker in self._workers.values():
                 group.create_task(self._tell(worker, Stop(), deadline))
         await _wait_until([worker.ended for worker in self._workers.values()], deadline)
-        left = {host: ended for host, ended in self._exits.items() if host != STARTER}
+        left = {host: ended for host, ended in self._hosts.exits.items() if host != STARTER}
         await _wait_until(left.values(), deadline)
         late = [worker for worker in self._workers.values() if not left[worker.host].done()]
         for worker in late:
             self._on_event(events.Straggler(worker.name, self._stop_seconds))
-            if worker.task is not None:
-                worker.task.cancel()
+            if worker.placed.task is not None:
+                worker.placed.task.cancel()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for host in {worker.host for worker in late if worker.task is None and not left[worker.host].done()}:
-                assert self._starter is not None
-                await self._starter.kill(host, number)
+            for host in {worker.host for worker in late if worker.placed.task is None and not left[worker.host].done()}:
+                await self._hosts.kill(host, number)
             await _wait_until(left.values(), self._now() + _TERM_SECONDS)
 
     async def _clear(self, orderly: bool) -> None:
         """Leave nothing behind: processes first, so that no close waits for a peer."""
         cancelled: asyncio.CancelledError | None = None
-        if self._starter is not None:
-            try:
-                if orderly:
-                    await self._starter.aclose()
-            except asyncio.CancelledError as error:
-                cancelled = error
-            finally:
-                self._starter.end_now()
+        try:
+            if orderly:
+                await self._hosts.aclose()
+        except asyncio.CancelledError as error:
+            cancelled = error
+        finally:
+            self._hosts.end_now()
         for worker in self._workers.values():
             try:
                 await worker.control.aclose()
@@ -427,16 +359,16 @@ class Launcher:
         except (EndOfChannel, BrokenChannelError, ClosedChannelError):
             pass
         except msgspec.ValidationError as error:
-            self._fail(_DIED, worker, f"sent nonsense on its control line: {error}")
+            self._fail(Kind.DIED, worker, f"sent nonsense on its control line: {error}")
         worker.ended.set_result(None)
         if self._stopping:
             return
-        ends = [self._exits[host] for host in (worker.host, STARTER) if host in self._exits]
+        ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if any(cause.name in (worker.name, STARTER) for cause in self._causes):
+        if self._verdict.accused(worker.name, STARTER):
             return  # it has said why itself, or fell with the starter
-        how = self._exits[worker.host].result() if self._exits[worker.host].done() else "closed its control line"
-        self._fail(_DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
+        how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control line"
+        self._fail(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
 
     def _hear(self, worker: _Worker, control: Control) -> None:
         match control:
@@ -445,7 +377,7 @@ class Launcher:
             case Listening():
                 if not worker.listening.done():
                     worker.listening.set_result(control)
-                    self._on_event(events.WorkerListening(worker.name, control.resident_bytes))
+                    self._on_event(events.WorkerListening(worker.name, control.resident_bytes, control.imported_bytes))
             case Connected():
                 if not worker.connected.done():
                     worker.connected.set_result(None)
@@ -459,45 +391,34 @@ class Launcher:
                 elif isinstance(control, LinkLost):
                     asyncio.get_running_loop().call_later(_STATUS_SECONDS, self._fail_by_link, worker, control)
                 elif isinstance(control, Failed):
-                    self._fail(_BAD_INPUT if control.user else _COMPLAINED, worker, control.error)
+                    self._fail(Kind.BAD_INPUT if control.user else Kind.COMPLAINED, worker, control.error)
                 self._on_control(worker.name, control)
 
-    def _on_exit(self, host: str, status: int) -> None:
-        if not self._exits[host].done():
-            self._exits[host].set_result(exit_text(status))
-        if self._stopping:
-            return
+    def _on_exit(self, host: str, how: str) -> None:
         if host == STARTER:
-            self._fail(_DIED, None, exit_text(status))
+            self._fail(Kind.DIED, None, how)
             return
         loop = asyncio.get_running_loop()
         for worker in self._workers.values():
             if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
-                loop.call_later(_STATUS_SECONDS, self._fail_if_open, worker, exit_text(status))
+                loop.call_later(_STATUS_SECONDS, self._fail_if_open, worker, how)
 
     def _fail_if_open(self, worker: _Worker, how: str) -> None:
-        if not worker.ended.done() and not self._stopping:
-            self._fail(_DIED, worker, how)
+        if not worker.ended.done():
+            self._fail(Kind.DIED, worker, how)
 
     def _fail_by_link(self, worker: _Worker, lost: LinkLost) -> None:
         """Nobody's death has explained it."""
-        self._fail(_COMPLAINED, worker, f"lost its link to {lost.peer}: {lost.reason}")
+        self._fail(Kind.COMPLAINED, worker, f"lost its link to {lost.peer}: {lost.reason}")
 
-    def _fail(self, rank: int, worker: _Worker | None, reason: str) -> None:
+    def _fail(self, kind: Kind, worker: _Worker | None, reason: str) -> None:
+        """Accuse a worker, or the starter, unless the run is ending anyhow."""
         if not self._stopping:
             name, host = (worker.name, worker.host) if worker is not None else (STARTER, STARTER)
-            self._causes.append(_Cause(rank, len(self._causes), name, host, reason))
-            self._failing.set()
+            self._verdict.accuse(kind, name, host, reason)
 
     async def _judge(self) -> None:
-        """Once something failed, wait a moment for the others' words, then name the cause by raising it, which ends the group."""
-        await self._failing.wait()
-        await asyncio.sleep(_SETTLE_SECONDS)
-        cause = min(self._causes)
-        if cause.rank == _BAD_INPUT:
-            raise UserError(cause.reason)
-        reason = f"failed: {cause.reason}" if cause.rank == _COMPLAINED else cause.reason
-        raise WorkerDiedError(cause.name, reason, self._last_words(cause.host))
+        raise await self._verdict.wait_error()
 
     async def _wait_words(self, doing: str, answers: Mapping[str, asyncio.Future[Listening] | asyncio.Future[None]]) -> None:
         """Wait for all answers; a worker that gives no word at all for too long has failed."""
@@ -507,7 +428,7 @@ class Launcher:
             left = max(begun, self._workers[silent].last_word_seconds) + self._answer_seconds - self._now()
             if left <= 0:
                 reason = f"gave no word for {self._answer_seconds:g} s while {doing}"
-                raise WorkerDiedError(silent, reason, self._last_words(self._workers[silent].host))
+                raise WorkerDiedError(silent, reason, self._hosts.last_words(self._workers[silent].host))
             await asyncio.wait(waiting.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _wait_all(self, answers: Iterable[asyncio.Future[Statistics] | asyncio.Future[None]]) -> None:
@@ -522,9 +443,6 @@ class Launcher:
         with contextlib.suppress(TransportError, TimeoutError):  # a dead worker is its pump's to report
             async with asyncio.timeout_at(deadline):
                 await worker.control.send(as_message(control))
-
-    def _last_words(self, host: str) -> tuple[str, ...]:
-        return self._starter.last_words(host) if self._starter is not None else ()
 
     def _minting(self) -> list[str]:
         return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
@@ -541,10 +459,6 @@ class Launcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-async def _channel(line: socket.socket, peer: Identity) -> Channel:
-    return await StreamChannel.from_socket(line, CONTROL_LIMITS, peer)
 
 
 async def _wait_until(futures: Iterable[asyncio.Future[None] | asyncio.Future[str]], deadline: float) -> None:

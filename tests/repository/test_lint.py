@@ -15,7 +15,8 @@ SEAM_FILES = {
     "flowrt/seams.py": "the seams themselves",
     "flowrt/simulation/": "the other form of the seams",
     "flowrt/cluster/starter.py": "starts processes",
-    "flowrt/cluster/launcher.py": "starts processes",
+    "flowrt/cluster/forked.py": "starts the starter",
+    "flowrt/cluster/launcher.py": "makes the run's key",
     "flowrt/bench": "measures the real world",
     "transports/handshake.py": "draws the nonces of the handshake, which must not be replayed",
 }
@@ -23,6 +24,7 @@ NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "mul
 EXECUTOR_FILES = ("flowrt/seams.py", "flowrt/bench")
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
+    "flowrt/cluster/launcher.py": "one task is the whole run, which entering starts and leaving ends, perhaps from another task",
     "flowrt/simulation/loop.py": "makes the main task of a run and awaits it",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")

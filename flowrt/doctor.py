@@ -1,0 +1,230 @@
+"""`flowrt doctor`: what this machine offers a run, what is missing, and what would help. It changes nothing and starts no worker.
+
+Here: `collect` (the report as data) and `report` (the report as text). Not here: the choice of a transport (cluster/choose.py),
+whose outcome is shown. Called by the command line. Torch is imported only in a process of its own: whether that works is the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from flowrt.cluster.choose import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
+from flowrt.cluster.leftover import Marked, marked_processes
+from flowrt.observe import size_text
+
+OLDEST_PYTHON = (3, 11)
+LITTLE_MEMORY_BYTES = 1 << 30
+_TORCH_SECONDS = 120.0
+_ASK_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(json.dumps({"version": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.version.cuda, "gpus": gpus}))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `remedy` says what would help; it is None when nothing needs help. A run needs what is `needed`."""
+
+    name: str
+    ok: bool
+    text: str
+    remedy: str | None = None
+    needed: bool = False
+
+
+class _Torch(msgspec.Struct):
+    version: str
+    threads: int
+    cuda: str | None
+    gpus: tuple[str, ...]
+
+
+async def collect() -> list[Check]:
+    """Every check, in the order to read them. Takes as long as importing torch once."""
+    available = dict(available_transports())
+    torch, gpu = await _torch_checks()
+    checks = [_python_check(), torch, gpu, *_machine_checks(), _library_check("uvloop", "workers run on the standard loop, slower")]
+    checks += [*transport_checks(available), *_kernel_checks(), leftover_check(marked_processes())]
+    return checks
+
+
+def report(checks: Iterable[Check], console: Console | None = None) -> bool:
+    """Print the checks; True when everything a run needs is there. Plain lines where the console has no colours."""
+    console = console or Console()
+    checks = list(checks)
+    width = max((len(check.name) for check in checks), default=0)
+    for check in checks:
+        mark = "[green]ok[/]  " if check.ok else ("[red]bad[/] " if check.needed else "[yellow]no[/]  ")
+        console.print(f"{mark} {check.name:<{width}}  {escape(check.text)}", soft_wrap=True, highlight=False)
+        if check.remedy is not None:
+            console.print(f"     {'':<{width}}  {escape(check.remedy)}", soft_wrap=True, highlight=False, style="dim")
+    bad = [check.name for check in checks if check.needed and not check.ok]
+    console.print(f"missing for a run: {', '.join(bad)}" if bad else "flowrt can run here", soft_wrap=True, highlight=False)
+    return not bad
+
+
+def transport_checks(available: Mapping[str, str | None]) -> list[Check]:
+    """One check per scheme, and which one `auto` takes between processes. `available` as for choose_transports."""
+    checks = [
+        Check(f"transport {scheme}", reason is None, "works" if reason is None else reason, None, needed=scheme == WITHIN)
+        for scheme, reason in available.items()
+    ]
+    works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
+    if not works:
+        remedy = "install a C compiler or pyzmq, then flowrt again; `processes: one` runs without"
+        return [*checks, Check(f"transport {AUTO}", False, "nothing works between processes", remedy, needed=True)]
+    text = f"takes {works[0]} between processes"
+    if works[0] != BETWEEN[0]:
+        better = BETWEEN[: BETWEEN.index(works[0])]
+        text += f", because {' and '.join(better)} {'does' if len(better) == 1 else 'do'} not work"
+    return [*checks, Check(f"transport {AUTO}", True, f"{text}; {WITHIN} inside one")]
+
+
+def leftover_check(marked: Sequence[Marked]) -> Check:
+    """Processes of runs whose launcher is gone. Those of runs that go on are not counted."""
+    left = [process for process in marked if not os.path.exists(f"/proc/{process.launcher_pid}")]
+    if not left:
+        return Check("leftovers", True, "no process of an earlier run")
+    pids = " ".join(str(process.pid) for process in left)
+    names = ", ".join(f"{process.name} ({process.pid})" for process in left)
+    return Check("leftovers", False, f"processes of earlier runs still live: {names}", f"end them: kill -9 {pids}")
+
+
+def _python_check() -> Check:
+    text = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    ok = sys.version_info >= OLDEST_PYTHON
+    return Check("python", ok, text, None if ok else f"flowrt needs Python {wanted} or newer", needed=True)
+
+
+async def _torch_checks() -> tuple[Check, Check]:
+    """Torch, and the GPUs it sees; asked in a process of its own."""
+    installed = _installed("torch")
+    if installed is None:
+        return Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")
+    output, error = await _ask_python(_ASK_TORCH)
+    if output is None:
+        remedy = "reinstall it: pip install --force-reinstall torch"
+        broken = Check("torch", False, f"{installed} is installed but cannot be imported: {error}", remedy, needed=True)
+        return broken, Check("gpu", False, "unknown without torch")
+    answer = msgspec.json.decode(output, type=_Torch)
+    kind = f"CUDA {answer.cuda}" if answer.cuda else "CPU build"
+    torch = Check("torch", True, f"{answer.version} ({kind}), {answer.threads} threads by default", needed=True)
+    return torch, _gpu_check(answer.gpus)
+
+
+def _gpu_check(gpus: Sequence[str]) -> Check:
+    if gpus:
+        return Check("gpu", True, ", ".join(gpus))
+    if os.path.exists("/proc/driver/nvidia/version"):
+        return Check("gpu", False, "there is an NVIDIA driver, but torch sees no GPU", "install torch with CUDA (pytorch.org)")
+    return Check("gpu", True, "none; everything computes on the CPU")
+
+
+async def _ask_python(code: str) -> tuple[bytes | None, str]:
+    """What `code`, run by this interpreter, prints; or None and the last line of what it complained of."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_TORCH_SECONDS):
+            output, complaint = await process.communicate()
+    except TimeoutError:
+        return None, f"no answer in {_TORCH_SECONDS:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        lines = complaint.decode(errors="replace").strip().splitlines()
+        return None, lines[-1] if lines else f"exit status {process.returncode}"
+    return output, ""
+
+
+def _machine_checks() -> list[Check]:
+    cores = usable_cores()
+    text = f"{cores} usable of {os.cpu_count()}, {platform.machine()}"
+    if (quota := _cgroup_cores()) is not None:
+        text += f", limited to {quota:g} by the container"
+    checks = [Check("cpus", True, f"{text}; `threads: auto` divides {cores} among the processes of a run")]
+    free = _free_memory_bytes()
+    if free is not None:
+        ok = free >= LITTLE_MEMORY_BYTES
+        remedy = None if ok else "each worker takes about 200 MiB before its weights; `processes: one` shares that"
+        checks.append(Check("memory", ok, f"{size_text(free)} available", remedy))
+    return checks
+
+
+def _cgroup_cores() -> float | None:
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _free_memory_bytes() -> int | None:
+    """Available memory: the machine's, or what the container's limit leaves."""
+    try:
+        with open("/proc/meminfo") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        free = int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            free = min(free, int(limit.read()) - int(current.read()))
+    except (OSError, ValueError):
+        pass  # no limit
+    return free
+
+
+def _library_check(name: str, without: str) -> Check:
+    found = _installed(name)
+    return Check(name, found is not None, found or f"not installed: {without}", None if found else f"pip install {name}")
+
+
+def _kernel_checks() -> list[Check]:
+    """What the kernel must offer so that processes end together and shared memory has no name."""
+    checks = []
+    for name, call, without in (
+        ("pidfd", "pidfd_open", "the ends of processes are noticed by polling"),
+        ("memfd", "memfd_create", "shared memory does not work"),
+    ):
+        error = _try_kernel(call)
+        checks.append(Check(name, error is None, "works" if error is None else f"{error}: {without}"))
+    if sys.platform != "linux":
+        text = f"{platform.system()}: workers end when their launcher closes the line, not when it is killed at once"
+        checks.append(Check("system", False, text, "Linux is where flowrt keeps all its promises"))
+    return checks
+
+
+def _try_kernel(call: str) -> str | None:
+    """None when the system call works, else why not."""
+    function = getattr(os, call, None)
+    if function is None:
+        return "not in this Python or system"
+    try:
+        os.close(function(os.getpid()) if call == "pidfd_open" else function("flowrt-doctor"))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
