@@ -25,7 +25,9 @@ from operators.model_config import ModelConfig, ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
-SCRATCH_BYTES = 16 << 20  # converted tensors pass through a buffer of at most about this size
+SCRATCH_BYTES = (
+    4 << 20
+)  # tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it)
 
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -67,6 +69,8 @@ class Checkpoint:
         """Find the files; ModelError when there are none or the index is broken. Headers are read when first needed."""
         self.directory = Path(directory)
         self._tensors: dict[Path, dict[str, StoredTensor]] = {}
+        # One buffer for all conversions: with one for each, the allocator keeps a fifth of what is loaded as holes between weights.
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         index_path = self.directory / INDEX_NAME
         if index_path.is_file():
             self._files = _read_index(index_path)
@@ -154,7 +158,7 @@ class Checkpoint:
             raise ModelError(f"tensor {name} in {stored.path} has shape {list(stored.shape)}, which {fits}")
         destination = out[start : start + placed[0]]
         if piece.transpose:
-            buffer = torch.empty(taken, dtype=stored.dtype)
+            buffer = self._buffer(taken, stored.dtype)
             _read_bytes(stored.path, offset, buffer)
             destination.copy_(buffer.t())
         elif destination.dtype == stored.dtype and destination.device.type == "cpu" and destination.is_contiguous():
@@ -163,16 +167,21 @@ class Checkpoint:
             self._read_converted(stored, offset, destination)
         return placed[0]
 
-    @staticmethod
-    def _read_converted(stored: StoredTensor, offset: int, destination: Tensor) -> None:
+    def _read_converted(self, stored: StoredTensor, offset: int, destination: Tensor) -> None:
         row_bytes = prod(destination.shape[1:]) * stored.dtype.itemsize
         rows = max(1, SCRATCH_BYTES // max(1, row_bytes))
-        scratch = torch.empty((min(rows, destination.shape[0]), *destination.shape[1:]), dtype=stored.dtype)
         for first in range(0, destination.shape[0], rows):
             chunk = destination[first : first + rows]
-            buffer = scratch[: chunk.shape[0]]
+            buffer = self._buffer(tuple(chunk.shape), stored.dtype)
             _read_bytes(stored.path, offset + first * row_bytes, buffer)
             chunk.copy_(buffer)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in the scratch buffer, valid until the next one."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(max(SCRATCH_BYTES, num_bytes), dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(dtype).view(shape)
 
     def _header(self, path: Path) -> dict[str, StoredTensor]:
         if path not in self._tensors:
