@@ -103,7 +103,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """See the file's docstring. One run each: `run_until_complete` once, then `close`."""
 
     def __init__(
-        self, seed: int, *, max_steps: int = 20_000_000, max_steps_at_instant: int = 200_000, max_seconds: float = 24 * 3600.0
+        self, seed: int, *, max_steps: int = 20_000_000, max_steps_at_instant: int = 50_000, max_seconds: float = 24 * 3600.0
     ) -> None:
         self.num_steps = 0
         self._random = random.Random(f"schedule {seed}")

@@ -46,9 +46,11 @@ def load(graph_file: Path) -> Graph:
     return load_graph(graph_file, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
 
 
+@pytest.mark.timeout(300)
 def test_fifty_seeds_give_the_same_tokens_and_the_same_digests_in_two_processes(graph_file: Path) -> None:
     """Each process compares the tokens of its seeds itself and exits with 1 when they differ; both run at once."""
     command = [sys.executable, "-m", "flowrt.simulation", str(graph_file), "--seeds", str(NUM_SEEDS), "--digests"]
+    command += ["--requests", "4", "--max-tokens", "4"]
     running = [
         subprocess.Popen(
             command,
