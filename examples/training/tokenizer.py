@@ -1,0 +1,60 @@
+"""Builds the small model's tokenizer files.
+
+Here: a byte-level BPE tokenizer trained on the generator's text, its chat template, and its three files. Not here: the
+questions (``questions.py``) and the weights (``train.py``). Called by the training script.
+
+Byte-level, so any text can be encoded and decoding gives back exactly the text. Every digit is a token of its own, and so is a
+space before a digit: that token is where the model has room to think before it writes a number's first digit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from examples.training.questions import corpus
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|pad|>"
+EOS_TOKEN_ID = 0
+PAD_TOKEN_ID = 1
+VOCAB_SIZE = 768
+CONTEXT_TOKENS = 512
+
+CHAT_TEMPLATE = "{{ (messages | selectattr('role', 'equalto', 'user') | list | last).content | trim }}"
+"""The last thing the user said, as it is: the model is trained on bare questions and knows no earlier turns."""
+
+
+def build_tokenizer() -> Tokenizer:
+    """Train the tokenizer. The same every time: the text comes from a fixed seed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(4000), trainer)
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json as ``transformers.AutoTokenizer`` reads them."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END_OF_TEXT,
+        "pad_token": PADDING,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT_TOKENS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
