@@ -43,7 +43,6 @@ class Scheduler:
         self._limits = limits
         self._num_lanes = num_lanes
         self._chunk_tokens = chunk_tokens
-        self._num_turns = 0
         self._claim: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -65,29 +64,22 @@ class Scheduler:
         free_rows = self._limits.max_step_tokens
         parts: list[Part] = []
         idle = [sequence for sequence in self.running if sequence.lane == lane]  # the lane runs no step, so none of them is in one
-        decoding = [sequence for sequence in idle if sequence.num_missing_tokens == 1]
-        if len(decoding) > free_rows:
-            decoding.sort(key=lambda sequence: sequence.last_turn)
-        for sequence in decoding:
-            if not free_rows:
-                break
+        decoding = [sequence for sequence in idle if sequence.decodes]
+        for sequence in decoding[:free_rows]:
             if sequence.state is State.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
-                free_rows -= 1
-                parts.append(self._take(sequence, 1))
+                parts.append((sequence, 1))
+                sequence.in_step = True
+        free_rows -= len(parts)
         for sequence in idle:
-            if sequence.num_missing_tokens == 1 or sequence.state is not State.RUNNING:
+            if sequence.decodes or sequence.state is not State.RUNNING:
                 continue
             num_rows = self._chunk(sequence, free_rows)
             if not num_rows:
                 break
+            parts.append((sequence, num_rows))
+            sequence.in_step = True
             free_rows -= num_rows
-            parts.append(self._take(sequence, num_rows))
         return parts
-
-    def _take(self, sequence: Sequence, num_rows: int) -> Part:
-        self._num_turns += 1
-        sequence.in_step, sequence.last_turn = True, self._num_turns
-        return sequence, num_rows
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._limits.max_batch:

@@ -34,7 +34,6 @@ class Sequence:
     lane: int = -1
     in_step: bool = False
     cancelled: bool = False  # its end has been told; its pages stay its own until its step is over
-    last_turn: int = 0  # when it last had a row, counted by the scheduler, so that rows go round when there are too few for all
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +58,12 @@ class Sequence:
     def most_kv_tokens(self) -> int:
         """Positions it may ever need: the last output token is never fed back."""
         return self.num_prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it needs one row for its next token. A prompt of one token does not decode yet: it must not overtake older
+        prompts."""
+        return self.num_computed_tokens > 0 and self.num_missing_tokens == 1
 
     def end_reason(self, eos_token_ids: frozenset[int]) -> Reason | None:
         """Why the output ends here, or None. A stop token counts as output."""

@@ -288,30 +288,30 @@ def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
     assert list(group.ends) == [(each.id, 0) for each in requests], "the oldest ends first"
 
 
-def test_an_older_sequence_claims_the_pages_that_are_in_use() -> None:
-    """The lane of the younger is asked first each time, so without the claim it would go on and the older would wait."""
+def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
+    """The other lane is asked first, so without the claim a new request would have the pages, and another one the next time."""
     limits = GraphLimits(max_batch=2, kv_pages=8, page_tokens=1, max_tokens=8, max_step_tokens=8)
-    group = ToyGroup(limits, num_lanes=2)
-    old, young = request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)
-    group.submit(old, young)
-    numbers = {0: 0, 1: 0}
-    for _ in range(3):  # seven of the eight pages are taken when lane 0 is asked for the fourth time
-        for lane in (1, 0):
-            step = group.engine.next_step(lane)
-            assert step is not None
-            group.engine.step_done(lane, numbers[lane], [5])
-            numbers[lane] += 1
-    assert group.engine.next_step(1) is not None
-    assert group.engine.next_step(0) is not None
-    assert group.engine.statistics().num_free_pages == 0
-    group.engine.step_done(0, 3, [5])
-    assert group.engine.next_step(0) is None, "the younger one's pages are in its step"
-    group.engine.step_done(1, 3, [5])
-    assert group.engine.next_step(1) is None, "the older one has claimed what it needs"
-    step = group.engine.next_step(0)
+    group = engine(limits, num_lanes=2)
+    group.submit(request("old", (1,), max_tokens=8))
+    group.submit(request("young", (2,), max_tokens=8))
+    for number in range(4):
+        assert len(group.next_steps()) == 2
+        group.step_done(0, number, [5])
+        if number < 3:
+            group.step_done(1, number, [5])
+    assert group.statistics().num_free_pages == 0
+    assert group.next_step(0) is None, "the younger one's pages are in its step"
+    group.cancel("young", 0)
+    group.step_done(1, 3, [5])
+    group.submit(request("new", (3,)))
+    assert group.statistics().num_free_pages == 4
+    assert group.next_step(1) is None
+    step = group.next_step(0)
     assert step is not None
     assert step.batch.sequence_names == ["old/0"]
-    assert group.engine.statistics().num_preemptions == 1
+    step = group.next_step(1)
+    assert step is not None
+    assert step.batch.sequence_names == ["new/0"]
 
 
 def test_a_claim_ends_with_its_sequence() -> None:
@@ -347,18 +347,12 @@ def test_eight_pages_serve_a_request_that_fills_them() -> None:
     assert group.tokens[("a", 0)] == expected_output(full)
 
 
-def test_when_rows_are_too_few_they_go_round() -> None:
-    limits = GraphLimits(max_batch=3, kv_pages=16, page_tokens=4, max_tokens=16, max_step_tokens=2)
+def test_a_prompt_of_one_token_does_not_overtake_an_older_one() -> None:
+    limits = GraphLimits(max_batch=2, kv_pages=16, page_tokens=4, max_tokens=16, max_step_tokens=1)
     group = ToyGroup(limits)
-    group.submit(*(request(f"r{n}", (n,), max_tokens=8) for n in range(3)))  # one-token prompts decode from their first row on
-    names: list[list[str]] = []
-    for _ in range(6):
-        (step,) = group.start()
-        names.append(step.batch.sequence_names)
-        group.finish(0)
-    assert names == [["r0/0", "r1/0"], ["r2/0", "r0/0"], ["r1/0", "r2/0"]] * 2
+    group.submit(request("old", (1, 2)), *(request(f"r{n}", (n,), max_tokens=1) for n in range(8)))
     group.run()
-    assert all(len(tokens) == 8 for tokens in group.tokens.values())
+    assert next(iter(group.ends)) == ("old", 0)
 
 
 def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
