@@ -12,48 +12,27 @@ and tasks are gone when `async with` is left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self
 
-import msgspec
-
-from flowrt.actors.control import (
-    Ask,
-    Connected,
-    Control,
-    Drain,
-    Drained,
-    Failed,
-    LinkLost,
-    Listening,
-    Peers,
-    Progress,
-    Start,
-    Statistics,
-    Stop,
-    as_message,
-    from_message,
-)
+from flowrt.actors.control import Control, LinkLost, Peers, Start, Statistics, Stop
 from flowrt.cluster import events
 from flowrt.cluster.choose import available_transports, choose_transports, pack
 from flowrt.cluster.forked import STARTER
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
 from flowrt.cluster.starter import WorkerMain, load_worker
 from flowrt.cluster.verdict import Kind, Verdict
+from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
 from flowrt.graph.model import Graph
 from flowrt.seams import Seams
-from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
-
-T = TypeVar("T")
+from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process")
@@ -66,21 +45,6 @@ _KEY_BYTES = 32
 
 class NotRunningError(RuntimeError):
     """The launcher was stopped, or not started."""
-
-
-@dataclass
-class _Worker:
-    placed: Placed
-    listening: asyncio.Future[Listening]
-    connected: asyncio.Future[None]
-    ended: asyncio.Future[None]  # its control line has closed
-    last_word_seconds: float
-    statistics: Statistics = Statistics()
-    asked: list[asyncio.Future[Statistics]] = field(default_factory=list)
-    draining: list[asyncio.Future[None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.name, self.host, self.control = self.placed.name, self.placed.host, self.placed.control
 
 
 class Launcher:
@@ -133,18 +97,13 @@ class Launcher:
         self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, WorkerLine] = {}
         self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
         self._hosts.on_exit = self._on_exit
         self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._told_failure = False
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """The names of the graph's workers, in order of first mention."""
-        return tuple(self.graph.process_names())
 
     async def __aenter__(self) -> Self:
         if self._task is not None:
@@ -174,7 +133,7 @@ class Launcher:
         """Tell one worker; waits while its control line is full. Raises the failure that ended the run, or NotRunningError."""
         self._check_running()
         try:
-            await self._workers[worker].control.send(as_message(control))
+            await self._workers[worker].send(control)
         except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone: the run is about to say why
             await self.wait_failed()
             raise NotRunningError(f"{worker} has stopped") from None
@@ -188,12 +147,7 @@ class Launcher:
     async def statistics(self) -> dict[str, Statistics]:
         """Ask every worker now. Raises as `send`."""
         self._check_running()
-        answers = {}
-        for worker in self._workers.values():
-            answers[worker.name] = asyncio.get_running_loop().create_future()
-            worker.asked.append(answers[worker.name])
-        for name in answers:
-            await self.send(name, Ask())
+        answers = {name: await worker.ask_statistics() for name, worker in self._workers.items()}
         await self._wait_all(answers.values())
         return {name: answer.result() for name, answer in answers.items()}
 
@@ -204,12 +158,7 @@ class Launcher:
         """
         self._check_running()
         names = list(workers) if workers is not None else self._minting()
-        waits = []
-        for name in names:
-            waits.append(asyncio.get_running_loop().create_future())
-            self._workers[name].draining.append(waits[-1])
-            await self.send(name, Drain())
-        await self._wait_all(waits)
+        await self._wait_all([await self._workers[name].ask_drain() for name in names])
 
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
@@ -274,7 +223,7 @@ class Launcher:
         graph = to_json(self.graph)
         sharing = {name: tuple(workers) for workers in [*forked, list(here)] for name in workers}
         for each in self._workers.values():
-            own.append(tasks.create_task(self._pump(each), name=f"pump {each.name}"))
+            own.append(tasks.create_task(self._follow(each), name=f"line of {each.name}"))
             start = Start(
                 name=each.name,
                 incarnation=self.incarnations[each.name],
@@ -283,17 +232,16 @@ class Launcher:
                 local=sharing[each.name],
                 log_level=self._log_level,
             )
-            await self._tell(each, start)
+            await each.tell(start)
         await self._wait_words("loading", {worker.name: worker.listening for worker in self._workers.values()})
         addresses = {worker.name: worker.listening.result().addresses for worker in self._workers.values()}
         for each in self._workers.values():
-            await self._tell(each, Peers(addresses=addresses, incarnations=self.incarnations))
+            await each.tell(Peers(addresses=addresses, incarnations=self.incarnations))
         await self._wait_words("connecting", {worker.name: worker.connected for worker in self._workers.values()})
         self._on_event(events.Ready(self._now() - begun))
 
     def _add(self, placed: Placed) -> None:
-        loop = asyncio.get_running_loop()
-        self._workers[placed.name] = _Worker(placed, loop.create_future(), loop.create_future(), loop.create_future(), loop.time())
+        self._workers[placed.name] = WorkerLine(placed, self)
         self.pids[placed.name] = placed.pid
         self._on_event(events.WorkerStarted(placed.name, placed.pid))
 
@@ -302,7 +250,7 @@ class Launcher:
         deadline = self._now() + self._stop_seconds
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():
-                group.create_task(self._tell(worker, Stop(), deadline))
+                group.create_task(worker.tell(Stop(), deadline))
         await _wait_until([worker.ended for worker in self._workers.values()], deadline)
         left = {host: ended for host, ended in self._hosts.exits.items() if host != STARTER}
         await _wait_until(left.values(), deadline)
@@ -328,7 +276,7 @@ class Launcher:
             self._hosts.end_now()
         for worker in self._workers.values():
             try:
-                await worker.control.aclose()
+                await worker.aclose()
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
@@ -349,18 +297,9 @@ class Launcher:
 
     # Words from workers.
 
-    async def _pump(self, worker: _Worker) -> None:
-        """Take what one worker says until its line ends; its end is the run's unless it was told to stop."""
-        try:
-            while True:
-                message = await worker.control.recv()
-                worker.last_word_seconds = self._now()
-                self._hear(worker, from_message(message))
-        except (EndOfChannel, BrokenChannelError, ClosedChannelError):
-            pass
-        except msgspec.ValidationError as error:
-            self._fail(Kind.DIED, worker, f"sent nonsense on its control line: {error}")
-        worker.ended.set_result(None)
+    async def _follow(self, worker: WorkerLine) -> None:
+        """Hear a worker until its line ends, which is the run's end unless it was told to stop."""
+        await worker.listen()
         if self._stopping:
             return
         ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
@@ -368,59 +307,44 @@ class Launcher:
         if self._verdict.accused(worker.name, STARTER):
             return  # it has said why itself, or fell with the starter
         how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control line"
-        self._fail(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
+        self.accuse(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
 
-    def _hear(self, worker: _Worker, control: Control) -> None:
-        match control:
-            case Progress():
-                self._on_event(events.WorkerLoading(worker.name, control.text, control.done, control.total))
-            case Listening():
-                if not worker.listening.done():
-                    worker.listening.set_result(control)
-                    self._on_event(events.WorkerListening(worker.name, control.resident_bytes, control.imported_bytes))
-            case Connected():
-                if not worker.connected.done():
-                    worker.connected.set_result(None)
-                    self._on_event(events.WorkerConnected(worker.name))
-            case _:
-                if isinstance(control, Statistics):
-                    worker.statistics = control
-                    _answer(worker.asked, control)
-                elif isinstance(control, Drained):
-                    _answer(worker.draining, None)
-                elif isinstance(control, LinkLost):
-                    asyncio.get_running_loop().call_later(_STATUS_SECONDS, self._fail_by_link, worker, control)
-                elif isinstance(control, Failed):
-                    self._fail(Kind.BAD_INPUT if control.user else Kind.COMPLAINED, worker, control.error)
-                self._on_control(worker.name, control)
+    # What worker lines tell their owner; see worker_line.Owner.
+
+    def on_event(self, event: events.Event) -> None:
+        self._on_event(event)
+
+    def on_control(self, name: str, control: Control) -> None:
+        self._on_control(name, control)
+
+    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
+        """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
+        reason = f"lost its link to {lost.peer}: {lost.reason}"
+        asyncio.get_running_loop().call_later(_STATUS_SECONDS, self.accuse, Kind.COMPLAINED, line, reason)
 
     def _on_exit(self, host: str, how: str) -> None:
         if host == STARTER:
-            self._fail(Kind.DIED, None, how)
+            self.accuse(Kind.DIED, None, how)
             return
         loop = asyncio.get_running_loop()
         for worker in self._workers.values():
             if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
                 loop.call_later(_STATUS_SECONDS, self._fail_if_open, worker, how)
 
-    def _fail_if_open(self, worker: _Worker, how: str) -> None:
+    def _fail_if_open(self, worker: WorkerLine, how: str) -> None:
         if not worker.ended.done():
-            self._fail(Kind.DIED, worker, how)
+            self.accuse(Kind.DIED, worker, how)
 
-    def _fail_by_link(self, worker: _Worker, lost: LinkLost) -> None:
-        """Nobody's death has explained it."""
-        self._fail(Kind.COMPLAINED, worker, f"lost its link to {lost.peer}: {lost.reason}")
-
-    def _fail(self, kind: Kind, worker: _Worker | None, reason: str) -> None:
-        """Accuse a worker, or the starter, unless the run is ending anyhow."""
+    def accuse(self, kind: Kind, line: WorkerLine | None, reason: str) -> None:
+        """Hold a worker, or the starter, to be why the run ends, unless it is ending anyhow."""
         if not self._stopping:
-            name, host = (worker.name, worker.host) if worker is not None else (STARTER, STARTER)
+            name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
             self._verdict.accuse(kind, name, host, reason)
 
     async def _judge(self) -> None:
         raise await self._verdict.wait_error()
 
-    async def _wait_words(self, doing: str, answers: Mapping[str, asyncio.Future[Listening] | asyncio.Future[None]]) -> None:
+    async def _wait_words(self, doing: str, answers: Mapping[str, asyncio.Future[Any]]) -> None:
         """Wait for all answers; a worker that gives no word at all for too long has failed."""
         begun = self._now()
         while waiting := {name: answer for name, answer in answers.items() if not answer.done()}:
@@ -431,18 +355,13 @@ class Launcher:
                 raise WorkerDiedError(silent, reason, self._hosts.last_words(self._workers[silent].host))
             await asyncio.wait(waiting.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _wait_all(self, answers: Iterable[asyncio.Future[Statistics] | asyncio.Future[None]]) -> None:
+    async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
         """Wait for every answer, or for the end of the run, which raises."""
         assert self._task is not None
         for answer in answers:
             await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._check_running()
-
-    async def _tell(self, worker: _Worker, control: Control, deadline: float | None = None) -> None:
-        with contextlib.suppress(TransportError, TimeoutError):  # a dead worker is its pump's to report
-            async with asyncio.timeout_at(deadline):
-                await worker.control.send(as_message(control))
 
     def _minting(self) -> list[str]:
         return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
@@ -461,17 +380,10 @@ class Launcher:
         return asyncio.get_running_loop().time()
 
 
-async def _wait_until(futures: Iterable[asyncio.Future[None] | asyncio.Future[str]], deadline: float) -> None:
+async def _wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
     waiting = [future for future in futures if not future.done()]
     if waiting:
         await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-
-
-def _answer(waiting: list[asyncio.Future[T]], value: T) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(value)
-    waiting.clear()
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
