@@ -1,0 +1,1 @@
+"""planning: which deployment for which hardware and targets (cost model, strategy search). Pure. Still empty: a later version brings it."""

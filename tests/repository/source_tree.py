@@ -31,17 +31,18 @@ class Source:
 
     @property
     def room(self) -> str:
-        """First-level part: "transports", "operators", "flowrt.graph", "flowrt.cli"; "flowrt" for its __init__.py."""
-        parts = self.module.split(".")
-        return parts[0] if parts[0] != "flowrt" else ".".join(parts[:2])
+        return room_of(self.module)
 
     def nodes(self) -> Iterator[ast.AST]:
         return ast.walk(self.tree)
 
 
 def room_of(target: str) -> str:
+    """First-level part: "transports", "operators", "flowrt.graph", "flowrt" for its __init__.py. The files cli*.py are one room."""
     parts = target.split(".")
-    return parts[0] if parts[0] != "flowrt" else ".".join(parts[:2])
+    if parts[0] != "flowrt" or len(parts) == 1:
+        return parts[0]
+    return "flowrt.cli" if parts[1].startswith("cli_") else f"flowrt.{parts[1]}"
 
 
 def _is_type_checking(test: ast.expr) -> bool:

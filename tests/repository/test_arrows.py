@@ -14,10 +14,12 @@ from repository.source_tree import PACKAGES, ROOT, Source, module_of, modules, r
 
 LEAVES = ("flowrt.config", "flowrt.errors", "flowrt.seams", "flowrt.observe")
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability")
+# What users get from `import flowrt`; loaded on first use.
+FRONT_MAY = ("flowrt.api", "flowrt.cluster.gateway", *LEAVES)
 # From the top down. Rooms of one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.cli",),
-    ("flowrt.cli_graph", "flowrt.doctor"),
+    ("flowrt.doctor",),
     ("flowrt.bench",),
     ("flowrt.api",),
     ("flowrt.simulation",),
@@ -69,7 +71,7 @@ def refusal(source: Source, target: str) -> str | None:
     if room == other:
         return None
     if room == "flowrt":
-        return None if other in ("flowrt.api", *LEAVES) else "flowrt/__init__.py gives out the api only"
+        return None if target in FRONT_MAY else "flowrt/__init__.py gives out the api and its types only"
     if other == "flowrt":
         return "import the module itself, not the package's front"
     if other == "operators":

@@ -18,14 +18,21 @@ SEAM_FILES = {
     "flowrt/cluster/forked.py": "starts the starter",
     "flowrt/cluster/launcher.py": "makes the run's key",
     "flowrt/bench": "measures the real world",
-    "transports/handshake.py": "draws the nonces of the handshake, which must not be replayed",
+    "transports/handshake.py": "draws nonces, which nobody must foretell",
+    "transports/rendezvous.py": "draws the names of sockets, which nobody must foretell",
+    "transports/zeromq.py": "draws the names of sockets, which nobody must foretell",
 }
 NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
-EXECUTOR_FILES = ("flowrt/seams.py", "flowrt/bench")
+EXECUTOR_FILES = (
+    "flowrt/seams.py",
+    "flowrt/simulation/",
+    "flowrt/bench",
+    "flowrt/api.py",  # the blocking call gives a notebook, whose loop runs already, a loop of its own in a thread
+)
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
-    "flowrt/cluster/launcher.py": "one task is the whole run, which entering starts and leaving ends, perhaps from another task",
-    "flowrt/simulation/loop.py": "makes the main task of a run and awaits it",
+    "flowrt/api.py": "the cancels of a run and the window of a stream: both end where `async with` and the generator end",
+    "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
