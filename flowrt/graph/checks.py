@@ -31,8 +31,8 @@ def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
     yield from _check_answers(graph)
     yield from _check_transports(graph)
     flow = follow(graph)
-    yield from _check_feeding(graph, flow)
     yield from _check_cycles(graph, flow)
+    yield from _check_feeding(graph, flow)
     yield from _check_credits(graph)
     yield from _check_model(graph, facts)
 
@@ -162,7 +162,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     for edge in graph.edges:
         if edge.tag.advances or mints(graph.nodes[edge.target].operator):
             continue
-        for layer in {layer for _, layer in flow.fires[edge.source]} or {0}:
+        for layer in {layer for _, layer in flow.fires[edge.source]} or range(flow.num_layers):
             if layer in edge.layers:
                 target = edge.tag.layer if edge.tag.kind == "to_layer" else layer
                 onward.setdefault((edge.source, layer), []).append(((edge.target, target), edge))

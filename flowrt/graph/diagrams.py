@@ -30,7 +30,7 @@ class Arrow:
 
     @property
     def label(self) -> str:
-        return "; ".join([self.ports, *self.words])
+        return "; ".join(word for word in (self.ports, *self.words) if word)
 
 
 def short_name(node: Node) -> str:
@@ -111,8 +111,10 @@ def arrows(graph: Graph) -> list[Arrow]:
 
 
 def _arrow(ends: tuple[str, str], edges: list[Edge], graph: Graph, collapsed: bool) -> Arrow:
-    ports = f"{len(edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
+    ports = "" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
     words = tuple(dict.fromkeys(word for edge in edges for word in edge_words(edge, graph)))
+    if collapsed:
+        words = (f"{len(edges)} edges", *words)
     return Arrow(*ends, ports, words, crosses(edges[0], graph), all(edge.tag.advances for edge in edges))
 
 

@@ -20,6 +20,9 @@ def build_explicit(
     nodes: dict[str, NodeSection], edges: list[EdgeSection], micro_batches: int, in_flight: int, document: Document
 ) -> tuple[dict[str, Node], tuple[Edge, ...]]:
     """Nodes and edges as written. Raises GraphError for ends that do not exist and for ports a node does not have."""
+    for name in _PSEUDO:
+        if name in nodes:
+            document.fail(("nodes", name), f"{name!r} is there without being written; choose another name")
     ends = [(*_end(edge.source), *_end(edge.target)) for edge in edges]
     for index, (source, _, target, _) in enumerate(ends):
         for key, name in (("from", source), ("to", target)):
@@ -38,8 +41,6 @@ def build_explicit(
 
     built: dict[str, Node] = {}
     for name, section in nodes.items():
-        if name in _PSEUDO:
-            document.fail(("nodes", name), f"{name!r} is there without being written; choose another name")
         built[name] = _node(name, section, taken.get(name, {}), given.get(name, {}), document)
     if INPUT in given:
         built[INPUT] = Node(INPUT, INPUT, GATEWAY, outputs={port: PortSpec(port) for port in given[INPUT]})

@@ -27,6 +27,12 @@ _LIMITS = GraphLimits()
 MAX_THREADS = 1024
 
 
+def _version(value: Any) -> Any:
+    if value is True:  # which Python takes for 1
+        raise ValueError("true is not possible; write 1")
+    return value
+
+
 def _processes(value: Any) -> Any:
     if value in ("one", "many") or (type(value) is int and 1 <= value <= 4096):
         return value
@@ -276,7 +282,7 @@ class GraphFile(Section):
 
     model_config = ConfigDict(title="flowrt graph file")
 
-    flowrt: Literal[1] = Field(description="The version of this format.")
+    flowrt: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="The version of this format.")
     model: ModelSection | None = None
     deploy: DeploySection | None = Field(default=None, description="The short form.")
     nodes: dict[NodeName, NodeSection] | None = Field(default=None, description="The explicit form.")

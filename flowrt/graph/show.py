@@ -78,10 +78,12 @@ def _processes(graph: Graph, fusions: dict[str, Fusion]) -> list[tuple[str, list
     for process, role in roles(graph).items():
         if process in fusions:
             found.setdefault(role, []).append(process)
-    return [
-        (role if len(members) == 1 else f"{role}, {len(members)} processes such as {members[0]}", _lines(graph, members[0], fusions[members[0]]))
-        for role, members in found.items()
-    ]
+    listed = []
+    for role, members in found.items():
+        first = members[0]
+        title = role if len(members) == 1 else f"{role}, {len(members)} processes such as {first}"
+        listed.append((title, _lines(graph, first, fusions[first])))
+    return listed
 
 
 def _box(title: str, lines: list[str]) -> RenderableType:

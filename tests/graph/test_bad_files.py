@@ -1,0 +1,357 @@
+"""Every mistake ends in one line: file, line, key, what is wrong, what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrt.errors import GraphError, UserError
+from flowrt.graph import load_graph
+
+MODEL = "flowrt: 1\nmodel: {path: m}\n"
+USER = """flowrt: 1
+nodes:
+  a: {operator: ops:a, process: left}
+  b: {operator: ops:b, process: right}
+edges:
+  - {from: input.x, to: a.x}
+  - {from: a.y, to: b.x}
+  - {from: b.y, to: output.y}
+"""
+
+
+def deploy(attention: str = "", experts: str = "", rest: str = "") -> str:
+    """Lines 3 to 5 are deploy, attention, experts."""
+    return MODEL + f"deploy:\n  attention: {{{attention}}}\n  experts: {{{experts}}}\n{rest}"
+
+
+# text, line, path, parts of the message
+BAD = {
+    "empty": ("", 1, "", ["is empty", "flowrt: 1"]),
+    "a list": ("- a\n", 1, "", ["no mapping"]),
+    "not YAML": ("flowrt: 1\nmodel: [\n", 3, "", ["is not YAML"]),
+    "tabs": ("flowrt: 1\nmodel:\n\tpath: m\n", 3, "", ["is not YAML", "\\t"]),
+    "control character": ("flowrt: 1\nmodel: \x07\n", 2, "", ["character"]),
+    "two documents": (MODEL + "---\nflowrt: 1\n", 3, "", ["second document"]),
+    "no version": ("model: {path: m}\n", 1, "flowrt", ["is missing", "flowrt: 1"]),
+    "other version": ("flowrt: 2\nmodel: {path: m}\n", 1, "flowrt", ["2 is not possible", "write 1"]),
+    "version is true": ("flowrt: true\nmodel: {path: m}\n", 1, "flowrt", ["true is not possible"]),
+    "no model": ("flowrt: 1\n", 1, "", ["model is missing", "nodes"]),
+    "no model path": ("flowrt: 1\nmodel: {dtype: float32}\n", 2, "model.path", ["is missing"]),
+    "model not there": ("flowrt: 1\nmodel: {path: nowhere}\n", 2, "model.path", ["no folder 'nowhere'", "give the path"]),
+    "dtype": ("flowrt: 1\nmodel: {path: m, dtype: int4}\n", 2, "model.dtype", ["'int4' is not possible", "float32"]),
+    "duplicate": (MODEL + "model: {path: m}\n", 3, "model", ["twice", "line 2", "keep one"]),
+    "duplicate deep": (MODEL + "deploy:\n  experts:\n    servers: 1\n    servers: 2\n", 6, "deploy.experts.servers", ["twice", "line 5"]),
+    "tag": ("flowrt: 1\nmodel: !!python/object:os.system {path: m}\n", 2, "model", ["tag", "refused"]),
+    "plain tag": ("flowrt: !!int 1\nmodel: {path: m}\n", 1, "flowrt", ["tag"]),
+    "anchor": ("flowrt: 1\nmodel: &m {path: m}\n", 2, "model", ["&m", "anchor"]),
+    "alias": ("flowrt: 1\nmodel: *m\n", 2, "model", ["*m", "anchor"]),
+    "deep": ("flowrt: " + "[" * 60 + "]" * 60 + "\n", 1, "flowrt.0.0.0", ["deep"]),
+    "key is a list": ("flowrt: 1\n? [a]\n: 1\n", 2, "", ["a key must be a word"]),
+    "huge number": ("flowrt: " + "9" * 40 + "\n", 1, "flowrt", ["too large"]),
+    "unknown key": (MODEL + "modle: 3\n", 3, "modle", ["unknown key 'modle'", "did you mean 'model'?"]),
+    "unknown deep key": (deploy("grups: 2"), 4, "deploy.attention.grups", ["did you mean 'groups'?"]),
+    "key elsewhere": (MODEL + "servers: 2\n", 3, "servers", ["belongs under deploy.experts"]),
+    "unknown far key": (deploy("zzz: 2"), 4, "deploy.attention.zzz", ["known: ", "micro_batches"]),
+    "wrong type": (deploy("groups: two"), 4, "deploy.attention.groups", ["'two' is no whole number"]),
+    "float for int": (deploy("groups: 2.0"), 4, "deploy.attention.groups", ["2.0 is no whole number"]),
+    "bool for int": (deploy("groups: true"), 4, "deploy.attention.groups", ["true is no whole number"]),
+    "nothing for int": (deploy("groups: "), 4, "deploy.attention.groups", ["nothing is no whole number"]),
+    "too small": (deploy("groups: 0"), 4, "deploy.attention.groups", ["0 is too small", "1 or more"]),
+    "negative": (deploy("", "servers: -1"), 5, "deploy.experts.servers", ["too small"]),
+    "section is a list": (MODEL + "deploy: []\n", 3, "deploy", ["a list is no mapping"]),
+    "section is text": (MODEL + "deploy:\n  attention: many\n", 4, "deploy.attention", ["'many' is no mapping"]),
+    "processes": (deploy(rest="  processes: few\n"), 6, "deploy.processes", ["'few'", "one, many"]),
+    "processes zero": (deploy(rest="  processes: 0\n"), 6, "deploy.processes", ["one, many"]),
+    "processes at the top": (MODEL + "processes: one\n", 3, "processes", ["deploy.processes"]),
+    "micro_batches at the top": (MODEL + "micro_batches: 2\n", 3, "micro_batches", ["deploy.attention.micro_batches"]),
+    "threads": (deploy("threads: all"), 4, "deploy.attention.threads", ["'all'", "auto"]),
+    "device": (deploy("", "device: gpu"), 5, "deploy.experts.device", ["'gpu' is no device", "cuda"]),
+    "transport": (deploy(rest="  links: {attention-experts: {transport: shmm}}\n"), 6, "deploy.links.attention-experts.transport", []),
+    "link": (
+        deploy("", "servers: 1", "  links: {attention-experts: {link: ubb}}\n"),
+        6,
+        "deploy.links.attention-experts.link",
+        ["unknown link 'ubb'", "did you mean 'ub'"],
+    ),
+    "link number": (
+        deploy("", "servers: 1", "  links: {attention-experts: {link: {speed: 3}}}\n"),
+        6,
+        "deploy.links.attention-experts.link",
+        ["unknown number 'speed'"],
+    ),
+    "ucx": (
+        deploy("", "servers: 1", "  links: {attention-experts: {transport: ucx}}\n"),
+        6,
+        "deploy.links.attention-experts.transport",
+        ["ucx is not built yet"],
+    ),
+    "unknown transport": (
+        deploy("", "servers: 1", "  links: {attention-experts: {transport: shmm}}\n"),
+        6,
+        "deploy.links.attention-experts.transport",
+        ["no transport 'shmm'", "did you mean 'shm'?"],
+    ),
+    "inproc between processes": (
+        deploy("", "servers: 1", "  links: {attention-experts: {transport: inproc}}\n"),
+        6,
+        "deploy.links.attention-experts",
+        ["inproc stays inside one process", "processes: one"],
+    ),
+    "few credits": (
+        deploy("micro_batches: 2", "servers: 1", "  links: {attention-experts: {credits: 1}}\n"),
+        6,
+        "deploy.links.attention-experts.credits",
+        ["1 is too few", "2 micro-batches keep 2 messages", "at least 2"],
+    ),
+    "copies": (deploy("", "servers: 2, copies: 3"), 5, "deploy.experts.copies", ["3 copies", "there are 2", "servers: 3"]),
+    "copies without servers": (deploy("", "copies: 2"), 5, "deploy.experts.copies", ["copies: 1", "servers: 2"]),
+    "too many servers": (deploy("", "servers: 9"), 5, "deploy.experts.servers", ["9 servers", "8 experts", "at most 8"]),
+    "lanes": (deploy("micro_batches: 4", rest="limits: {max_batch: 2}\n"), 4, "deploy.attention.micro_batches", ["4 lanes", "at most 2"]),
+    "no copy": (
+        deploy("", "servers: 2, placement: {experts.0: '0-3', experts.1: '5-7'}"),
+        5,
+        "deploy.experts.placement",
+        ["expert 4 has no copy"],
+    ),
+    "no copy in a layer": (
+        deploy("", "servers: 1, placement: {experts.0: {0-2: 0-7, 3: 1-7}}"),
+        5,
+        "deploy.experts.placement",
+        ["expert 0 has no copy in layer 3"],
+    ),
+    "too few copies": (
+        deploy("", "servers: 2, copies: 2, placement: {experts.0: '0-7', experts.1: '1-7'}"),
+        5,
+        "deploy.experts.placement",
+        ["expert 0 has 1 copies", "copies asks for 2"],
+    ),
+    "unknown server": (
+        deploy("", "servers: 2, placement: {experts.0: '0-7', experts.5: '0'}"),
+        5,
+        "deploy.experts.placement.experts.5",
+        ["no server 'experts.5'", "experts.1"],
+    ),
+    "server left out": (deploy("", "servers: 2, placement: {experts.0: '0-7'}"), 5, "deploy.experts.placement", ["experts.1 is left out"]),
+    "expert too large": (
+        deploy("", "servers: 1, placement: {experts.0: '0-8'}"),
+        5,
+        "deploy.experts.placement.experts.0",
+        ["expert 8", "experts 0 to 7"],
+    ),
+    "expert twice": (deploy("", "servers: 1, placement: {experts.0: '0-7,3'}"), 5, "deploy.experts.placement.experts.0", ["3 is given twice"]),
+    "backwards": (deploy("", "servers: 1, placement: {experts.0: '7-0'}"), 5, "deploy.experts.placement.experts.0", ["backwards", "0-7"]),
+    "placement for nobody": (deploy("", "placement: {experts.0: '0-7'}"), 5, "deploy.experts.placement", ["servers: 0 leaves nothing to place"]),
+    "layer without experts": (
+        deploy("", "servers: 1, placement: {experts.0: {0-9: 0-7}}"),
+        5,
+        "deploy.experts.placement.experts.0",
+        ["layer 4 has no experts"],
+    ),
+    "domains": (deploy("domains: 2"), 4, "deploy.attention.domains", ["not built yet", "domains: 1"]),
+    "tensor_parallel": (deploy("tensor_parallel: 2"), 4, "deploy.attention.tensor_parallel", ["not built yet"]),
+    "colocated": (deploy("", "servers: colocated"), 5, "deploy.experts.servers", ["not built yet", "servers: 0"]),
+    "strict": (MODEL + "numerics: strict\n", 3, "numerics", ["not built yet", "fast"]),
+    "hosts": (MODEL + "hosts: [a, b]\n", 3, "hosts", ["not built yet"]),
+    "prefill": (deploy(rest="  prefill: {groups: 1}\n"), 6, "deploy.prefill", ["not built yet"]),
+    "emulate": (MODEL + "emulate: {dilation: 2}\n", 3, "emulate", ["not built yet"]),
+    "limits": (MODEL + "limits:\n  max_batch: 0\n", 4, "limits.max_batch", ["too small"]),
+    "messages too small": (MODEL + "limits: {max_message_bytes: 2048}\n", 3, "limits.max_message_bytes", ["write at least"]),
+    "prompts": (MODEL + "prompts: 3\n", 3, "prompts", ["neither a file nor a list"]),
+    "prompt": (MODEL + "prompts: [a, 3]\n", 3, "prompts", ["neither a file nor a list"]),
+    "prompts file": (MODEL + "prompts: no.jsonl\n", 3, "prompts", ["no file 'no.jsonl'"]),
+    "both forms": (USER + "model: {path: m}\ndeploy: {}\n", 10, "deploy", ["either deploy: or nodes:"]),
+    "edges alone": (MODEL + "edges: []\n", 3, "edges", ["without nodes"]),
+}  # fmt: skip
+
+BAD_USER = {
+    "no such node": (USER.replace("to: b.x", "to: bb.x"), 7, "edges.1.to", ["no node 'bb'", "did you mean 'b'?"]),
+    "edge without port": (USER.replace("to: b.x", "to: b"), 7, "edges.1.to", ["'b' is no end", "node.port"]),
+    "edge without end": (USER.replace(", to: b.x", ""), 7, "edges.1.to", ["is missing"]),
+    "from output": (USER.replace("from: a.y", "from: output.y"), 7, "edges.1.from", ["output gives nothing"]),
+    "to input": (USER.replace("to: b.x", "to: input.x"), 7, "edges.1.to", ["input takes nothing"]),
+    "gateway": (USER.replace("process: left", "process: gateway"), 3, "nodes.a.process", ["'gateway' is the launching process"]),
+    "node called input": (USER.replace("  b:", "  input:"), 4, "nodes.input", ["there without being written"]),
+    "name": (USER.replace("  b:", "  'b c':"), 4, "nodes.b c", ["'b c' is no name"]),
+    "operator": (USER.replace("ops:a", "gat"), 3, "nodes.a.operator", ["no operator 'gat'", "did you mean 'gate'?"]),
+    "options": (USER.replace("process: left", "options: {k: 1}"), 3, "nodes.a.options", ["built-in operators"]),
+    "unknown node key": (USER.replace("process: left", "proces: left"), 3, "nodes.a.proces", ["did you mean 'process'?"]),
+    "unknown edge key": (USER.replace("to: b.x", "to: b.x, credit: 1"), 7, "edges.1.credit", ["did you mean 'credits'?"]),
+    "credits zero": (USER.replace("to: b.x", "to: b.x, credits: 0"), 7, "edges.1.credits", ["too small"]),
+    "spec": (USER.replace("process: left", "inputs: {x: 'float33[n]'}"), 3, "nodes.a.inputs.x", ["unknown dtype 'float33'"]),
+    "spec shape": (USER.replace("process: left", "outputs: {y: 'float32'}"), 3, "nodes.a.outputs.y", ["is no tensor", "float32[rows,64]"]),
+    "undeclared port": (USER.replace("process: left", "inputs: {z: 'int64[n]'}"), 6, "edges.0.to", ["declares no 'x'"]),
+    "unfed port": (
+        USER.replace("process: left", "inputs: {x: 'int64[n]', z: 'int64[n]'}"),
+        3,
+        "nodes.a.inputs.z",
+        ["no edge leads to a.z", "connect it"],
+    ),
+    "unused output": (USER.replace("process: left", "outputs: {y: 'int64[n]', z: 'int64[n]'}"), 3, "nodes.a.outputs.z", ["no edge leads from a.z"]),
+    "specs disagree": (
+        USER.replace("process: left", "process: left, outputs: {y: 'float32[n,4]'}").replace(
+            "process: right", "process: right, inputs: {x: 'float32[n,5]'}"
+        ),
+        7,
+        "edges.1.to",
+        ["dimension 4 is not 5"],
+    ),
+    "dtypes disagree": (
+        USER.replace("process: left", "process: left, outputs: {y: 'float32[n]'}").replace(
+            "process: right", "process: right, inputs: {x: 'int64[n]'}"
+        ),
+        7,
+        "edges.1.to",
+        ["float32 is not int64"],
+    ),
+    "ranks disagree": (
+        USER.replace("process: left", "process: left, outputs: {y: 'float32[n]'}").replace(
+            "process: right", "process: right, inputs: {x: 'float32[n,5]'}"
+        ),
+        7,
+        "edges.1.to",
+        ["1 dimensions are not 2"],
+    ),
+    "fed twice": (USER + "  - {from: input.x, to: b.x}\n", 9, "edges.3", ["both bring a message at layer 0", "layers that do not meet"]),
+    "layers": (USER.replace("to: b.x", "to: b.x, layers: x-y"), 7, "edges.1.layers", ["no id or range"]),
+    "no layer": (USER.replace("to: b.x", "to: b.x, layers: ''"), 7, "edges.1.layers", ["names no layer"]),
+    "huge layer": (USER.replace("to: b.x", "to: b.x, tag: layer=99999"), 7, "edges.1.tag", ["too large"]),
+    "tag": (USER.replace("to: b.x", "to: b.x, tag: next"), 7, "edges.1.tag", ["'next' is no change", "layer+1"]),
+    "never fires": (USER.replace("to: b.x", "to: b.x, layers: 3"), 4, "nodes.b", ["never fires", "no message can reach its port x"]),
+    "never meet": (
+        USER + "  - {from: input.x, to: b.z, tag: layer=2}\n",
+        4,
+        "nodes.b",
+        ["never fires", "nothing at the same step and layer"],
+    ),
+    "left waiting": (
+        USER + "  - {from: input.x, to: b.z}\n  - {from: input.q, to: b.x, tag: layer=2}\n",
+        4,
+        "nodes.b",
+        ["comes to x at layer 2", "wait for ever", "nothing comes to z"],
+    ),
+    "nothing begins": (USER.replace("input.x", "b.z"), 5, "edges", ["nothing begins the work"]),
+    "no output": (USER.replace("  - {from: b.y, to: output.y}\n", ""), 5, "edges", ["nothing leads to output"]),
+    "node without edges": (USER.replace("edges:", "  c: {operator: ops:c}\nedges:"), 5, "nodes.c", ["nothing leads here"]),
+    "cycle": (
+        USER + "  - {from: b.w, to: a.w}\n",
+        9,
+        "edges.3",
+        ["the cycle a -> b -> a does not advance the tag", "write tag: layer+1 or step+1"],
+    ),
+    "cycle by layers": (
+        USER + "  - {from: b.w, to: a.x, layers: 1}\n  - {from: input.q, to: b.x, tag: layer=1}\n",
+        9,
+        "edges.3",
+        ["the cycle ", "does not advance the tag", "layer+1"],
+    ),
+    "credits of a cycle": (
+        USER.replace("to: b.x", "to: b.x, credits: 3") + "  - {from: b.w, to: a.x, tag: layer+1, layers: 0-4}\n",
+        7,
+        "edges.1.credits",
+        ["3 is too few", "8 tags in flight", "at least 8"],
+    ),
+    "gather without count": (
+        USER.replace("process: right", "process: right, inputs: {x: {takes: gather}}"),
+        4,
+        "nodes.b.inputs.x",
+        ["gather needs the port", "count: PORT"],
+    ),
+    "count without gather": (
+        USER.replace("process: right", "process: right, inputs: {x: {tensors: 'int64[]', count: x}}"),
+        4,
+        "nodes.b.inputs.x",
+        ["count belongs to takes: gather"],
+    ),
+    "answers nobody": (USER.replace("to: output.y", "to: output.y, answers: a.q"), 8, "edges.2.answers", ["no edge leads from a.q to b"]),
+    "answers elsewhere": (
+        USER.replace("to: output.y", "to: output.y, answers: a.y"),
+        8,
+        "edges.2.answers",
+        ["comes from process left", "goes to gateway"],
+    ),
+    "credits of an answer": (
+        USER + "  - {from: b.z, to: a.z, answers: a.y, credits: 2}\n",
+        9,
+        "edges.3.credits",
+        ["an answer needs no credits"],
+    ),
+    "transport inside": (
+        USER.replace("process: right", "process: left").replace("to: b.x", "to: b.x, transport: shm"),
+        7,
+        "edges.1.transport",
+        ["both ends lie in process left"],
+    ),
+    "inproc": (USER.replace("to: b.x", "to: b.x, transport: inproc"), 7, "edges.1.transport", ["from left to right", "processes: one"]),
+    "threads of nobody": (USER + "threads: {lef: 2}\n", 9, "threads.lef", ["no node lies in a process 'lef'", "did you mean 'left'?"]),
+    "folder": (USER + "folder: nowhere\n", 9, "folder", ["no folder 'nowhere'"]),
+    "built-in without model": (
+        USER.replace("ops:a", "gate").replace("a.y", "a.routing"),
+        3,
+        "nodes.a.operator",
+        ["needs a model"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BAD, *BAD_USER])
+def test_a_bad_file_ends_in_one_line_that_names_place_and_remedy(name, load, tmp_path: Path) -> None:
+    text, line, path, parts = (BAD | BAD_USER)[name]
+    with pytest.raises(GraphError) as caught:
+        load(text)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'g.yaml'}:{line}: {path + ': ' if path else ''}"), message
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    assert caught.value.exit_code == 2
+    assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize("name", [*BAD, *BAD_USER])
+def test_every_line_says_what_would_be_right(name, load) -> None:
+    text = (BAD | BAD_USER)[name][0]
+    with pytest.raises(GraphError) as caught:
+        load(text)
+    assert ";" in caught.value.text or "did you mean" in caught.value.text, caught.value.text
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"none\.yaml: no such file"):
+        load_graph(tmp_path / "none.yaml")
+    with pytest.raises(GraphError, match="is a folder"):
+        load_graph(tmp_path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_bytes(b"flowrt: 1\n# \xff\n")
+    with pytest.raises(GraphError, match=r"g\.yaml:2: is not UTF-8"):
+        load_graph(tmp_path / "g.yaml")
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_bytes(b"#" * (9 << 20))
+    with pytest.raises(GraphError, match="larger than 8 MiB"):
+        load_graph(tmp_path / "g.yaml")
+
+
+def test_what_the_model_says_is_reported_at_its_path(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "g.yaml").write_text(MODEL)
+
+    def refuse(path: Path) -> None:
+        raise ValueError("unknown architecture\n  'x'; known: y")
+
+    with pytest.raises(GraphError) as caught:
+        load_graph(tmp_path / "g.yaml", facts_of=refuse)
+    assert str(caught.value) == f"{tmp_path}/g.yaml:2: model.path: unknown architecture 'x'; known: y"
+    with pytest.raises(GraphError, match="^--model .*unknown architecture"):
+        load_graph(tmp_path / "g.yaml", facts_of=refuse, model_dir=tmp_path / "m")
+    with pytest.raises(GraphError, match="^--model .*no such folder"):
+        load_graph(tmp_path / "g.yaml", facts_of=refuse, model_dir=tmp_path / "n")
+
+
+def test_a_dense_model_is_refused(load) -> None:
+    with pytest.raises(GraphError, match=r"g\.yaml:2: model\.path: the model has no layer with experts"):
+        load(MODEL, moe_layers=())

@@ -1,0 +1,226 @@
+"""The short form: which nodes and edges it stands for, and that its written form loads back to the same graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from graph.model_facts import FACTS
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flowrt.graph import Graph, from_json, load_graph, to_json, to_yaml
+from flowrt.graph.model import LayerSet, TagStep
+from flowrt.graph.placement import expert_map_of, held_experts
+
+QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, copies: 2}\n"
+
+
+def lines(graph: Graph, group: int = 0) -> list[str]:
+    """The edges of one group, short: "source.tokens -> embed.tokens", then layers and tag if there are some."""
+    at = f"attention.{group}."
+    found = []
+    for edge in graph.edges:
+        if edge.source.startswith(at) or edge.target.startswith(at):
+            words = [str(edge).replace(at, ""), str(edge.layers) and f"layers {edge.layers}", str(edge.tag)]
+            found.append(" ".join(word for word in words if word))
+    return found
+
+
+def test_the_edges_of_a_group(load) -> None:
+    assert lines(load(QUICK)) == [
+        "source.tokens -> embed.tokens",
+        "source.layout -> attention.layout",
+        "source.sampling -> head.sampling layer=3",
+        "embed.x -> attention.x layers 0",
+        "attention.normed -> gate.x",
+        "attention.normed -> dispatch.x",
+        "gate.routing -> dispatch.routing",
+        "attention.residual -> combine.residual",
+        "dispatch.plan -> combine.plan",
+        "dispatch.server0 -> experts.0.rows",
+        "experts.0.results -> combine.parts",
+        "dispatch.server1 -> experts.1.rows",
+        "experts.1.results -> combine.parts",
+        "dispatch.server2 -> experts.2.rows",
+        "experts.2.results -> combine.parts",
+        "combine.y -> attention.x layers 0-2 layer+1",
+        "combine.y -> head.x layers 3",
+        "head.tokens -> source.tokens step+1",
+    ]
+
+
+def test_dense_layers_go_through_the_mlp(load) -> None:
+    found = lines(load("flowrt: 1\nmodel: {path: m}\n", moe_layers=(1, 2)))
+    assert "attention.normed -> mlp.x layers 0,3" in found
+    assert "attention.residual -> mlp.residual layers 0,3" in found
+    assert "attention.normed -> gate.x layers 1-2" in found
+    assert "mlp.y -> attention.x layers 0 layer+1" in found
+    assert "combine.y -> attention.x layers 1-2 layer+1" in found
+    assert "mlp.y -> head.x layers 3" in found
+    assert not any(line.startswith("combine.y -> head") for line in found)
+
+
+def test_a_model_of_one_layer(load) -> None:
+    found = lines(load("flowrt: 1\nmodel: {path: m}\n", num_layers=1, moe_layers=(0,)))
+    assert "source.sampling -> head.sampling" in found
+    assert "combine.y -> head.x layers 0" in found
+    assert not any("layer+1" in line for line in found)
+
+
+def test_defaults(load) -> None:
+    graph = load("flowrt: 1\nmodel: {path: m}\n")
+    assert graph.process_names() == ["attention.0"]
+    assert (graph.processes, graph.micro_batches, graph.numerics) == ("many", 1, "fast")
+    assert graph.model is not None
+    assert graph.model.dtype == "bfloat16", "of the checkpoint"
+    assert graph.nodes["attention.0.experts"].options == {"experts": "0-7"}
+    assert (graph.devices, graph.threads) == ({"attention.0": "cpu"}, {"attention.0": "auto"})
+    assert all(edge.credits == 0 for edge in graph.edges), "within a process nothing is counted"
+
+
+def test_processes_credits_transport_link_and_who_answers_what(load) -> None:
+    graph = load(QUICK + "  links: {attention-experts: {transport: shm, link: ub}}\n  processes: 2\n")
+    assert graph.process_names() == ["attention.0", "attention.1", "experts.0", "experts.1", "experts.2"]
+    assert graph.processes == 2
+    crossing = [edge for edge in graph.edges if graph.nodes[edge.source].process != graph.nodes[edge.target].process]
+    assert len(crossing) == 12
+    for edge in crossing:
+        assert (edge.transport, edge.link) == ("shm", "ub")
+        if edge.answers is None:
+            assert edge.credits == 3
+            assert edge.target_port == "rows"
+        else:
+            request = graph.edges[edge.answers]
+            assert (request.target, edge.credits) == (edge.source, 0)
+            assert graph.nodes[request.source].process == graph.nodes[edge.target].process
+    assert [edge.id for edge in graph.edges] == list(range(len(graph.edges)))
+    assert graph.nodes["attention.0.attention"].stateful
+    assert graph.nodes["experts.1"].batches
+    parts = graph.nodes["attention.1.combine"].inputs["parts"]
+    assert (parts.takes, parts.count) == ("gather", "plan")
+
+
+def test_roles_have_devices_and_threads(load) -> None:
+    text = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {device: 'cuda:1', threads: 3}\n  experts: {servers: 1, device: cuda}\n"
+    graph = load(text)
+    assert graph.devices == {"attention.0": "cuda:1", "experts.0": "cuda"}
+    assert graph.threads == {"attention.0": 3, "experts.0": "auto"}
+
+
+def test_uneven_placement(load) -> None:
+    text = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts:\n    servers: 2\n    placement:\n      experts.0: '0-5'\n      1: {0-1: '6-7,0', 2-3: '0-7'}\n"
+    graph = load(text)
+    assert graph.nodes["experts.0"].options == {"experts": "0-5"}
+    assert graph.nodes["experts.1"].options == {"experts": {"0-1": "0,6-7", "2-3": "0-7"}}
+    assert graph.nodes["attention.0.dispatch"].options == {"servers": {"0": "0-5", "1": {"0-1": "0,6-7", "2-3": "0-7"}}}
+    experts = expert_map_of(graph, "attention.0.dispatch", FACTS.moe_layers, FACTS.num_experts)
+    assert experts.servers_of(0, layer=0) == (0, 1)
+    assert experts.servers_of(1, layer=0) == (0,)
+    assert experts.servers_of(1, layer=2) == (0, 1)
+    assert held_experts(graph.nodes["experts.1"].options["experts"], FACTS.moe_layers)[1] == (0, 6, 7)
+
+
+def test_a_link_of_ones_own_numbers_is_a_label(load) -> None:
+    rest = "  links: {attention-experts: {link: {bandwidth_bytes_per_second: 1e9, latency_seconds: 2e-6}}}\n"
+    graph = load(QUICK + rest)
+    links = {edge.link for edge in graph.edges if edge.link is not None}
+    assert links == {"latency_seconds=2e-06,bandwidth_bytes_per_second=1000000000.0,message_seconds=0.0"}
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
+def test_the_written_form_says_what_is_fused(load) -> None:
+    text = to_yaml(load(QUICK), "quick.yaml")
+    assert text.startswith("# Expanded from quick.yaml\n")
+    assert "#   attention.1: combine -> attention -> gate -> dispatch -> head\n" in text
+    assert "#   experts.2: experts.2\n" in text
+
+
+def test_an_expanded_file_is_refused_for_another_model(load) -> None:
+    text = to_yaml(load(QUICK))
+    with pytest.raises(Exception, match=r"num_layers: the graph was made for 4 layers, the model has 6; expand it again"):
+        load(text, num_layers=6, moe_layers=(0, 1, 2, 3, 4, 5))
+
+
+def test_an_expanded_file_is_checked_like_any_other(load) -> None:
+    text = to_yaml(load(QUICK))
+    for old, new, message in (
+        ("credits: 3}", "credits: 2}", r"edges\.9\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
+        ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
+        ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "server 1 cannot hold expert 8"),
+        ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no copy"),
+        (', "2": "2-7"}', "}", "server2 leads to a server that holds nothing"),
+        (', "2": "2-7"}', ', "2": "2-7", "3": "0"}', "0 edges lead from attention.0.dispatch.server3"),
+        ("operator: gate,", "operator: gate, stateful: true,", "'gate' is built in"),
+        ("options: {num_layers: 4}", "options: {layers: 4}", "has no option 'layers'"),
+        (", options: {num_layers: 4}", "", "needs the option 'num_layers'"),
+        ("{num_layers: 4}", "{num_layers: 1000000000}", "is no number of layers"),
+        ("attention.0.gate.routing", "attention.0.gate.route", "'gate' gives nothing on 'route'; did you mean 'routing'"),
+        ("to: attention.0.gate.x", "to: attention.0.gate.y", "'gate' takes nothing on 'y'"),
+        (', layers: "3"}', ', layers: "2"}', "head: it never fires: its ports x, sampling"),
+        (', tag: layer+1}', "}", "does not advance the tag"),
+    ):  # fmt: skip
+        assert old in text
+        with pytest.raises(Exception, match=message):
+            load(text.replace(old, new, 1))
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "groups": st.integers(1, 4),
+        "micro_batches": st.integers(1, 4),
+        "servers": st.integers(0, 5),
+        "copies": st.integers(1, 5),
+        "processes": st.sampled_from(["one", "many", "2"]),
+        "transport": st.sampled_from(["auto", "shm", "zmq"]),
+        "link": st.sampled_from(["null", "ub", "vpc", "{bandwidth_bytes_per_second: 1.5e10}"]),
+        "threads": st.sampled_from(["auto", "2"]),
+    }
+)
+LAYERS = st.integers(1, 5).flatmap(
+    lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1).map(lambda s: tuple(sorted(s))))
+)
+PROMPTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, LAYERS, PROMPTS, st.data())
+def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) -> None:
+    num_layers, moe_layers = layers
+    servers = shape["servers"]
+    assume(shape["copies"] <= max(servers, 1))
+    placement = ""
+    if servers and data.draw(st.booleans()):
+        held = [data.draw(st.sets(st.integers(0, 7))) for _ in range(servers)]
+        for expert in range(8):
+            held[expert % servers].add(expert)
+        placement = ", placement: {" + ", ".join(f'{s}: "{LayerSet(frozenset(ids))}"' for s, ids in enumerate(held)) + "}"
+        shape["copies"] = 1
+    link = f"{{transport: {shape['transport'] if servers else 'auto'}, link: {shape['link']}}}"
+    text = (
+        f"flowrt: 1\nmodel: {{path: m}}\ndeploy:\n"
+        f"  attention: {{groups: {shape['groups']}, micro_batches: {shape['micro_batches']}, threads: {shape['threads']}}}\n"
+        f"  experts: {{servers: {servers}, copies: {shape['copies']}{placement}}}\n"
+        f"  links: {{attention-experts: {link}}}\n  processes: {shape['processes']}\n"
+    )
+    facts = replace(FACTS, num_layers=num_layers, moe_layers=moe_layers)
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "m").mkdir()
+        (path / "short.yaml").write_text(text, encoding="utf-8")
+        graph = replace(load_graph(path / "short.yaml", facts_of=lambda _: facts), prompts=tuple(prompts))
+        (path / "long.yaml").write_text(to_yaml(graph, "short.yaml"), encoding="utf-8")
+        assert load_graph(path / "long.yaml", facts_of=lambda _: facts) == graph
+        assert from_json(to_json(graph)) == graph
+        assert to_json(from_json(to_json(graph))) == to_json(graph)
+
+
+def test_layer_sets_and_tag_steps_print_as_they_are_read() -> None:
+    from flowrt.graph.notation import parse_layers, parse_tag
+
+    for layers in (LayerSet(), LayerSet(frozenset({0})), LayerSet(frozenset({0, 1, 2, 5, 9, 10}))):
+        assert parse_layers(str(layers)) == layers
+    for step in (TagStep(), TagStep("next_layer"), TagStep("next_step"), TagStep("to_layer", 12)):
+        assert parse_tag(str(step)) == step

@@ -1,0 +1,111 @@
+"""The explicit form, as users write it: ports, defaults, prompts, folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrt.errors import GraphError
+from flowrt.graph import load_graph, to_yaml
+from flowrt.graph.model import GATEWAY, LayerSet, PortSpec, TagStep
+
+DESIGN = """flowrt: 1
+nodes:
+  scale: {operator: my_ops:scale, process: left, inputs: {x: "float32[rows,64]"}, outputs: {y: "float32[rows,64]"}}
+  add:   {operator: my_ops:add, process: right}
+edges:
+  - {from: input.x, to: scale.x}
+  - {from: scale.y, to: add.a, transport: shm, credits: 4}
+  - {from: input.x, to: add.b}
+  - {from: add.sum, to: output.sum}
+"""
+
+
+def test_the_example_of_the_design(load, tmp_path: Path) -> None:
+    graph = load(DESIGN)
+    assert graph.process_names() == ["left", "right"]
+    assert graph.nodes["scale"].inputs == {"x": PortSpec("x", ("float32[rows,64]",))}
+    assert graph.nodes["add"].inputs == {"a": PortSpec("a"), "b": PortSpec("b")}
+    assert graph.nodes["input"].process == graph.nodes["output"].process == GATEWAY
+    assert graph.nodes["input"].outputs == {"x": PortSpec("x")}
+    assert [edge.credits for edge in graph.edges] == [8, 4, 8, 8]
+    assert [edge.transport for edge in graph.edges] == ["auto", "shm", "auto", "auto"]
+    assert (graph.folder, graph.model, graph.processes) == (str(tmp_path), None, "many")
+    assert graph.nodes["add"].line == 4
+    assert graph.edges[1].line == 7
+
+
+def test_every_key_of_the_form_survives_being_written(load) -> None:
+    text = """flowrt: 1
+processes: one
+micro_batches: 3
+devices: {left: "cuda:0"}
+threads: {left: 2}
+limits: {in_flight: 3}
+prompts: ["null", "1e5", " x: y ", "tab\\there", "\\U0001F600 \\u2028 \\x85 \\\\ \\"", "-", "", "a:"]
+nodes:
+  split: {operator: ops.deep:split.fast, process: left, inputs: {x: "int64[]"}, outputs: {count: "int64[]", y: ["int8[n]", "float32[n,4]"]}}
+  work: {operator: ops:work, process: far-away, batches: true}
+  join: {operator: ops:join, process: left, inputs: {count: "int64[]", parts: {takes: gather, count: count}}, stateful: true}
+edges:
+  - {from: input.x, to: split.x, transport: inproc}
+  - {from: split.count, to: join.count, layers: 0-4}
+  - {from: split.y, to: work.y, link: roce-200g}
+  - {from: work.z, to: join.parts, answers: split.y}
+  - {from: join.out, to: output.out, layers: "4"}
+  - {from: join.next, to: split.x, layers: 0-3, tag: layer+1}
+"""
+    graph = load(text)
+    assert graph.nodes["join"].inputs["parts"] == PortSpec("parts", (), "gather", "count")
+    assert (graph.nodes["join"].stateful, graph.nodes["work"].batches) == (True, True)
+    assert graph.edges[5].tag == TagStep("next_layer")
+    assert graph.edges[5].layers == LayerSet(frozenset({0, 1, 2, 3}))
+    assert (graph.edges[2].credits, graph.edges[2].link) == (3, "roce-200g")
+    assert (graph.edges[3].answers, graph.edges[3].credits) == (2, 0)
+    assert [edge.credits for edge in graph.edges] == [3, 0, 3, 0, 3, 0]
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
+def test_a_written_graph_finds_its_functions_from_elsewhere(load, tmp_path: Path) -> None:
+    graph = load(DESIGN)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "written.yaml").write_text(to_yaml(graph))
+    assert load_graph(tmp_path / "far" / "written.yaml") == graph
+
+
+def test_prompts_come_from_a_list_or_a_file(load, tmp_path: Path) -> None:
+    model = "flowrt: 1\nmodel: {path: m}\nprompts: "
+    assert load(model + "[a, b]\n").prompts == ("a", "b")
+    (tmp_path / "p.txt").write_text("one\r\n\n two \n", encoding="utf-8")
+    assert load(model + "p.txt\n").prompts == ("one", " two ")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one\\ntwo"}\n\n{"prompt": "three"}\n', encoding="utf-8")
+    assert load(model + "p.jsonl\n").prompts == ("one\ntwo", "three")
+    for line, message in (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ('{"prompt_token_ids": [1]}', "has no text"), ("3", "has no text")):
+        (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + line, encoding="utf-8")
+        with pytest.raises(GraphError, match=rf"g\.yaml:3: prompts: .*p\.jsonl:2 {message}"):
+            load(model + "p.jsonl\n")
+
+
+def test_paths_are_looked_for_beside_the_file_then_in_the_working_directory(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "n").mkdir(parents=True)
+    (tmp_path / "here" / "m").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    beside, here = load("flowrt: 1\nmodel: {path: m}\n"), load("flowrt: 1\nmodel: {path: ./n}\n")
+    assert beside.model is not None
+    assert beside.model.path == str(tmp_path / "m")
+    assert here.model is not None
+    assert here.model.path == str(tmp_path / "here" / "n")
+
+
+def test_edges_of_several_groups_may_share_a_port(load) -> None:
+    """Messages of different sources have different tags, so they do not meet on a port that takes one."""
+    graph = load("flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 3}\n  experts: {servers: 1}\n")
+    assert len([edge for edge in graph.edges if (edge.target, edge.target_port) == ("experts.0", "rows")]) == 3
+
+
+def test_transports_that_packages_bring_may_be_named(load, tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_text(DESIGN.replace("transport: shm", "transport: pigeon"))
+    assert load_graph(tmp_path / "g.yaml", schemes=("shm", "pigeon")).edges[1].transport == "pigeon"
+    with pytest.raises(GraphError, match=r"edges\.1\.transport: there is no transport 'pigeon'; known: auto, inproc, shm, zmq"):
+        load_graph(tmp_path / "g.yaml")

@@ -1,0 +1,160 @@
+"""flowrt graph validate|show|expand|schema, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowrt.cli_graph import graph_app
+from flowrt.graph.diagrams import to_dot, to_mermaid
+from flowrt.graph.drawing import to_svg
+from flowrt.graph.show import print_graph
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+SVG = "{http://www.w3.org/2000/svg}"
+DEPLOY = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 2}\n  experts: {servers: 3, copies: 2}\n"
+
+
+def call(*words: str) -> int:
+    try:
+        graph_app([*words], exit_on_error=False)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_validate_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("validate", str(QUICKSTART)) == 0
+    assert capsys.readouterr().out == f"{QUICKSTART}: valid; 5 processes, 17 nodes, 36 edges\n"
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words in (
+        ("validate", str(QUICKSTART), "--set", "deploy.experts.servers=1"),
+        ("show", str(QUICKSTART), "--set", "deploy.experts.servers=1"),
+        ("expand", str(QUICKSTART), "--set", "deploy.experts.servers=1"),
+        ("validate", str(QUICKSTART), "--model", str(tmp_path)),
+        ("validate", str(tmp_path / "none.yaml")),
+        ("show", str(QUICKSTART), "--svg", str(tmp_path / "no" / "x.svg")),
+    ):
+        assert call(*words) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+
+
+def test_expand_prints_what_loads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("expand", str(QUICKSTART), "--set", "deploy.attention.groups=3") == 0
+    (tmp_path / "expanded.yaml").write_text(capsys.readouterr().out)
+    assert call("expand", str(tmp_path / "expanded.yaml")) == 0
+    again = capsys.readouterr().out
+    assert again.split("\n")[1:] == (tmp_path / "expanded.yaml").read_text().split("\n")[1:]
+
+
+def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("show", str(QUICKSTART)) == 0
+    plain = capsys.readouterr().out
+    assert "process attention.1\n" in plain
+    assert "  waits: combine -> attention -> gate -> dispatch -> head\n" in plain
+    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, link ub, credits 2\n" in plain
+    assert "\x1b" not in plain
+    assert call("show", str(QUICKSTART), "--mermaid") == 0
+    assert capsys.readouterr().out.startswith("flowchart LR\n")
+    assert call("show", str(QUICKSTART), "--dot") == 0
+    assert capsys.readouterr().out.startswith("digraph flowrt {\n")
+    assert call("show", str(QUICKSTART), "--svg", str(tmp_path / "q.svg")) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'q.svg'}\n"
+    assert ElementTree.parse(tmp_path / "q.svg").getroot().tag == f"{SVG}svg"
+
+
+def test_the_schema_knows_every_key_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["required"] == ["flowrt"]
+    assert {"model", "deploy", "nodes", "edges", "limits", "prompts"} <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["AttentionSection"]["properties"]["groups"]["default"] == 1
+    assert schema["$defs"]["LinksSection"]["properties"].keys() == {"attention-experts"}
+    assert schema["$defs"]["EdgeSection"]["required"] == ["from", "to"]
+
+
+def test_nothing_heavy_is_imported_to_validate() -> None:
+    code = (
+        "import sys\nfrom flowrt.cli_graph import graph_app\n"
+        f"graph_app(['validate', {str(QUICKSTART)!r}], result_action='return_value')\n"
+        "heavy = ('torch', 'zmq', 'numpy', 'multiprocessing', 'transports.registry', 'flowrt.cluster', 'flowrt.workers')\n"
+        "print(sorted(name for name in sys.modules if name.startswith(heavy)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_data_types_load_without_the_file_libraries() -> None:
+    code = "import sys, flowrt.graph.model, flowrt.graph.fuse, flowrt.graph.json_form, flowrt.graph.placement\n"
+    code += "print([name for name in ('pydantic', 'ruamel.yaml', 'rich', 'cyclopts') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_picture_holds_every_node_and_line_in_its_frame(load) -> None:
+    graph = load(DEPLOY, moe_layers=(1, 3))
+    root = ElementTree.fromstring(to_svg(graph, "a <title> & more"))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    nodes = [item for item in root.iter(f"{SVG}rect") if item.get("class") == "node"]
+    assert {item.attrib["data-name"] for item in nodes} == set(graph.nodes)
+    places = set()
+    for item in nodes:
+        x, y, w, h = (float(item.attrib[key]) for key in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+        places.add((x, y))
+    assert len(places) == len(nodes), "no two nodes lie at one place"
+    assert len([item for item in root.iter(f"{SVG}path") if item.get("class") == "cross"]) == 12
+    advancing = [item for item in root.iter(f"{SVG}path") if item.get("class") == "advance"]
+    assert len(advancing) == 2 * 3, "combine and mlp to the next layer, head to the next step"
+    assert "a <title> & more" in [item.text for item in root.iter(f"{SVG}text")]
+
+
+def test_pictures_of_odd_graphs(load) -> None:
+    loop = "flowrt: 1\nnodes: {a: {operator: ops:a, process: p}}\nedges:\n  - {from: input.x, to: a.x}\n"
+    loop += "  - {from: a.y, to: a.x, tag: layer+1, layers: 0-3}\n  - {from: a.z, to: output.z, layers: 4}\n"
+    skip = "flowrt: 1\nnodes:\n  a: {operator: ops:a, process: p}\n  b: {operator: ops:b, process: q}\nedges:\n"
+    skip += "  - {from: input.x, to: a.x}\n  - {from: a.y, to: b.x}\n  - {from: input.z, to: b.z}\n  - {from: b.y, to: output.y}\n"
+    for text, num_lines in ((loop, 3), (skip, 4)):
+        root = ElementTree.fromstring(to_svg(load(text)))
+        assert len([item for item in root.iter(f"{SVG}path") if item.get("class") in ("cross", "local", "advance")]) == num_lines
+
+
+def test_large_graphs_are_drawn_by_role(load) -> None:
+    graph = load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8")
+    root = ElementTree.fromstring(to_svg(graph))
+    assert {item.attrib["data-name"] for item in root.iter(f"{SVG}rect") if item.get("class") == "node"} == {"attention.0-11", "experts.0-7"}
+    assert '["attention.0-11<br/>12 processes, 84 nodes"]' in to_mermaid(graph)
+    assert '[label="experts.0-7\\n8 processes, 8 nodes"]' in to_dot(graph)
+    assert '==>|"96 edges; auto; 2 credits"|' in to_mermaid(graph)
+
+
+def test_mermaid_and_dot_name_every_node_and_line(load) -> None:
+    graph = load(DEPLOY)
+    mermaid, dot = to_mermaid(graph), to_dot(graph)
+    pairs = {(edge.source, edge.target) for edge in graph.edges}
+    assert mermaid.count("-->|") + mermaid.count("==>|") == dot.count(" -> ") == len(pairs)
+    for process in graph.process_names():
+        assert f'subgraph p{graph.process_names().index(process)}["{process}"]' in mermaid
+        assert f'label="{process}";' in dot
+
+
+def test_a_terminal_gets_boxes(load, capsys: pytest.CaptureFixture[str]) -> None:
+    print_graph(load(DEPLOY), "g.yaml", Console(force_terminal=True, width=120, color_system=None))
+    out = capsys.readouterr().out
+    assert "╭─ attention.0 ─" in out
+    assert "holds: experts 0-1,5-7" in out
+    assert "attention.1.dispatch.server2 <-> experts.2.rows" in out

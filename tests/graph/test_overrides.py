@@ -1,0 +1,60 @@
+"""--set path=value: what it changes, and that errors name it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrt.errors import GraphError
+
+MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 1}\n"
+USER = "flowrt: 1\nnodes:\n  a.b: {operator: ops:a}\n  a: {operator: ops:a}\nedges:\n"
+USER += "".join(f"  - {{from: input.x{n}, to: {n}.x}}\n  - {{from: {n}.y, to: output.y{n}}}\n" for n in ("a", "a.b")).replace("xa.b", "xb")
+USER = USER.replace("ya.b", "yb")
+
+
+def test_values_are_read_as_yaml(load) -> None:
+    graph = load(MODEL, "deploy.experts.servers=2", "deploy.attention={groups: 3, micro_batches: 2}", "prompts=['a: b', c]", "deploy.processes=one")
+    assert len(graph.process_names()) == 5
+    assert (graph.micro_batches, graph.prompts, graph.processes) == (2, ("a: b", "c"), "one")
+
+
+def test_the_last_one_wins_and_nothing_else_changes(load) -> None:
+    assert load(MODEL, "deploy.experts.servers=2", "deploy.experts.servers=3") == load(MODEL.replace("servers: 1", "servers: 3"))
+
+
+def test_a_section_that_is_not_there_is_made(load) -> None:
+    assert load("flowrt: 1\nmodel: {path: m}\n", "limits.kv_pages=7", "limits.max_batch=3").limits.kv_pages == 7
+
+
+def test_names_with_dots_and_places_in_lists(load) -> None:
+    graph = load(USER, "nodes.a.b.process=left", "nodes.a.process=right", "edges.0.credits=5")
+    assert (graph.nodes["a.b"].process, graph.nodes["a"].process) == ("left", "right")
+    assert graph.edges[0].credits == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("deploy.experts.servers=two", "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is no whole number; write one"),
+        ("deploy.experts.server=2", "--set deploy.experts.server=2: deploy.experts.server: unknown key 'server'; did you mean 'servers'?"),
+        ("deploy.experts={servers: 1, copies: 2}", "--set deploy.experts={servers: 1, copies: 2}: deploy.experts.copies: 2 copies need"),
+        ("deploy.experts.copies=2", "--set deploy.experts.copies=2: deploy.experts.copies: 2 copies need as many servers, there are 1;"),
+        ("model.path=nowhere", "--set model.path=nowhere: model.path: there is no folder 'nowhere'"),
+        ("deploy.experts.servers", "--set deploy.experts.servers: is no override; write path=value"),
+        ("=2", "--set =2: is no override"),
+        ("flowrt.x=2", "--set flowrt.x=2: flowrt.x: flowrt holds no keys to set 'x' in"),
+        ("limits=[", "--set limits=[: limits: is not YAML"),
+        ("limits=&a {}", "--set limits=&a {}: limits: '&a' is an anchor"),
+        ("limits={a: 1, a: 2}", "--set limits={a: 1, a: 2}: limits: the key is there twice"),
+    ],
+)
+def test_errors_name_the_override(load, override: str, message: str) -> None:
+    with pytest.raises(GraphError) as caught:
+        load(MODEL, override)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_the_file_still_names_the_file(load) -> None:
+    with pytest.raises(GraphError, match=r"g\.yaml:4: deploy\.experts\.servers: -1 is too small"):
+        load(MODEL.replace("servers: 1", "servers: -1"), "limits.kv_pages=7")
