@@ -174,6 +174,10 @@ class RunningGraph:
         await self._launcher.send(admitted.group, Submit(admitted.request))
         return admitted.index
 
+    def prompt_token_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of a submitted request, as the model sees it; empty when its text could not be tokenised. KeyError once it is over."""
+        return self._model_gateway().log(index).prompt_token_ids
+
     async def follow(self, index: int) -> AsyncIterator[ClientEvent]:
         """The events of a submitted request, from its first. Leaving before the last one cancels the request."""
         gateway = self._model_gateway()
@@ -197,7 +201,7 @@ class RunningGraph:
     async def complete(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> Completion:
         """As `generate`, all at once."""
         index = await self.submit(prompt, parameters, chat=chat)
-        prompt_token_ids = self._model_gateway().log(index).prompt_token_ids
+        prompt_token_ids = self.prompt_token_ids(index)
         token_ids: list[int] = []
         text: list[str] = []
         end: EndEvent | None = None

@@ -1,0 +1,140 @@
+"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`.
+
+Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
+(cli_run.py, cli_graph.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the entry point.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+import flowrt
+from flowrt.cli_graph import graph_app
+from flowrt.errors import UserError
+
+INTERRUPTED, NO_READER = 130, 141
+
+app = App(
+    name="flowrt",
+    help="Run Mixture-of-Experts language models as asynchronous dataflow graphs of processes.",
+    version=f"flowrt {flowrt.__version__}",
+    version_flags=("--version",),
+    help_format="plaintext",  # the others load a Markdown parser
+)
+app.command(graph_app)
+
+_SAMPLING = Group("Sampling", help="For every prompt; a line of --prompts may say otherwise for its own.", sort_key=2)
+_PROMPTS = Group("Prompts", sort_key=1)
+_OTHER = Group("Graph and output", sort_key=3)
+
+
+@app.command
+def run(
+    graph: Annotated[Path, Parameter(help="A graph file.")],
+    /,
+    *,
+    prompt: Annotated[
+        list[str] | None,
+        Parameter(
+            negative=(), group=_PROMPTS, help="A prompt; may be given several times. Write --prompt=TEXT when it begins with a dash."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        Parameter(
+            group=_PROMPTS,
+            help='JSON lines, "-" for standard input: {"prompt": text} or {"prompt_token_ids": [...]} each, with optional max_tokens, '
+            "temperature, top_p, top_k, seed, stop, ignore_eos. With neither option, the graph file's own prompts are answered.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, Parameter(negative=(), group=_PROMPTS, help="Put each text through the model's chat template.", show_default=False)
+    ] = False,
+    max_tokens: Annotated[
+        int | None, Parameter(group=_SAMPLING, help="The most new tokens of an answer. [default: limits.max_tokens of the graph]")
+    ] = None,
+    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="0 is greedy. [default: 0]")] = None,
+    top_p: Annotated[
+        float | None, Parameter(group=_SAMPLING, help="Draw from the likeliest tokens that make up this probability. [default: 1, off]")
+    ] = None,
+    top_k: Annotated[int | None, Parameter(group=_SAMPLING, help="Draw from this many of the likeliest tokens. [default: 0, off]")] = None,
+    seed: Annotated[int | None, Parameter(group=_SAMPLING, help="The same seed gives the same answer. [default: a new one each]")] = None,
+    model: Annotated[Path | None, Parameter(group=_OTHER, help="A Hugging Face model directory, instead of the graph's.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--set", negative=(), group=_OTHER, help="path=value, such as deploy.experts.servers=2; may be given several times."
+        ),
+    ] = None,
+    json: Annotated[
+        str | None, Parameter(group=_OTHER, help='Write answers, times and figures to this file; "-" for standard output.')
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="What processes write to standard error.")
+    ] = "warning",
+) -> None:
+    """Start a graph, answer all prompts at once, and show how it ran.
+
+    Press Ctrl-C once to let running requests finish, twice to end at once. Exit codes: 0 all finished, 1 a request failed, 2 bad input,
+    3 a worker died, 130 interrupted.
+    """
+    from flowrt.cli_run import Options
+    from flowrt.cli_run import run as run_graph
+
+    options = Options(
+        graph=graph,
+        prompts=tuple(prompt or ()),
+        prompt_file=prompts,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+        model=model,
+        overrides=tuple(overrides or ()),
+        json=json,
+        log_level=log_level,
+    )
+    raise SystemExit(run_graph(options))
+
+
+@app.command
+def doctor() -> None:
+    """Say what this machine can do, what is missing, and what would help. Nothing is changed."""
+    from flowrt.doctor import main as examine
+
+    raise SystemExit(examine())
+
+
+def main() -> None:
+    """Parse sys.argv, run the command and exit. No traceback for what a user did wrong."""
+    try:
+        app(exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        _fail(str(error))
+    except UserError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("flowrt: interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        _silence()
+        raise SystemExit(NO_READER) from None
+
+
+def _fail(text: str, code: int = 2) -> None:
+    from flowrt.cli_text import one_line
+
+    sys.stderr.write(f"flowrt: error: {one_line(text)}\n")
+    raise SystemExit(code)
+
+
+def _silence() -> None:
+    """What is still buffered for a reader that has left must not raise at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

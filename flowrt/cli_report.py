@@ -1,0 +1,130 @@
+"""The graph as it ran: what each process held and did, and what went from process to process.
+
+Here: ProcessReport, EdgeReport, Account (both, with how the run began and ended) as data and as JSON. Not here: the requests
+(cli_record.py), tables (cli_tables.py). Called by cli_run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowrt.actors.control import Statistics
+from flowrt.graph.diagrams import crosses
+from flowrt.graph.model import Graph
+
+_PLUMBING = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
+
+
+@dataclass(frozen=True)
+class ProcessReport:
+    """One worker. `busy_share` is the part of the time since the start in which it computed; None when it could not be asked."""
+
+    name: str
+    pid: int
+    holds: str
+    transports: tuple[str, ...]
+    resident_bytes: int | None
+    busy_share: float | None
+    num_firings: int | None
+    num_steps: int | None
+
+
+@dataclass(frozen=True)
+class EdgeReport:
+    """All edges from one process to another over the same kind of link. Bytes are those of tensors, without headers."""
+
+    source: str
+    target: str
+    transport: str
+    link: str | None
+    num_edges: int
+    num_messages: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when it never came to that."""
+
+    processes: tuple[ProcessReport, ...]
+    edges: tuple[EdgeReport, ...]
+    start_seconds: float | None
+    late_wakeups: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def account(
+    graph: Graph,
+    pids: Mapping[str, int],
+    statistics: Mapping[str, Statistics],
+    loaded_bytes: Mapping[str, int],
+    start_seconds: float | None,
+    seconds: float | None,
+) -> Account:
+    """`graph` with its transports resolved; `statistics` may lack workers; `seconds` is how long the workers have been up."""
+    return Account(
+        processes=tuple(_process(graph, name, pids, statistics, loaded_bytes, seconds) for name in graph.process_names()),
+        edges=_edges(graph, statistics),
+        start_seconds=start_seconds,
+        late_wakeups=sum(each.late_wakeups for each in statistics.values()),
+    )
+
+
+def holds(graph: Graph, process: str) -> str:
+    """What a process holds, in a few words: "embed, attention, gate, head", "experts 0-4"."""
+    words: list[str] = []
+    for node in graph.nodes_of(process):
+        option = node.options.get("experts")
+        if isinstance(option, Mapping):
+            words += [f"{node.operator} {ids} (layers {layers})" for layers, ids in option.items()]
+        elif option is not None:
+            words.append(f"{node.operator} {option}")
+        else:
+            words.append(node.operator)
+    kept = [word for word in words if word not in _PLUMBING] or words
+    return ", ".join(dict.fromkeys(kept))
+
+
+def _process(
+    graph: Graph,
+    name: str,
+    pids: Mapping[str, int],
+    statistics: Mapping[str, Statistics],
+    loaded_bytes: Mapping[str, int],
+    seconds: float | None,
+) -> ProcessReport:
+    ends = [(edge, {_process_of(graph, edge.source), _process_of(graph, edge.target)}) for edge in graph.edges]
+    transports = tuple(dict.fromkeys(edge.transport for edge, processes in ends if name in processes and len(processes) > 1))
+    told = statistics.get(name)
+    return ProcessReport(
+        name=name,
+        pid=pids.get(name, 0),
+        holds=holds(graph, name),
+        transports=transports,
+        resident_bytes=told.resident_bytes if told is not None else loaded_bytes.get(name),
+        busy_share=min(1.0, told.compute_seconds / seconds) if told is not None and seconds else None,
+        num_firings=told.num_firings if told is not None else None,
+        num_steps=told.num_steps if told is not None else None,
+    )
+
+
+def _process_of(graph: Graph, node: str) -> str:
+    return graph.nodes[node].process
+
+
+def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeReport, ...]:
+    sent = {each.edge: each for told in statistics.values() for each in told.edges}
+    sums: dict[tuple[str, str, str, str | None], list[int]] = {}
+    for edge in graph.edges:
+        if crosses(edge, graph):
+            key = (_process_of(graph, edge.source), _process_of(graph, edge.target), edge.transport, edge.link)
+            total = sums.setdefault(key, [0, 0, 0])
+            total[0] += 1
+            if (each := sent.get(edge.id)) is not None:
+                total[1] += each.num_messages
+                total[2] += each.payload_bytes
+    return tuple(EdgeReport(*key, *total) for key, total in sums.items())

@@ -1,0 +1,84 @@
+"""Text that others wrote, made fit for a terminal: a model's words must not drive it, nor break a line that is ours.
+
+Here: `visible` and `one_line`, and Output, a text stream that outlives its reader. Not here: what is shown (cli_view.py, cli_report.py).
+Called by the other cli files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable
+from typing import TextIO
+
+# C0 but for tab and newline, DEL, C1, line and paragraph separators, what turns the writing direction, invisible marks, surrogates.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+TAB = "    "
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def visible(text: str) -> str:
+    """`text` with control characters written out (\\x1b, \\u202e) and tabs as spaces. Newlines stay: they are the caller's to place."""
+    return _UNSEEN.sub(_escape, text).replace("\t", TAB)
+
+
+def one_line(text: str) -> str:
+    """As `visible`, on a single line: runs of white space become one space."""
+    return visible(" ".join(text.split()))
+
+
+class Output(io.TextIOBase):
+    """A text stream in front of stdout or stderr. When nobody reads it any more (`| head`), it calls `on_broken` once and goes silent.
+
+    Characters that the stream's encoding lacks are written out instead of raising.
+    """
+
+    def __init__(self, stream: TextIO, on_broken: Callable[[], None] | None = None) -> None:
+        self._stream = stream
+        self.on_broken = on_broken
+        self.is_broken = False
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self.is_broken and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not self.is_broken:
+            try:
+                self._stream.write(text)
+            except (BrokenPipeError, ConnectionResetError):
+                self._break()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.is_broken:
+            try:
+                self._stream.flush()
+            except (BrokenPipeError, ConnectionResetError):
+                self._break()
+
+    def _break(self) -> None:
+        self.is_broken = True
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere, without a word at the interpreter's end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        if self.on_broken is not None:
+            self.on_broken()
