@@ -1,0 +1,415 @@
+"""ZeroMQ between two processes ("zmq").
+
+Here: the channel over one PAIR socket, and its transport. Not here: meeting and authentication (rendezvous.py), flow control
+(window.py). The data goes over an abstract ipc endpoint where both sides are on one Linux host, because that is ZeroMQ's fastest way
+there and leaves no file behind; over TCP on 127.0.0.1 where the address says so. Other hosts need encryption first: refused.
+
+The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
+a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other. The first
+message each way proves that the session is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit
+window bounds what can be in them. libzmq does not reconnect; a lost connection is a broken channel, and the socket's monitor tells.
+
+Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
+more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
+(the proof) and CLOSED (the answer to CLOSE, after which nothing is left in any queue).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import socket
+import struct
+import sys
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transports.address import expect_scheme
+from transports.codec import Part, WireError, assemble, decode_envelope, encode, is_repeat
+from transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from transports.endpoint import Endpoint
+from transports.errors import HandshakeError, UnavailableError
+from transports.handshake import check_key
+from transports.message import Message
+from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
+from transports.window import ReceiveWindow, SendWindow
+
+try:
+    import zmq
+except ImportError as error:
+    _missing: str | None = str(error)
+else:
+    _missing = None
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+INLINE_BYTES = 8192
+DEATH_SECONDS = 0.5  # after the line's end-of-file, how long libzmq may take to hand over what the peer had sent
+_FRAME = struct.Struct("<B3xI")
+_TAKEN = struct.Struct("<QQ")
+_MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
+_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://127\.\d{1,3}\.\d{1,3}\.\d{1,3}:\d{1,5}")
+_MESSAGES_AT_ONCE = 64  # read, then the loop turns
+_CONNECTOR, _LISTENER = "connector", "listener"
+
+
+class _SharedContext:
+    """libzmq's context and I/O thread: one per process, alive while any socket of ours is."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._process = 0
+        self._users = 0
+
+    def socket(self, limits: Limits) -> zmq.Socket[bytes]:
+        """A new PAIR socket; give it back with `close`."""
+        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, 60000)
+            self._process = os.getpid()
+            self._users = 0
+        self._users += 1
+        made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        made.set(zmq.LINGER, 0)
+        made.set(zmq.SNDHWM, 0)  # the window bounds them
+        made.set(zmq.RCVHWM, 0)
+        made.set(zmq.RECONNECT_IVL, -1)
+        made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, _FRAME.size + limits.max_header_bytes + INLINE_BYTES))
+        return made
+
+    def close(self, sockets: Iterable[zmq.Socket[Any]]) -> None:
+        """Close one user's sockets; the last one takes the context along."""
+        for each in sockets:
+            each.close(0)
+        self._users -= 1
+        if not self._users and self._context is not None:
+            context, self._context = self._context, None
+            context.term()
+
+
+_shared = _SharedContext()
+
+
+class ZeroMQChannel(Endpoint):
+    """One end: a PAIR socket, its monitor, and the line of the meeting."""
+
+    scheme: ClassVar[str] = "zmq"
+
+    def __init__(self, side: str, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+        super().__init__(meeting.limits, meeting.peer)
+        self._side = side
+        self._pair = pair
+        self._monitor = monitor
+        self._sending = SendWindow(meeting.limits)
+        self._asked_for_room = False
+        self._inbox: deque[tuple[Message, int]] = deque()
+        self._receiving = ReceiveWindow(meeting.limits)
+        self._expected = 0
+        self._frames: list[zmq.Frame] = []
+        self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
+        self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
+        self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
+        self._reading_soon = False
+        self._connection = -1  # libzmq's descriptor of the peer's connection, as the monitor names it
+        self._death: asyncio.TimerHandle | None = None
+        self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
+        self._loop.add_reader(self._descriptors[0], self._read)
+        self._loop.add_reader(self._descriptors[1], self._read_monitor)
+        self._lifeline = Lifeline(meeting.line, self._on_gone)
+        if side == _LISTENER:
+            self._write(_GREETING_KIND, self._own_greeting)
+        self._read_soon()
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = len(self._held)
+        return super().statistics()
+
+    # Sending.
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        size = sum(map(len, parts)) - len(parts[0])
+        if not self._sending.fits(size):
+            return False
+        self._sending.add(size)
+        self._counters.messages_sent += 1
+        self._counters.bytes_sent += size
+        head = _FRAME.pack(_MESSAGE_KIND, len(parts[0]))
+        if size <= INLINE_BYTES:
+            self._send_frames([b"".join((head, *parts))])
+        else:
+            self._send_frames([head + parts[0], *parts[1:]])
+        return True
+
+    def _send_frames(self, frames: list[Part]) -> None:
+        """Give the frames to libzmq, which copies them: the tensors are the caller's again when `send` returns."""
+        last = len(frames) - 1
+        try:
+            for index, frame in enumerate(frames):
+                self._pair.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0))
+        except zmq.ZMQError as error:
+            self._fail(f"the connection is lost: {error}")
+            return
+        if not self._reading_soon:
+            self._read_soon()
+
+    def _write(self, kind: int, body: bytes = b"") -> None:
+        self._send_frames([_FRAME.pack(kind, 0) + body])
+
+    def _expect_room(self) -> bool:
+        if not self._asked_for_room:
+            self._asked_for_room = True
+            self._write(_WAITING_KIND)
+        return False
+
+    # Receiving.
+
+    def _take(self) -> Message | None:
+        if not self._inbox:
+            return None
+        message, size = self._inbox.popleft()
+        if self._receiving.took(size):
+            self._tell_taken()
+        self._counters.messages_received += 1
+        self._counters.bytes_received += size
+        return message
+
+    def _tell_taken(self) -> None:
+        if not self._ended and self._broken is None:
+            self._write(_TAKEN_KIND, _TAKEN.pack(*self._receiving.told()))
+
+    def _read_soon(self) -> None:
+        """Look at the socket in the loop's next turn. Its descriptor tells of changes only, and any call on it may eat one."""
+        self._reading_soon = True
+        self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._reading_soon = False
+        if self._pair.closed:
+            return
+        try:
+            for _ in range(_MESSAGES_AT_ONCE):
+                if not int(self._pair.get(zmq.EVENTS)) & zmq.POLLIN:
+                    return
+                self._read_message()
+        except (zmq.ZMQError, WireError) as error:
+            self._fail(str(error))
+            return
+        self._read_soon()
+
+    def _read_message(self) -> None:
+        """One whole message; libzmq hands over all its frames or none."""
+        frames = self._frames
+        frames.clear()
+        more = True
+        while more:
+            frame = self._pair.recv(zmq.NOBLOCK, copy=False)
+            more = frame.more
+            if len(frames) <= self.limits.max_tensors:
+                frames.append(frame)
+            elif not more:
+                raise WireError("a message of too many frames")
+        body = frames[0].bytes
+        if len(body) < _FRAME.size or self._broken is not None:
+            raise WireError("a frame that is too short")
+        kind, envelope_bytes = _FRAME.unpack_from(body)
+        if not self.greeted.done():
+            if kind != _GREETING_KIND or not secrets.compare_digest(body[_FRAME.size :], self._peer_greeting):
+                raise WireError("somebody else than the peer of the handshake is at the other end")
+            self._greet()
+        elif kind == _MESSAGE_KIND:
+            self._read_data(body, envelope_bytes, frames)
+        elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
+            self._sending.update(*_TAKEN.unpack_from(body, _FRAME.size))
+            self._asked_for_room = False
+            self._wake_sender()
+        elif kind == _WAITING_KIND:
+            self._receiving.sender_waits = True
+            if self._receiving.taken_messages > self._receiving.told_messages:
+                self._tell_taken()
+        elif kind == _CLOSE_KIND:
+            self._write(_CLOSED_KIND)
+            self._end()
+            self._finish()
+        elif kind == _CLOSED_KIND:
+            self._finish()
+        else:
+            raise WireError(f"a frame of kind {kind}")
+        frames.clear()
+
+    def _greet(self) -> None:
+        self.greeted.set_result(None)
+        if self._side == _CONNECTOR:
+            self._write(_GREETING_KIND, self._own_greeting)
+
+    def _read_data(self, body: bytes, envelope_bytes: int, frames: list[zmq.Frame]) -> None:
+        end = _FRAME.size + envelope_bytes
+        envelope, sizes = decode_envelope(body[_FRAME.size : end], self.limits)
+        payload_bytes = sum(sizes)
+        buffers: list[object] = []
+        if len(frames) == 1:
+            if end + payload_bytes != len(body):
+                raise WireError(f"tensors of {payload_bytes} bytes were announced, {len(body) - end} came")
+            for size in sizes:
+                buffers.append(bytearray(body[end : end + size]))
+                end += size
+        else:
+            if len(body) != end or sizes != [len(frame) for frame in frames[1:]]:
+                raise WireError(f"tensors of {sizes[:16]} bytes were announced, other sizes came")
+            buffers = [self._alias(frame, size) for frame, size in zip(frames[1:], sizes, strict=True)]
+        if is_repeat(envelope.sequence, self._expected):
+            self._counters.messages_dropped += 1
+            return
+        self._expected += 1
+        self._receiving.arrived(payload_bytes)
+        if not self._closed:
+            self._inbox.append((assemble(envelope, buffers), payload_bytes))
+            self._wake_receiver()
+
+    def _alias(self, frame: zmq.Frame, size: int) -> object:
+        if size <= INLINE_BYTES:  # small ones lie at odd addresses in libzmq's read buffer and would keep all of it
+            return bytearray(frame.bytes)
+        self._held.add(weakref.ref(frame, self._held.discard))
+        view: memoryview = memoryview(frame)  # type: ignore[arg-type]  # it does export its buffer
+        return view
+
+    # The end.
+
+    def _read_monitor(self) -> None:
+        """What libzmq says about the connection."""
+        while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            description = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
+            event, value = struct.unpack("=Hi", description)
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED) and self._connection < 0:
+                self._connection = value
+            elif event == zmq.EVENT_DISCONNECTED and value == self._connection:
+                self._lost()
+
+    def _on_gone(self, reason: str | None) -> None:
+        """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""
+        if reason is not None:
+            self._fail(reason)
+        elif not self._ended and self._broken is None and self._death is None:
+            self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
+        self._finish()
+
+    def _lost(self) -> None:
+        self._read()
+        if self._reading_soon and self._broken is None and not self._ended:
+            self._loop.call_soon(self._lost)  # there was more than one turn's worth
+            return
+        if not self._ended:
+            self._fail(f"{self.peer.name or 'the peer'} died")
+        self._finish()
+
+    def _fail(self, reason: str) -> None:
+        self._break(reason)
+        self._finish()
+        if not self.greeted.done():
+            self.greeted.set_exception(HandshakeError(reason))
+            self.greeted.exception()  # seen, even if nobody waits
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+    async def _shut(self) -> None:
+        try:
+            self._inbox.clear()
+            if not self._ended and self._broken is None and self.greeted.done():
+                self._write(_CLOSE_KIND)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await self._finished
+        finally:
+            if self._death is not None:
+                self._death.cancel()
+            for descriptor in self._descriptors:
+                self._loop.remove_reader(descriptor)
+            self._lifeline.close()
+            self._frames.clear()
+            self._pair.disable_monitor()
+            _shared.close([self._pair, self._monitor])
+
+
+class ZeroMQTransport(Transport):
+    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP."""
+
+    scheme: ClassVar[str] = "zmq"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if _missing is not None:
+            return f"zmq needs the package pyzmq ({_missing}); install it with: pip install pyzmq"
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        over_tcp = sys.platform != "linux" or name.startswith("127.")
+        sockets: list[zmq.Socket[Any]] = []
+
+        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            sockets.extend(_pair_and_monitor(agreed))
+            return _bind(sockets[0], over_tcp).encode(), []
+
+        try:
+            meeting = await meet(self.scheme, name, limits, key, identity, bring)
+        except BaseException as error:
+            if sockets:
+                _shared.close(sockets)
+            if isinstance(error, zmq.ZMQError):
+                raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
+            raise
+        channel = ZeroMQChannel(_CONNECTOR, meeting, *sockets)
+        try:
+            await asyncio.shield(channel.greeted)
+        except BaseException:
+            await channel.aclose()
+            raise
+        return channel
+
+
+def _accepted(meeting: Meeting) -> Channel:
+    """The listener's end: connects to the endpoint that the connector named under its proof."""
+    endpoint = meeting.payload.decode("ascii", "replace")
+    over_tcp = meeting.line.family == socket.AF_INET
+    if not _ENDPOINT.fullmatch(endpoint) or endpoint.startswith("tcp") != over_tcp:
+        raise WireError(f"{endpoint!r} is no endpoint of this host")
+    pair, monitor = _pair_and_monitor(meeting.limits)
+    try:
+        pair.connect(endpoint)
+        return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
+    except zmq.ZMQError as error:
+        _shared.close([pair, monitor])
+        raise WireError(str(error)) from error
+
+
+def _pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
+    pair = _shared.socket(limits)
+    return pair, pair.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+
+
+def _bind(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
+    """Bind to an endpoint that only the peer will know; returns it."""
+    if over_tcp:
+        pair.bind("tcp://127.0.0.1:*")
+        bound = pair.get(zmq.LAST_ENDPOINT)
+        return (bound if isinstance(bound, bytes) else bytes(str(bound), "ascii")).decode("ascii")
+    endpoint = f"ipc://@flowrt/zmq-data/{secrets.token_hex(16)}"
+    pair.set(zmq.IPC_FILTER_UID, os.geteuid())
+    pair.bind(endpoint)
+    return endpoint
