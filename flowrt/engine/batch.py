@@ -69,9 +69,14 @@ def build_batch(parts: Iterable[Part], page_tokens: int) -> Batch:
     for sequence, num_rows in parts:
         start = sequence.num_computed_tokens
         end = start + num_rows
-        batch.token_ids.extend(sequence.tokens[start:end])
-        batch.positions.extend(range(start, end))
-        batch.slots.extend(sequence.pages[at // page_tokens] * page_tokens + at % page_tokens for at in range(start, end))
+        if num_rows == 1:  # nearly always
+            batch.token_ids.append(sequence.tokens[start])
+            batch.positions.append(start)
+            batch.slots.append(sequence.pages[start // page_tokens] * page_tokens + start % page_tokens)
+        else:
+            batch.token_ids.extend(sequence.tokens[start:end])
+            batch.positions.extend(range(start, end))
+            batch.slots.extend(sequence.pages[at // page_tokens] * page_tokens + at % page_tokens for at in range(start, end))
         batch.query_lengths.append(num_rows)
         batch.kv_lengths.append(end)
         batch.page_tables.append(sequence.pages[: -(-end // page_tokens)])

@@ -315,17 +315,20 @@ def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
 
 
 def test_a_claim_ends_with_its_sequence() -> None:
-    limits = GraphLimits(max_batch=3, kv_pages=6, page_tokens=1, max_tokens=6, max_step_tokens=8)
+    limits = GraphLimits(max_batch=2, kv_pages=8, page_tokens=1, max_tokens=8, max_step_tokens=8)
     group = ToyGroup(limits, num_lanes=2)
-    group.submit(request("old", (1,), max_tokens=6), request("young", (2,), max_tokens=6))
-    while len(group.start()) == 2:
-        group.finish(0)
+    requests = [request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)]
+    group.submit(*requests)
+    for _ in range(3):
         group.start()
+        group.finish(0)
         group.finish(1)
-    group.finish(1)
+    group.start()
+    group.finish(0)
+    assert group.start() == [], "the older one has claimed a page"
     group.take(group.engine.cancel("old", 0))
     group.run()
-    assert group.tokens[("young", 0)] == expected_output(request("young", (2,), max_tokens=6))
+    assert group.tokens[("young", 0)] == expected_output(requests[1])
 
 
 def test_a_preempted_sequence_waits_for_head_room() -> None:
