@@ -135,12 +135,13 @@ class Worker:
 
     async def run(self) -> None:
         try:
+            imported_bytes = self._seams.resident_bytes()
             functions = await self._compute.run("load", self._load, bound_seconds=3600.0)
             self._make_runner(functions)
             assert self._runner is not None
             assert self._links is not None
             async with asyncio.TaskGroup() as group:
-                self._send(Listening(await self._links.listen(), self._seams.resident_bytes()))
+                self._send(Listening(await self._links.listen(), self._seams.resident_bytes(), imported_bytes))
                 peers = await self._peers
                 await self._links.open(peers.addresses, peers.incarnations)
                 self._send(Connected())
