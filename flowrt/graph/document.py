@@ -178,19 +178,27 @@ class _Reader:
         text = str(event.value)
         if event.style in ("'", '"', "|", ">"):
             return text
-        if text in _WORDS:
-            return _WORDS[text]
-        if _INT.fullmatch(text):
-            digits = text.replace("_", "")
-            if len(digits) > 18:
-                self._fail(event, path, f"{text[:24]} is too large a number; write one of at most 18 digits")
-            return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
-        if _FLOAT.fullmatch(text):
-            return float(text.replace("_", ""))
-        return text
+        try:
+            return plain_value(text)
+        except ValueError:
+            self._fail(event, path, f"{text[:24]} is too large a number; write one of at most 18 digits")
 
     def _fail(self, event: Any, path: Path_, text: str) -> NoReturn:
         raise GraphError(f"{self._document.name}:{event.start_mark.line + 1}", dotted(path), text)
+
+
+def plain_value(text: str) -> Any:
+    """What `text` without quotes means: null, a truth value, a number, or itself. Raises ValueError for a number of many digits."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INT.fullmatch(text):
+        digits = text.replace("_", "")
+        if len(digits) > 18:
+            raise ValueError(text)
+        return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return text
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:

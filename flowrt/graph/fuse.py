@@ -127,10 +127,14 @@ class _Process:
 
     def _topological(self) -> list[str]:
         """The nodes so that at one tag each comes after what feeds it, otherwise as written."""
-        order: list[str] = []
-        left = list(self._names)
-        while left:
-            ready = [n for n in left if not any(e.tag.kind == "same" and e.source in left and e.source != n for e in self._into[n])]
-            order += ready or left[:1]
-            left = [name for name in left if name not in order]
-        return order
+        feeding = {name: {e.source for e in self._into[name] if e.tag.kind == "same" and e.source in self._into} for name in self._names}
+        order: dict[str, None] = {}
+        for start in self._names:
+            way = [start]
+            while way:
+                left = [source for source in feeding[way[-1]] if source not in order and source not in way]
+                if left:
+                    way.append(min(left, key=self._names.index))
+                else:
+                    order[way.pop()] = None
+        return list(order)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from flowrt.graph.document import parse_document
+from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, Edge, Graph, GraphLimits, Node, PortSpec
 from flowrt.graph.notation import LINK_PROFILES
@@ -113,7 +113,7 @@ def _scalar(value: Any) -> str:
 
 def _reads_back(text: str) -> bool:
     """False for words like null, for "a: b", for a blank at the end: what YAML would not take as this text."""
-    return ": " not in text and text[-1] not in ": " and parse_document(text, "").value == text
+    return ": " not in text and text[-1] not in ": " and plain_value(text) == text
 
 
 def _escaped(character: str) -> str:

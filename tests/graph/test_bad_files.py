@@ -140,9 +140,24 @@ BAD = {
         "deploy.experts.placement.experts.0",
         ["expert 8", "experts 0 to 7"],
     ),
-    "expert twice": (deploy("", "servers: 1, placement: {experts.0: '0-7,3'}"), 5, "deploy.experts.placement.experts.0", ["3 is given twice"]),
-    "backwards": (deploy("", "servers: 1, placement: {experts.0: '7-0'}"), 5, "deploy.experts.placement.experts.0", ["backwards", "0-7"]),
-    "placement for nobody": (deploy("", "placement: {experts.0: '0-7'}"), 5, "deploy.experts.placement", ["servers: 0 leaves nothing to place"]),
+    "expert twice": (
+        deploy("", "servers: 1, placement: {experts.0: '0-7,3'}"),
+        5,
+        "deploy.experts.placement.experts.0",
+        ["3 is given twice"],
+    ),
+    "backwards": (
+        deploy("", "servers: 1, placement: {experts.0: '7-0'}"),
+        5,
+        "deploy.experts.placement.experts.0",
+        ["backwards", "0-7"],
+    ),
+    "placement for nobody": (
+        deploy("", "placement: {experts.0: '0-7'}"),
+        5,
+        "deploy.experts.placement",
+        ["servers: 0 leaves nothing to place"],
+    ),
     "layer without experts": (
         deploy("", "servers: 1, placement: {experts.0: {0-9: 0-7}}"),
         5,
@@ -188,7 +203,12 @@ BAD_USER = {
         "nodes.a.inputs.z",
         ["no edge leads to a.z", "connect it"],
     ),
-    "unused output": (USER.replace("process: left", "outputs: {y: 'int64[n]', z: 'int64[n]'}"), 3, "nodes.a.outputs.z", ["no edge leads from a.z"]),
+    "unused output": (
+        USER.replace("process: left", "outputs: {y: 'int64[n]', z: 'int64[n]'}"),
+        3,
+        "nodes.a.outputs.z",
+        ["no edge leads from a.z"],
+    ),
     "specs disagree": (
         USER.replace("process: left", "process: left, outputs: {y: 'float32[n,4]'}").replace(
             "process: right", "process: right, inputs: {x: 'float32[n,5]'}"
@@ -305,16 +325,9 @@ def test_a_bad_file_ends_in_one_line_that_names_place_and_remedy(name, load, tmp
     assert "\n" not in message
     for part in parts:
         assert part in message
+    assert ";" in caught.value.text, "what is wrong; what would be right"
     assert caught.value.exit_code == 2
     assert isinstance(caught.value, UserError)
-
-
-@pytest.mark.parametrize("name", [*BAD, *BAD_USER])
-def test_every_line_says_what_would_be_right(name, load) -> None:
-    text = (BAD | BAD_USER)[name][0]
-    with pytest.raises(GraphError) as caught:
-        load(text)
-    assert ";" in caught.value.text or "did you mean" in caught.value.text, caught.value.text
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -346,9 +359,9 @@ def test_what_the_model_says_is_reported_at_its_path(tmp_path: Path) -> None:
     with pytest.raises(GraphError) as caught:
         load_graph(tmp_path / "g.yaml", facts_of=refuse)
     assert str(caught.value) == f"{tmp_path}/g.yaml:2: model.path: unknown architecture 'x'; known: y"
-    with pytest.raises(GraphError, match="^--model .*unknown architecture"):
+    with pytest.raises(GraphError, match=r"^--model .*unknown architecture"):
         load_graph(tmp_path / "g.yaml", facts_of=refuse, model_dir=tmp_path / "m")
-    with pytest.raises(GraphError, match="^--model .*no such folder"):
+    with pytest.raises(GraphError, match=r"^--model .*no such folder"):
         load_graph(tmp_path / "g.yaml", facts_of=refuse, model_dir=tmp_path / "n")
 
 

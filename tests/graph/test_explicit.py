@@ -81,7 +81,8 @@ def test_prompts_come_from_a_list_or_a_file(load, tmp_path: Path) -> None:
     assert load(model + "p.txt\n").prompts == ("one", " two ")
     (tmp_path / "p.jsonl").write_text('{"prompt": "one\\ntwo"}\n\n{"prompt": "three"}\n', encoding="utf-8")
     assert load(model + "p.jsonl\n").prompts == ("one\ntwo", "three")
-    for line, message in (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ('{"prompt_token_ids": [1]}', "has no text"), ("3", "has no text")):
+    wrong = {"{": "is not JSON", "[" * 100_000: "is not JSON", '{"prompt_token_ids": [1]}': "has no text", "3": "has no text"}
+    for line, message in wrong.items():
         (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + line, encoding="utf-8")
         with pytest.raises(GraphError, match=rf"g\.yaml:3: prompts: .*p\.jsonl:2 {message}"):
             load(model + "p.jsonl\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from flowrt.graph import Graph
 from flowrt.graph.fuse import fuse, fuse_all
 
@@ -90,7 +92,7 @@ def test_gather_within_one_firing(load) -> None:
 
 def test_a_long_chain(load) -> None:
     names = [f"n{index}" for index in range(400)]
-    edges = ["input.x-n0.x", *(f"{a}.y-{b}.x" for a, b in zip(names, names[1:], strict=False)), "n399.y-output.y"]
+    edges = ["input.x-n0.x", *(f"{a}.y-{b}.x" for a, b in pairwise(names)), "n399.y-output.y"]
     graph = load(user(" ".join(edges), " ".join(names)))
     assert fuse(graph, "p").chains == (tuple(names),)
 

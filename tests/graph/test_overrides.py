@@ -13,7 +13,8 @@ USER = USER.replace("ya.b", "yb")
 
 
 def test_values_are_read_as_yaml(load) -> None:
-    graph = load(MODEL, "deploy.experts.servers=2", "deploy.attention={groups: 3, micro_batches: 2}", "prompts=['a: b', c]", "deploy.processes=one")
+    overrides = ("deploy.experts.servers=2", "deploy.attention={groups: 3, micro_batches: 2}", "prompts=['a: b', c]")
+    graph = load(MODEL, *overrides, "deploy.processes=one")
     assert len(graph.process_names()) == 5
     assert (graph.micro_batches, graph.prompts, graph.processes) == (2, ("a: b", "c"), "one")
 
