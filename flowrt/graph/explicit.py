@@ -10,7 +10,7 @@ from typing import Any
 from flowrt.graph.builtin import BUILTIN, SOURCE, BuiltinOperator
 from flowrt.graph.document import Document
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec
-from flowrt.graph.notation import MAX_LAYER, is_user_operator, nearest, parse_layers, parse_tag
+from flowrt.graph.notation import MAX_LAYER, is_user_operator, nearest, parse_layers, parse_tag, shown_value
 from flowrt.graph.schema import EdgeSection, NodeSection
 
 _PSEUDO = (INPUT, OUTPUT)
@@ -61,7 +61,8 @@ def _node(name: str, section: NodeSection, taken: dict[str, int], given: dict[st
             document.fail((*path, "options"), "options are for built-in operators; give your function its values in its module")
         inputs, outputs = _user_ports(section, taken, given, document, path)
     else:
-        text = f"there is no operator {section.operator!r}; {nearest(section.operator, BUILTIN)}, or write module:function"
+        hint = nearest(section.operator, BUILTIN)
+        text = f"there is no operator {section.operator!r}; write module:function for one of your own; {hint}"
         document.fail((*path, "operator"), text)
     return Node(
         name=name,
@@ -94,7 +95,7 @@ def _builtin_ports(
             document.fail((*path, "options"), f"{section.operator!r} needs the option {key!r}; write it")
     layers = section.options.get("num_layers", 1)
     if type(layers) is not int or not 1 <= layers <= MAX_LAYER:
-        document.fail((*path, "options", "num_layers"), f"{layers!r} is no number of layers; write 1 to {MAX_LAYER}")
+        document.fail((*path, "options", "num_layers"), f"{shown_value(layers)} is no number of layers; write 1 to {MAX_LAYER}")
     for port, index in taken.items():
         if port not in built.inputs:
             document.fail(("edges", index, "to"), f"{section.operator!r} takes nothing on {port!r}; {nearest(port, built.inputs)}")

@@ -20,7 +20,7 @@ from flowrt.graph.document import Document, Path_, apply_overrides, read_documen
 from flowrt.graph.expand import deploy_roles, expand_deploy
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import Graph, GraphLimits, ModelPart
+from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart
 from flowrt.graph.problems import raise_first, refuse_what_is_not_built
 from flowrt.graph.schema import DeploySection, GraphFile
 from transports.message import DTYPE_BYTES
@@ -206,7 +206,7 @@ def _prompt(line: str, where: str, document: Document) -> str:
 
 
 def _per_process(values: dict[str, Any] | None, key: str, nodes: Any, document: Document) -> dict[str, Any]:
-    processes = {node.process for node in nodes.values()}
+    processes = {node.process for node in nodes.values()} - {GATEWAY}
     for process in values or {}:
         if process not in processes:
             from flowrt.graph.notation import nearest

@@ -150,4 +150,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     words = sorted(known)
     close = get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words) or 'none'}"
+
+
+def shown_value(value: object) -> str:
+    """A value of a file in an error text, short and in the words of YAML."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

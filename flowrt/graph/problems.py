@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from flowrt.graph.document import Document, Path_
-from flowrt.graph.notation import nearest
+from flowrt.graph.notation import nearest, shown_value
 from flowrt.graph.schema import GraphFile
 
 _Test = Callable[[Any], bool]
@@ -73,7 +73,7 @@ def _problem(document: Document, item: Any) -> tuple[Path_, str]:
 
 
 def _wording(kind: str, value: Any, context: dict[str, Any], message: str) -> str:
-    shown = _show(value)
+    shown = shown_value(value)
     if kind == "value_error":
         return str(context["error"])
     if kind == "int_type":
@@ -95,19 +95,6 @@ def _wording(kind: str, value: Any, context: dict[str, Any], message: str) -> st
     if kind == "less_than_equal":
         return f"{shown} is too large; write {context['le']} or less"
     return f"{shown}: {message}"
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _real_path(document: Document, path: Path_) -> Path_:

@@ -21,6 +21,7 @@ from flowrt.graph.notation import (
     parse_link,
     parse_tag,
     parse_tensor_spec,
+    shown_value,
 )
 
 _LIMITS = GraphLimits()
@@ -36,25 +37,25 @@ def _version(value: Any) -> Any:
 def _processes(value: Any) -> Any:
     if value in ("one", "many") or (type(value) is int and 1 <= value <= 4096):
         return value
-    raise ValueError(f"{value!r} is no way to make processes; write one, many, or a number from 1")
+    raise ValueError(f"{shown_value(value)} is no way to make processes; write one, many, or a number from 1")
 
 
 def _threads(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= MAX_THREADS):
         return value
-    raise ValueError(f"{value!r} is no number of threads; write auto, or a number from 1 to {MAX_THREADS}")
+    raise ValueError(f"{shown_value(value)} is no number of threads; write auto, or a number from 1 to {MAX_THREADS}")
 
 
 def _device(value: Any) -> Any:
     prefix, colon, index = value.partition(":") if isinstance(value, str) else ("", "", "")
     if value == "cpu" or (prefix == "cuda" and (not colon or (index.isascii() and index.isdigit() and len(index) <= 3))):
         return value
-    raise ValueError(f"{value!r} is no device; write cpu, cuda, or cuda:N")
+    raise ValueError(f"{shown_value(value)} is no device; write cpu, cuda, or cuda:N")
 
 
 def _layers(value: Any) -> Any:
     if type(value) not in (int, str):
-        raise ValueError(f"{value!r} names no layers; write them as '0-2,5'")
+        raise ValueError(f"{shown_value(value)} names no layers; write them as '0-2,5'")
     if not parse_layers(value).layers:
         raise ValueError("names no layer; write them as '0-2,5', or leave the key out for every layer")
     return str(value)
@@ -62,7 +63,7 @@ def _layers(value: Any) -> Any:
 
 def _ids(value: Any) -> Any:
     if type(value) not in (int, str):
-        raise ValueError(f"{value!r} names no ids; write them as '0-5,7'")
+        raise ValueError(f"{shown_value(value)} names no ids; write them as '0-5,7'")
     parse_ids(value)
     return str(value)
 
@@ -75,21 +76,22 @@ def _placement(value: Any) -> Any:
 
 def _tag(value: Any) -> Any:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no change of a tag; write layer+1, step+1, or layer=N")
+        raise ValueError(f"{shown_value(value)} is no change of a tag; write layer+1, step+1, or layer=N")
     parse_tag(value)
     return value
 
 
 def _link(value: Any) -> Any:
     if not isinstance(value, str | dict):
-        raise ValueError(f"{value!r} is no link; write one of {', '.join(LINK_PROFILES)}, or numbers: {{{', '.join(LINK_NUMBERS)}}}")
+        names, numbers = ", ".join(LINK_PROFILES), ", ".join(LINK_NUMBERS)
+        raise ValueError(f"{shown_value(value)} is no link; write one of {names}, or numbers: {{{numbers}}}")
     return parse_link(value)
 
 
 def _tensors(value: Any) -> Any:
     specs = [value] if isinstance(value, str) else value
     if not isinstance(specs, list) or not specs or not all(isinstance(spec, str) for spec in specs):
-        raise ValueError(f"{value!r} describes no tensor; write 'float32[rows,64]', or a list of such")
+        raise ValueError(f"{shown_value(value)} describes no tensor; write 'float32[rows,64]', or a list of such")
     for spec in specs:
         parse_tensor_spec(spec)
     return [spec.replace(" ", "") for spec in specs]
