@@ -93,7 +93,10 @@ class Channel(ABC):
 
     @abstractmethod
     def send_nowait(self, message: Message) -> bool:
-        """As `send` if it need not wait: True. False, and nothing sent, when the channel is full or a `send` is waiting."""
+        """As `send` if it need not wait: True. False, and nothing sent, when the channel is full or a `send` is waiting.
+
+        Also False for a message of more than an eighth of the capacity that this transport can only send in parts.
+        """
 
     @abstractmethod
     async def recv(self) -> Message:

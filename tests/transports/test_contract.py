@@ -1,0 +1,49 @@
+"""Every scheme is held to the contract by the one suite of checks, on both event loops."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from transports import checks, checks_meeting
+from transports.checks import Check, MakePair
+from transports.checks_meeting import TransportCheck
+from transports.contract import Channel, Identity, Limits
+from transports.registry import unavailable_reason
+from transports.stream import StreamChannel
+
+SCHEMES = ("inproc", "shm", "zmq")
+
+
+def _skip_unavailable(scheme: str) -> None:
+    if (reason := unavailable_reason(scheme)) is not None:
+        pytest.skip(reason)
+
+
+async def _pipe_pair(limits: Limits) -> tuple[Channel, Channel]:
+    one, two = socket.socketpair()
+    return await StreamChannel.from_socket(one, limits, Identity("two")), await StreamChannel.from_socket(two, limits, Identity("one"))
+
+
+def _maker(scheme: str) -> MakePair:
+    if scheme == "pipe":
+        return _pipe_pair
+    if scheme == "zmq-tcp":
+        return checks_meeting.pair_maker("zmq", "zmq://127.0.0.1:0")
+    return checks_meeting.pair_maker(scheme)
+
+
+@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "pipe", "zmq-tcp"])
+async def test_channel(scheme: str, check: Check, loop_kind: str) -> None:
+    if scheme != "pipe":
+        _skip_unavailable(scheme.partition("-")[0])
+    await check(_maker(scheme))
+
+
+@pytest.mark.parametrize("check", checks_meeting.TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_transport(scheme: str, check: TransportCheck, loop_kind: str) -> None:
+    _skip_unavailable(scheme)
+    await check(scheme)
