@@ -38,11 +38,11 @@ class Source:
 
 
 def room_of(target: str) -> str:
-    """First-level part: "transports", "operators", "flowrt.graph", "flowrt" for its __init__.py. The files cli*.py are one room."""
+    """First-level part: "transports", "operators", "flowrt.graph"; "flowrt" for its __init__.py. cli*.py and __main__.py are one room."""
     parts = target.split(".")
     if parts[0] != "flowrt" or len(parts) == 1:
         return parts[0]
-    return "flowrt.cli" if parts[1].startswith("cli_") else f"flowrt.{parts[1]}"
+    return "flowrt.cli" if parts[1].startswith("cli_") or parts[1] == "__main__" else f"flowrt.{parts[1]}"
 
 
 def _is_type_checking(test: ast.expr) -> bool:

@@ -73,7 +73,7 @@ def refusal(source: Source, target: str) -> str | None:
     if room == "flowrt":
         return None if target in FRONT_MAY else "flowrt/__init__.py gives out the api and its types only"
     if other == "flowrt":
-        return "import the module itself, not the package's front"
+        return None if room == "flowrt.cli" else "import the module itself, not the package's front"
     if other == "operators":
         if room in OPERATORS_FOR or (room in PLAIN_OPERATORS_FOR and target.startswith(PLAIN_OPERATORS)):
             return None

@@ -32,6 +32,8 @@ EXECUTOR_FILES = (
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
     "flowrt/api.py": "the cancels of a run and the window of a stream: both end where `async with` and the generator end",
+    "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
+    "transports/checks_meeting.py": "the same",
     "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")

@@ -9,6 +9,7 @@ import pytest
 
 from flowrt.simulation.transport import NetworkConditions, SimulatedChannel
 from flowrt.simulation.world import World, run
+from transports import checks, checks_meeting
 from transports.contract import Channel, Identity, Limits
 from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, HandshakeError, LimitError
 from transports.message import Message, Tag, Tensor, TensorSpec
@@ -80,6 +81,33 @@ def test_every_message_arrives_once_and_in_order_both_ways(seed: int) -> None:
     assert outcome.result[:2] == (list(range(60)), list(range(60)))
     assert outcome.result[2] > 0
     assert run(seed, main, conditions=ROUGH).digest == outcome.digest
+
+
+CALM = NetworkConditions(slow_one_in=0, duplicate_one_in=4)
+ALONE = {"check_other_process", "check_dead_peer", "check_stopped_peer"}  # these start processes of their own
+
+
+@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+def test_it_keeps_the_promises_of_a_channel(check: checks.Check) -> None:
+    for seed in range(3):
+
+        async def main(world: World) -> None:
+            await check(lambda limits: connected(world, limits))
+
+        run(seed, main, conditions=CALM)
+
+
+@pytest.mark.parametrize(
+    "check", [check for check in checks_meeting.TRANSPORT_CHECKS if check.__name__ not in ALONE], ids=lambda check: check.__name__
+)
+def test_it_keeps_the_promises_of_a_transport(check: checks_meeting.TransportCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+
+        async def main(world: World) -> None:
+            monkeypatch.setattr(checks_meeting, "get_transport", world.network.transport)
+            await check("shm")
+
+        run(seed, main, conditions=CALM)
 
 
 def test_the_digest_covers_what_is_sent() -> None:
