@@ -40,9 +40,7 @@ def run(
     *,
     prompt: Annotated[
         list[str] | None,
-        Parameter(
-            negative=(), group=_PROMPTS, help="A prompt; may be given several times. Write --prompt=TEXT when it begins with a dash."
-        ),
+        Parameter(negative=(), group=_PROMPTS, help="A prompt; may be given several times. If it begins with a dash: --prompt=TEXT."),
     ] = None,
     prompts: Annotated[
         str | None,
@@ -67,9 +65,7 @@ def run(
     model: Annotated[Path | None, Parameter(group=_OTHER, help="A Hugging Face model directory, instead of the graph's.")] = None,
     overrides: Annotated[
         list[str] | None,
-        Parameter(
-            name="--set", negative=(), group=_OTHER, help="path=value, such as deploy.experts.servers=2; may be given several times."
-        ),
+        Parameter(name="--set", negative=(), group=_OTHER, help="path=value, as deploy.experts.servers=2; may be given several times."),
     ] = None,
     json: Annotated[
         str | None, Parameter(group=_OTHER, help='Write answers, times and figures to this file; "-" for standard output.')
@@ -107,9 +103,11 @@ def run(
 @app.command
 def doctor() -> None:
     """Say what this machine can do, what is missing, and what would help. Nothing is changed."""
-    from flowrt.doctor import main as examine
+    import asyncio
 
-    raise SystemExit(examine())
+    from flowrt.doctor import collect, report
+
+    raise SystemExit(0 if report(asyncio.run(collect())) else 1)
 
 
 def main() -> None:

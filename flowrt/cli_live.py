@@ -69,9 +69,8 @@ class LiveView:
                 self._set(name, "connected")
             case events.Ready(seconds):
                 self._stop_live()
-                self._console.print(
-                    Text.assemble(("✓ ", "green"), f"{self._title}: {self._size_words()} ready after {duration_text(seconds)}")
-                )
+                words = f"{self._title}: {self._size_words()} ready after {duration_text(seconds)}"
+                self._console.print(Text.assemble(("✓ ", "green"), words))
             case events.Straggler(name, seconds):
                 self._print(Text(f"{name} did not stop within {duration_text(seconds)} and was killed", "yellow"))
 
@@ -137,7 +136,7 @@ class LiveView:
     def _picture(self) -> RenderableType:
         if not self._records:
             return self._start_picture()
-        rows: list[RenderableType] = self._blocks() if self._in_place else self._counts()
+        rows: list[RenderableType] = [*(self._blocks() if self._in_place else self._counts())]
         if self._note:
             rows.append(Text(self._note, "yellow", no_wrap=True, overflow="ellipsis"))
         return Group(*rows)
@@ -232,19 +231,17 @@ class LiveView:
             case _:
                 return f"{tokens} –", "yellow"
 
-    def _counts(self) -> list[RenderableType]:
+    def _counts(self) -> list[Text]:
         running = [record for record in self._records if not record.is_ended and record.token_ids]
         num_waiting = len(self._records) - self._num_ended - len(running)
         num_tokens = sum(len(record.token_ids) for record in self._records)
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
-        words = (
-            f"{len(self._records)} requests: {self._num_ended} ended, {len(running)} answering, {num_waiting} waiting; {num_tokens} tokens"
-        )
-        rows: list[RenderableType] = [Text.assemble((f"{spin} ", "cyan"), words, no_wrap=True, overflow="ellipsis")]
+        counts = f"{self._num_ended} ended, {len(running)} answering, {num_waiting} waiting; {num_tokens} tokens"
+        rows = [Text.assemble((f"{spin} ", "cyan"), f"{len(self._records)} requests: {counts}")]
         for record in running[: max(1, min(MOST_RUNNING_LINES, self._most_lines - 3))]:
-            rows.append(
-                Text.assemble((f"[{record.index}] ", "cyan"), self._lines(record)[-1].plain.strip(), no_wrap=True, overflow="ellipsis")
-            )
+            rows.append(Text.assemble((f"[{record.index}] ", "cyan"), self._lines(record)[-1].plain.strip()))
+        for row in rows:
+            row.no_wrap, row.overflow = True, "ellipsis"
         return rows
 
     def _stream(self, record: Record, new: str) -> None:

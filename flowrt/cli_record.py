@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from flowrt.cli_prompts import Asked
+from flowrt.cli_text import Output
 from flowrt.cluster.gateway import ClientEvent, EndEvent
 from flowrt.errors import UserError
 
@@ -162,8 +163,11 @@ def check_writable(name: str) -> None:
         raise UserError(f"--json {name}: {folder} may not be written to; give another path")
 
 
-def write_json(name: str, value: dict[str, Any], stdout: TextIO) -> None:
-    """Write {"requests": [...], "summary": {...}} to the file, or "-" to `stdout`. A reader sees the old file or the whole new one. Raises UserError when it cannot be written."""
+def write_json(name: str, value: dict[str, Any], stdout: Output) -> None:
+    """Write {"requests": [...], "summary": {...}} to the file, or "-" to `stdout`. A reader sees the old file or the whole new one.
+
+    Raises UserError when it cannot be written.
+    """
     content = _json_text(value)
     if name == STDOUT:
         stdout.write(content)

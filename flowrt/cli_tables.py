@@ -17,6 +17,7 @@ from flowrt.observe import duration_text, size_text
 MOST_EDGES = 24
 MOST_PROCESSES = 48
 UNKNOWN = "-"
+_ENDED = {"stop": "finished", "length": "reached max_tokens", "error": "failed", "cancelled": "cancelled"}
 
 
 def print_tables(account: Account, figures: Figures, console: Console) -> None:
@@ -46,6 +47,7 @@ def _table(console: Console) -> Table:
     return Table(
         header_style="" if plain else "dim",
         box=None if plain else box.SIMPLE_HEAD,
+        show_edge=False,
         pad_edge=False,
         padding=(0, 2, 0, 0) if plain else (0, 1),
     )
@@ -81,7 +83,7 @@ def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
     if with_links:
         table.add_column("link")
     table.add_column("messages", justify="right", no_wrap=True)
-    table.add_column("tensors", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
     shown = edges if len(edges) <= MOST_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MOST_EDGES]
     for edge in shown:
         link = [edge.link or UNKNOWN] if with_links else []
@@ -106,7 +108,7 @@ def _durations(durations: Durations | None) -> tuple[str, str, str]:
 
 
 def _sentences(account: Account, figures: Figures) -> list[str]:
-    ended = ", ".join(f"{num} {reason}" for reason, num in figures.num_ended.items() if num)
+    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_ended.items() if num)
     lines = [f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"]
     if figures.seconds is not None and figures.tokens_per_second is not None:
         lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")

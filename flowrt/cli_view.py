@@ -7,10 +7,10 @@ Here: View (the contract), PlainView, and `answer_text`. Not here: the live disp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from flowrt.cli_record import Record
-from flowrt.cli_text import one_line, visible
+from flowrt.cli_text import Output, one_line, visible
 from flowrt.cluster import events
 from flowrt.graph.model import Graph
 from flowrt.observe import duration_text, size_text
@@ -74,7 +74,7 @@ class PlainView:
     Further lines of an answer are indented, so that no answer can pass for another's beginning.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, graph: Graph, has_tokenizer: bool) -> None:
+    def __init__(self, out: Output, err: Output, graph: Graph, has_tokenizer: bool) -> None:
         self._out, self._err = out, err
         self._graph, self._has_tokenizer = graph, has_tokenizer
         self._records: Sequence[Record] = ()
