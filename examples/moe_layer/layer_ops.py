@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 64, 48, 8, 2
 
