@@ -1,0 +1,52 @@
+"""The commands: run a benchmark with progress on standard error, print its table, write its JSON.
+
+Not here: options and help (flowrt/cli_bench.py), measuring (hop.py, start.py), the layout of a report (report.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+
+from rich.console import Console
+
+from flowrt.bench import hop as hop_benchmark
+from flowrt.bench.peers import new_event_loop
+from flowrt.bench.report import Figure, Machine, Report, print_report, write_report
+
+
+def hop(num_pairs: int, json: str | None, within_only: bool = False) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing here is computed; no pool of threads should stand by
+    _measure_and_tell("hop", hop_benchmark.measure(num_pairs, between=not within_only), json)
+
+
+def _measure_and_tell(name: str, results: AsyncIterator[Figure | str], json: str | None) -> None:
+    machine = Machine.here()
+    figures: list[Figure] = []
+    notes: list[str] = []
+
+    async def collect() -> None:
+        async for result in results:
+            if isinstance(result, str):
+                notes.append(result)
+            else:
+                figures.append(result)
+                _say(f"{result.name}: {result.ours.median:.4g} {result.unit}" + (f", ratio {result.ratio}" if result.ratio else ""))
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(collect())
+    tell(Report(name, machine.afterwards(), figures, notes), json)
+
+
+def tell(report: Report, json: str | None) -> None:
+    """The table goes to standard output, or to standard error when that is where the JSON goes."""
+    out = sys.stderr if json == "-" else sys.stdout
+    print_report(report, Console(file=out, width=None if out.isatty() else 160))
+    if json is not None:
+        write_report(json, report)
+
+
+def _say(text: str) -> None:
+    print(f"flowrt: {text}", file=sys.stderr, flush=True)

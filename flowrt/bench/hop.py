@@ -1,0 +1,161 @@
+"""What a message costs: `flowrt bench hop`.
+
+Here: graphs that do nothing but pass a tensor on, and their hops against plain echoes in alternating pairs: within one process
+against asyncio queues, between two processes against pyzmq. Everything is as in any run: links, credits, tags, matching, the checks of
+specs. Not here: the peers (peers.py), the statistics (pairs.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.pairs import Target, take_turns
+from flowrt.bench.peers import ZeroMQEcho, queue_echo_seconds
+from flowrt.bench.report import Figure
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, LayerSet, Node, PortSpec, TagStep
+from transports.registry import unavailable_reason
+
+ECHO = "flowrt.bench.operators:echo"
+IN_PROCESS_TARGET = Target(1.5)  # DESIGN section 8: hop between two operators in one process, to an asyncio.Queue echo
+TRANSPORTS = ("shm", "zmq")
+SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
+# From issue to issue there will be more; none is stated for sizes in between.
+SHM_64_B_TARGET = Target(0.33)
+NUM_LAYERS = 50  # rounds a tensor makes for each time that it comes in and goes out
+NUM_FUSED = 64
+BLOCK_SECONDS = 0.05  # of one measurement: long beside a wake-up, short beside the drift of a machine's load
+_SPEC = "uint8[bytes]"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A graph and how many hops one call of it makes."""
+
+    graph: Graph
+    num_hops: int
+
+
+def ring(processes: Literal["one", "many"], transport: str = "auto", num_layers: int = NUM_LAYERS) -> Ring:
+    """A tensor goes from the caller to `left`, to and fro between `left` and `right`, and back: all hops over one transport."""
+    nodes = [
+        Node(INPUT, INPUT, GATEWAY, outputs={"x": PortSpec("x")}),
+        Node(OUTPUT, OUTPUT, GATEWAY, inputs={"y": PortSpec("y")}),
+        _echo_node("left", "left"),
+        _echo_node("right", "right"),
+    ]
+    again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
+    edges = [
+        Edge(0, INPUT, "x", "left", "x", transport, credits=8),
+        Edge(1, "left", "y", "right", "x", transport, credits=8),
+        Edge(2, "right", "y", "left", "x", transport, credits=8, layers=again, tag=TagStep("next_layer")),
+        Edge(3, "right", "y", OUTPUT, "y", transport, credits=8, layers=last),
+    ]
+    return Ring(Graph({node.name: node for node in nodes}, edges, processes=processes), 2 * num_layers + 1)
+
+
+def chain(num_nodes: int = NUM_FUSED, num_layers: int = NUM_LAYERS) -> Ring:
+    """The same within one worker: `num_nodes` operators in a row, fused into one firing, `num_layers` times over."""
+    names = [f"echo{number}" for number in range(num_nodes)]
+    nodes = [
+        Node(INPUT, INPUT, GATEWAY, outputs={"x": PortSpec("x")}),
+        Node(OUTPUT, OUTPUT, GATEWAY, inputs={"y": PortSpec("y")}),
+        *(_echo_node(name, "worker") for name in names),
+    ]
+    again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
+    ends = [(INPUT, "x", names[0], "x", {}), *((a, "y", b, "x", {}) for a, b in zip(names, names[1:], strict=False))]
+    ends += [(names[-1], "y", names[0], "x", {"layers": again, "tag": TagStep("next_layer")})]
+    ends += [(names[-1], "y", OUTPUT, "y", {"layers": last})]
+    edges = [Edge(number, *end[:4], credits=8, **end[4]) for number, end in enumerate(ends)]  # type: ignore[arg-type]
+    return Ring(Graph({node.name: node for node in nodes}, edges, processes="one"), num_nodes * num_layers + 1)
+
+
+async def measure(num_pairs: int, between: bool = True) -> AsyncIterator[Figure | str]:
+    """The figures one by one, in microseconds; a text says what cannot be measured here, and why."""
+    async for figure in within_a_process(num_pairs):
+        yield figure
+    if not between:
+        return
+    async with ZeroMQEcho() as peer:
+        for transport in TRANSPORTS:
+            reason = unavailable_reason(transport)
+            if reason is not None:
+                yield f"{transport}: {reason}"
+                continue
+            async for figure in between_processes(transport, peer, num_pairs):
+                yield figure
+
+
+async def within_a_process(num_pairs: int) -> AsyncIterator[Figure]:
+    """Between workers that share a process, and between operators fused in one worker; the echo's tasks run in the same loop."""
+    cases = (
+        ("hop, two workers of one process", ring("one"), IN_PROCESS_TARGET),
+        ("hop, two operators fused in one worker", chain(), IN_PROCESS_TARGET),
+    )
+    for name, made, target in cases:
+        async with open_graph(made.graph) as graph:
+            ours = _calls(graph, made, _payload(64))
+
+            async def theirs() -> float:
+                return 1e6 * await queue_echo_seconds(max(1, int(BLOCK_SECONDS / 10e-6)), object())
+
+            values = await take_turns((ours, theirs), num_pairs)
+        yield Figure.paired(name, "us", values[0], "asyncio.Queue", values[1], target)
+
+
+async def between_processes(transport: str, peer: ZeroMQEcho, num_pairs: int) -> AsyncIterator[Figure]:
+    """Round trips between two workers, each a process, at each size."""
+    made = ring("many", transport)
+    async with open_graph(made.graph) as graph:
+        for size, text in SIZES.items():
+            payload = _payload(size)
+            hop = _calls(graph, made, payload)
+            values = await take_turns((_twice(hop), _echoes(peer, payload.numpy())), num_pairs)
+            target = SHM_64_B_TARGET if (transport, size) == (TRANSPORTS[0], 64) else None
+            yield Figure.paired(f"round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
+
+
+def _calls(graph: RunningGraph, made: Ring, payload: Any) -> Callable[[], Awaitable[float]]:
+    """Measures one hop, in microseconds: calls of the graph for BLOCK_SECONDS, at least one."""
+
+    async def measure_block() -> float:
+        start, num_calls = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - start) < BLOCK_SECONDS or not num_calls:
+            await graph(x=payload)
+            num_calls += 1
+        return 1e6 * seconds / (num_calls * made.num_hops)
+
+    return measure_block
+
+
+def _twice(hop: Callable[[], Awaitable[float]]) -> Callable[[], Awaitable[float]]:
+    async def measure_block() -> float:
+        return 2 * await hop()
+
+    return measure_block
+
+
+def _echoes(peer: ZeroMQEcho, payload: Any) -> Callable[[], Awaitable[float]]:
+    num_rounds = 1
+
+    async def measure_block() -> float:
+        nonlocal num_rounds
+        seconds = await peer.round_trip_seconds(num_rounds, payload)
+        num_rounds = max(1, int(BLOCK_SECONDS / seconds))
+        return 1e6 * seconds
+
+    return measure_block
+
+
+def _echo_node(name: str, process: str) -> Node:
+    ports = {"inputs": {"x": PortSpec("x", (_SPEC,))}, "outputs": {"y": PortSpec("y", (_SPEC,))}}
+    return Node(name, ECHO, process, **ports)
+
+
+def _payload(size: int) -> Any:
+    import torch
+
+    return torch.ones(size, dtype=torch.uint8)

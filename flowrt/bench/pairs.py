@@ -1,0 +1,103 @@
+"""The statistics of a claimed difference: alternating pairs, the median ratio, its interval, and the verdict on a target. Pure.
+
+Here: `median_ratio`, Ratio, Target, `verdict`, and `take_turns`, which measures by pairs. Not here: what is measured (one
+module per benchmark), how it is shown (report.py).
+
+Two things measured on a shared machine drift together. So they are measured in turns, each pair gives one ratio, and what is claimed is
+the median of the ratios with an interval that supposes nothing about their distribution.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+CONFIDENCE = 0.95
+FEWEST_PAIRS = 20  # of a claim; fewer are for trying out
+
+Verdict = Literal["met", "not met", "not resolved"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of ours / theirs over `num_pairs` pairs, and the interval that holds the true median in 95 of 100 such runs."""
+
+    median: float
+    low: float
+    high: float
+    num_pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a ratio, or a figure, should be: at most `bound`, or at least."""
+
+    bound: float
+    at_most: bool = True
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.bound:g}"
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """The ratio of pairs (ours[i], theirs[i]), all above zero. Raises ValueError for unequal lengths, none, or a value that is not."""
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(f"pairs need as many of ours as of theirs, at least one; got {len(ours)} and {len(theirs)}")
+    if min(*ours, *theirs) <= 0:
+        raise ValueError("a measured value must be above zero")
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, high = median_interval(ratios)
+    return Ratio(statistics.median(ratios), low, high, len(ratios))
+
+
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The interval between two of the sorted values that holds the true median with at least `confidence`.
+
+    The number of values below the true median is binomial(n, 1/2), whatever the distribution (Conover, Practical Nonparametric
+    Statistics, section 3.2). Fewer than six values cannot bound a median at 95 %: minus to plus infinity.
+    """
+    count = len(values)
+    rank, outside = -1, 0.0
+    while True:  # the largest rank k with P(fewer than k+1 on one side) * 2 <= 1 - confidence
+        outside += 2 * math.comb(count, rank + 1) / 2**count
+        if outside > 1 - confidence or rank + 1 >= count / 2:
+            break
+        rank += 1
+    if rank < 0:
+        return -math.inf, math.inf
+    ordered = sorted(values)
+    return ordered[rank], ordered[count - 1 - rank]
+
+
+def verdict(ratio: Ratio, target: Target) -> Verdict:
+    """Met when the whole interval is inside the target, not met when it is outside, not resolved when it straddles it."""
+    return judge(ratio.low, ratio.high, target)
+
+
+def judge(low: float, high: float, target: Target) -> Verdict:
+    """As `verdict`, of an interval of any figure."""
+    inside = high <= target.bound if target.at_most else low >= target.bound
+    outside = low > target.bound if target.at_most else high < target.bound
+    return "met" if inside else "not met" if outside else "not resolved"
+
+
+def order_of(pair: int) -> tuple[int, int]:
+    """Who is measured first, 0 (ours) or 1 (theirs), in pair number `pair`: each goes first in every second one."""
+    return (0, 1) if pair % 2 == 0 else (1, 0)
+
+
+async def take_turns(measures: Sequence[Callable[[], Awaitable[float]]], num_pairs: int) -> list[list[float]]:
+    """Measure two things in turns, `num_pairs` times each after one round that is not counted. Returns what each gave, in order."""
+    for measure in measures:
+        await measure()
+    values: list[list[float]] = [[] for _ in measures]
+    for pair in range(num_pairs):
+        for side in order_of(pair):
+            values[side].append(await measures[side]())
+    return values

@@ -1,0 +1,72 @@
+"""The statistics of alternating pairs, against distributions whose median is known."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from flowrt.bench.pairs import Ratio, Target, judge, median_interval, median_ratio, order_of, verdict
+
+
+def test_twenty_values_are_bounded_by_the_sixth_from_either_end() -> None:
+    assert median_interval(list(range(1, 21))) == (6, 15)  # the textbook's table: 95.9 %
+    assert median_interval(list(range(1, 41))) == (14, 27)  # 96.2 %
+
+
+def test_six_values_are_the_fewest_that_bound_a_median() -> None:
+    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
+    assert median_interval([1.0] * 5) == (-math.inf, math.inf)
+    assert median_interval([]) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("draw", ["lognormal", "exponential", "two_humps"])
+@pytest.mark.parametrize("count", [20, 41])
+def test_the_interval_holds_the_true_median_as_often_as_it_says(draw: str, count: int) -> None:
+    """Whatever the distribution: 2000 samples from ones whose median is known, of which at least 95 % (less noise) must be hit."""
+    chance = random.Random(f"{draw} {count}")
+    draws = {
+        "lognormal": (lambda: chance.lognormvariate(0.0, 1.5), 1.0),
+        "exponential": (lambda: chance.expovariate(1.0), math.log(2)),
+        "two_humps": (lambda: chance.gauss(1.0, 0.2) if chance.random() < 0.5 else chance.gauss(9.0, 0.2), None),
+    }
+    one, median = draws[draw]
+    hits = 0
+    for _ in range(2000):
+        low, high = median_interval([one() for _ in range(count)])
+        hits += low <= (median if median is not None else 5.0) <= high
+    assert hits / 2000 >= 0.945
+    assert hits / 2000 <= 0.99  # nor wider than it must be
+
+
+def test_the_ratio_is_of_pairs_and_not_of_medians() -> None:
+    """Load that slows both of a pair alike changes nothing."""
+    chance = random.Random(7)
+    load = [chance.uniform(1.0, 20.0) for _ in range(40)]
+    ratio = median_ratio([3.0 * each for each in load], [2.0 * each for each in load])
+    assert ratio.median == pytest.approx(1.5)
+    assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5))
+    assert ratio.num_pairs == 40
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0], [-1.0])])
+def test_what_is_no_pair_is_refused(ours: list[float], theirs: list[float]) -> None:
+    with pytest.raises(ValueError):
+        median_ratio(ours, theirs)
+
+
+def test_a_target_is_met_only_by_the_whole_interval() -> None:
+    at_most, at_least = Target(1.5), Target(0.5, at_most=False)
+    assert verdict(Ratio(1.2, 1.0, 1.5, 20), at_most) == "met"
+    assert verdict(Ratio(1.4, 1.0, 1.6, 20), at_most) == "not resolved"
+    assert verdict(Ratio(2.0, 1.6, 2.2, 20), at_most) == "not met"
+    assert verdict(Ratio(0.6, 0.5, 0.7, 20), at_least) == "met"
+    assert verdict(Ratio(0.5, 0.4, 0.6, 20), at_least) == "not resolved"
+    assert verdict(Ratio(0.3, 0.2, 0.4, 20), at_least) == "not met"
+    assert judge(-math.inf, math.inf, at_most) == "not resolved"
+
+
+def test_either_goes_first_equally_often() -> None:
+    assert [order_of(pair)[0] for pair in range(4)] == [0, 1, 0, 1]
+    assert all(sorted(order_of(pair)) == [0, 1] for pair in range(4))
