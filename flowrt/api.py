@@ -121,9 +121,13 @@ class RunningGraph:
         self._sender.cancel()
         with suppress(asyncio.CancelledError):
             await self._sender
-        if error is None and self._failure is None:
-            self.final_statistics = await self._launcher.stop()
-        await self._launcher.__aexit__(kind, error, trace)
+        try:
+            if error is None and self._failure is None:
+                self.final_statistics = await self._launcher.stop()
+            await self._launcher.__aexit__(kind, error, trace)
+        finally:
+            if self._endpoint is not None:
+                self._endpoint.fail(ConnectionError("the graph was closed"))
 
     # --- a model --------------------------------------------------------------------------------------------------------------
 

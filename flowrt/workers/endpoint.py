@@ -37,7 +37,7 @@ class Endpoint:
         self._failure: BaseException | None = None
 
     async def run(self, control: Channel, seams: Seams) -> None:
-        """Serve until Stop; then every call still waiting fails."""
+        """Serve until Stop. Calls that still wait then are failed by the owner, who knows why the graph ended."""
 
         def begin(worker: Worker) -> None:
             self._worker = worker
@@ -45,11 +45,9 @@ class Endpoint:
 
         try:
             await serve(control, seams, self._on_output, begin)
-        except BaseException as error:
+        except Exception as error:
             self.fail(error)
             raise
-        else:
-            self.fail(ConnectionError("the graph was stopped"))
 
     def fail(self, error: BaseException) -> None:
         """Every call that waits, and every later one, raises `error`."""
