@@ -13,7 +13,7 @@ from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node
 from flowrt.graph.notation import specs_disagree
-from flowrt.graph.placement import Held, experts_map, held_experts
+from flowrt.graph.placement import Held, check_ids, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, follow, mints
 
 
@@ -117,16 +117,15 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
 
 def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
     for (later, layer), ids in sorted(flow.at(node.name, port).items()):
-        edges = [graph.edges[edge] for edge in sorted(ids)]
-        for index, edge in enumerate(edges):
-            for other in edges[:index]:
-                if flow.edge_origins[edge.id] & flow.edge_origins[other.id]:
-                    text = (
-                        f"{other} and {edge} both bring a message {_at(later, layer)}; "
-                        "a port takes one per tag: give them layers that do not meet"
-                    )
+        brought: dict[str, Edge] = {}  # whose tags an earlier edge brings here
+        for edge in (graph.edges[number] for number in sorted(ids)):
+            for origin in sorted(flow.edge_origins[edge.id]):
+                if origin in brought:
+                    text = f"{brought[origin]} and {edge} both bring a message {_at(later, layer)}; "
+                    text += "a port takes one per tag: give them layers that do not meet"
                     yield Problem(("edges", edge.id), text)
                     return
+                brought[origin] = edge
 
 
 def _never(flow: Flow, node: Node) -> str:
@@ -162,7 +161,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     for edge in graph.edges:
         if edge.tag.advances or mints(graph.nodes[edge.target].operator):
             continue
-        for layer in {layer for _, layer in flow.fires[edge.source]} or range(flow.num_layers):
+        for layer in {layer for _, layer in flow.fires[edge.source]} or flow.layers:
             if layer in edge.layers:
                 target = edge.tag.layer if edge.tag.kind == "to_layer" else layer
                 onward.setdefault((edge.source, layer), []).append(((edge.target, target), edge))
@@ -268,7 +267,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
         if node.operator == "experts":
             try:
                 held[node.name] = held_experts(node.options["experts"], facts.moe_layers)
-                experts_map({0: held[node.name]}, facts.num_experts)
+                check_ids(held[node.name], facts.num_experts)
             except ValueError as error:
                 yield Problem((*path, "experts"), str(error))
                 return
@@ -284,15 +283,16 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
         yield Problem(path, "names no servers; write {'0': '0-5', '1': ...}: what the node behind each port server0, server1 holds")
         return
     asked: dict[int, Held] = {}
+    leading = graph.edges_from(node.name)
     for key, option in servers.items():
         here = (*path, key)
         try:
             asked[int(key)] = held_experts(option, facts.moe_layers)
-            experts_map({int(key): asked[int(key)]}, facts.num_experts)
+            check_ids(asked[int(key)], facts.num_experts)
         except ValueError as error:
             yield Problem(here, str(error))
             return
-        edges = [edge for edge in graph.edges_from(node.name) if edge.source_port == f"server{key}"]
+        edges = [edge for edge in leading if edge.source_port == f"server{key}"]
         if len(edges) != 1:
             yield Problem(here, f"{len(edges)} edges lead from {node.name}.server{key}; one must lead to the node that holds these experts")
             return
@@ -303,7 +303,7 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
                 text = f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here"
                 yield Problem(here, text)
                 return
-    for edge in graph.edges_from(node.name):
+    for edge in leading:
         if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
             server = edge.source_port.removeprefix("server")
             yield Problem(path, f"{node.name}.{edge.source_port} leads to a server that holds nothing here; add {server!r}: its experts")

@@ -22,7 +22,7 @@ from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Edge, LayerSet, Node, TagStep
 from flowrt.graph.notation import parse_ids
-from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
+from flowrt.graph.placement import Held, check_ids, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import DeploySection, ExpertsSection, LimitsSection
 
 _EXPERTS_PATH = ("deploy", "experts")
@@ -183,7 +183,7 @@ def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> lis
             document.fail((*path, key), f"server {server} is there twice; write it once")
         try:
             held[server] = held_experts(option, facts.moe_layers)
-            experts_map({server: held[server]}, facts.num_experts)
+            check_ids(held[server], facts.num_experts)
         except ValueError as error:
             document.fail((*path, key), str(error))
     left_out = [server for server in range(experts.servers) if server not in held]

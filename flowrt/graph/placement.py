@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
-from flowrt.reliability.expert_map import ExpertMap, invert
+from flowrt.reliability.expert_map import Copies, ExpertMap, invert
 
 Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
 
@@ -63,10 +63,23 @@ def held_option(held: Held) -> str | dict[str, str]:
     return {format_ids(numbers): format_ids(ids) for ids, numbers in layers.items() if ids}
 
 
+def check_ids(held: Held, num_experts: int) -> None:
+    """Raises ValueError for an expert id that the model does not have."""
+    for ids in set(held.values()):
+        if ids and ids[-1] >= num_experts:
+            raise ValueError(f"there is no expert {ids[-1]}; the model has experts 0 to {num_experts - 1}")
+
+
 def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:
     """The map of server -> held experts by layer. Raises ValueError for an expert id that is too large."""
-    layers = sorted({layer for by_layer in held.values() for layer in by_layer})
-    tables = {layer: invert({server: by_layer[layer] for server, by_layer in held.items()}, num_experts) for layer in layers}
+    tables: dict[int, Copies] = {}
+    made: dict[tuple[tuple[int, ...], ...], Copies] = {}  # most layers are alike
+    for layer in sorted({layer for by_layer in held.values() for layer in by_layer}):
+        servers = {server: by_layer[layer] for server, by_layer in held.items()}
+        key = tuple(servers.values())
+        if key not in made:
+            made[key] = invert(servers, num_experts)
+        tables[layer] = made[key]
     if len(set(tables.values())) == 1:
         return ExpertMap(next(iter(tables.values())), version=version)
     return ExpertMap(((),) * num_experts, tables, version)

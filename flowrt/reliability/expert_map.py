@@ -101,8 +101,10 @@ class ExpertMap:
 
 def invert(held: Mapping[int, Sequence[int]], num_experts: int) -> Copies:
     """server -> experts turned into expert -> servers. Raises ValueError for an expert id that is too large."""
+    servers_of: list[set[int]] = [set() for _ in range(num_experts)]
     for server, experts in held.items():
-        wrong = next((expert for expert in experts if not 0 <= expert < num_experts), None)
-        if wrong is not None:
-            raise ValueError(f"server {server} cannot hold expert {wrong}; this model has experts 0 to {num_experts - 1}")
-    return tuple(tuple(sorted(server for server, experts in held.items() if expert in experts)) for expert in range(num_experts))
+        for expert in experts:
+            if not 0 <= expert < num_experts:
+                raise ValueError(f"server {server} cannot hold expert {expert}; this model has experts 0 to {num_experts - 1}")
+            servers_of[expert].add(server)
+    return tuple(tuple(sorted(servers)) for servers in servers_of)

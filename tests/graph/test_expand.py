@@ -150,7 +150,7 @@ def test_an_expanded_file_is_checked_like_any_other(load) -> None:
     for old, new, message in (
         ("credits: 3}", "credits: 2}", r"edges\.9\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
         ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
-        ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "server 1 cannot hold expert 8"),
+        ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "there is no expert 9"),
         ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no copy"),
         (', "2": "2-7"}', "}", "server2 leads to a server that holds nothing"),
         (', "2": "2-7"}', ', "2": "2-7", "3": "0"}', "0 edges lead from attention.0.dispatch.server3"),
