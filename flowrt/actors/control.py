@@ -66,11 +66,12 @@ class Progress(Control, frozen=True):
 
 
 class Listening(Control, frozen=True):
-    """Operators are loaded; the worker listens at these addresses (scheme -> address). Memory at this moment, in bytes."""
+    """Operators are loaded; the worker listens at these addresses (scheme -> address). Memory now, and before loading began."""
 
     kind: ClassVar[str] = "control.listening"
     addresses: dict[str, str]
     resident_bytes: int = 0
+    imported_bytes: int = 0
 
 
 class Peers(Control, frozen=True):
