@@ -106,7 +106,7 @@ class WorkerLine:
             case Listening():
                 if not self.listening.done():
                     self.listening.set_result(control)
-                    self._owner.on_event(events.WorkerListening(self.name, control.resident_bytes))
+                    self._owner.on_event(events.WorkerListening(self.name, control.resident_bytes, control.imported_bytes))
                 return
             case Connected():
                 if not self.connected.done():
