@@ -20,7 +20,8 @@ class GraphError(UserError):
 
     def __init__(self, where: str, path: str, text: str) -> None:
         self.where, self.path, self.text = where, path, text
-        super().__init__(": ".join(part for part in (where, path, text) if part))
+        message = ": ".join(part for part in (where, path, text) if part)
+        super().__init__("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message))  # one line, always
 
     def __reduce__(self) -> tuple[type[GraphError], tuple[str, str, str]]:
         return GraphError, (self.where, self.path, self.text)

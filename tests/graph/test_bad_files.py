@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from graph.model_facts import FACTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowrt.errors import GraphError, UserError
 from flowrt.graph import load_graph
+from flowrt.graph.document import parse_document
+from flowrt.graph.file import build_graph
 
 MODEL = "flowrt: 1\nmodel: {path: m}\n"
 USER = """flowrt: 1
@@ -368,3 +374,24 @@ def test_what_the_model_says_is_reported_at_its_path(tmp_path: Path) -> None:
 def test_a_dense_model_is_refused(load) -> None:
     with pytest.raises(GraphError, match=r"g\.yaml:2: model\.path: the model has no layer with experts"):
         load(MODEL, moe_layers=())
+
+
+VALID = {
+    "short": deploy("groups: 2, micro_batches: 2", "servers: 2, copies: 2", "  links: {attention-experts: {link: ub, credits: 2}}\n"),
+    "explicit": USER,
+}
+ODD_WORDS = ["null", "true", "-1", "1.5", "''", "[]", "{}", "x.y", "layer=2", "99999999999", "!!x", "&a", "*a", "'", "{", "\ud7ff", '"\\n"']
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(VALID)), st.integers(0), st.sampled_from(ODD_WORDS))
+def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, word: str) -> None:
+    here = Path(__file__).parent
+    parts = re.split(r"([\w.+=-]+)", VALID[form])
+    parts[(place % (len(parts) // 2)) * 2 + 1] = word
+    found: GraphError | None = None
+    try:
+        build_graph(parse_document("".join(parts), "g.yaml"), here, here, lambda path: FACTS, ("shm",))
+    except GraphError as error:
+        found = error
+    assert found is None or (str(found).isprintable() and ";" in found.text)

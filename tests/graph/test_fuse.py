@@ -32,6 +32,11 @@ def test_experts_elsewhere_split_a_layer_in_two(load) -> None:
     assert fuse(graph, "experts.1").entries == ("experts.1",)
 
 
+def test_a_large_model_is_fused_like_a_small_one(load) -> None:
+    large = load(MODEL + "deploy: {experts: {servers: 2}}\n", num_layers=61, moe_layers=tuple(range(3, 61)))
+    assert short(large) == (["embed", "combine"], ["attention", "gate", "mlp", "dispatch", "head"])
+
+
 def test_experts_inside_leave_one_firing_for_the_whole_step(load) -> None:
     graph = load(MODEL)
     assert short(graph) == (["embed"], ["attention", "gate", "dispatch", "experts", "combine", "head"])
