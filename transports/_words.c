@@ -164,6 +164,7 @@ typedef struct {
     Py_ssize_t held;
     Entry *entries;
     int wake_fd;
+    int detached;
 } Ledger;
 
 typedef struct {
@@ -230,6 +231,8 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
 {
     if (!expect(count, 2))
         return NULL;
+    if (self->detached)
+        return PyErr_Format(PyExc_ValueError, "a detached ledger hands out nothing");
     uint64_t start = PyLong_AsUnsignedLongLong(args[0]);
     if (start == (uint64_t)-1 && PyErr_Occurred())
         return NULL;
@@ -265,6 +268,11 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
 static void ledger_release(Ledger *self, uint64_t number)
 {
     self->held--;
+    if (self->detached) { /* nobody waits for room any more; the mapping goes with the last lease */
+        if (!self->held)
+            Py_CLEAR(self->memory);
+        return;
+    }
     self->entries[number & (self->capacity - 1)].released = 1;
     if (number != self->first)
         return;
@@ -279,7 +287,9 @@ static void ledger_release(Ledger *self, uint64_t number)
 
 static PyObject *ledger_detach(Ledger *self, PyObject *unused)
 {
-    self->wake_fd = -1;
+    self->detached = 1;
+    if (!self->held)
+        Py_CLEAR(self->memory);
     Py_RETURN_NONE;
 }
 
@@ -291,7 +301,7 @@ static PyObject *ledger_held(Ledger *self, void *unused)
 static PyMethodDef ledger_methods[] = {
     {"lease", (PyCFunction)(void (*)(void))ledger_lease, METH_FASTCALL,
      "lease(start, nbytes) -> Lease. `start` counts all bytes ever handed out; ValueError when the range is impossible."},
-    {"detach", (PyCFunction)ledger_detach, METH_NOARGS, "detach(): from now on wake nobody (the descriptor is about to be closed)."},
+    {"detach", (PyCFunction)ledger_detach, METH_NOARGS, "detach(): the channel is closed. Wake nobody any more, and let go of the memory with the last lease."},
     {NULL, NULL, 0, NULL},
 };
 

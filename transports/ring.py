@@ -125,6 +125,7 @@ class RingWriter:
         self._chunks = None
         self._records.release()
         self._area.release()
+        del self._memory
 
     def expect_room(self) -> bool:
         """The owner is about to sleep until there is more room. True when there is more already."""
@@ -352,8 +353,11 @@ class RingReader:
         return self._memory.load(self._words + CLOSED) == 1
 
     def close(self) -> None:
+        """Let go of the memory, but for what received tensors alias."""
+        self._ledger.detach()
         self._records.release()
         self._buffers = []
+        del self._memory
 
     def _whole(self, kind: int, begin: int, envelope_bytes: int, payload_bytes: int, start: int) -> Message | None:
         records = self._records

@@ -149,7 +149,6 @@ class SharedMemoryChannel(Endpoint):
     async def _shut(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)
-        self._ledger.detach()
         self._writer.close()
         self._reader.close()
         self._lifeline.close()  # after the ring says that this is the end
@@ -226,6 +225,11 @@ def _accepted(meeting: Meeting) -> Channel:
 
 def sealed_memory(nbytes: int) -> int:
     """A memfd of `nbytes`, all of them allocated, that nobody can shrink or grow. Raises UnavailableError when there is no memory."""
+    available = _available_bytes()
+    if nbytes > available // 2:  # the kernel would take the machine's last page for it before it says no
+        raise UnavailableError(
+            f"no memory for the {nbytes} bytes of a channel's rings, only {available} are available; lower the limits of its edges"
+        )
     memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(memfd, 0, nbytes)
@@ -234,3 +238,12 @@ def sealed_memory(nbytes: int) -> int:
         os.close(memfd)
         raise UnavailableError(f"no memory for the {nbytes} bytes of a channel's rings ({error}); lower the limits of its edges") from error
     return memfd
+
+
+def _available_bytes() -> int:
+    """What the kernel thinks can be allocated without swapping."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,71 @@
+"""Finding a transport by its scheme, also one that another package brings."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from transports import registry, shared_memory, zeromq
+from transports.address import expect_scheme, parse_address
+from transports.errors import AddressError, UnavailableError
+from transports.inproc import InprocTransport
+
+
+class BorrowedTransport(InprocTransport):
+    """Stands for one from another package."""
+
+    scheme = "borrowed"
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    points = EntryPoints(EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in values.items())
+    monkeypatch.setattr(registry, "entry_points", lambda **wanted: points.select(**wanted))
+
+
+def test_own_schemes_are_known_and_new_each_time() -> None:
+    assert registry.known_schemes()[:3] == ("inproc", "shm", "zmq")
+    assert registry.get_transport("inproc") is not registry.get_transport("inproc")
+
+
+def test_unknown_scheme_lists_the_known() -> None:
+    with pytest.raises(AddressError, match=r"'carrier-pigeon'.*inproc, shm, zmq"):
+        registry.get_transport("carrier-pigeon")
+
+
+def test_third_party_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    _register(monkeypatch, borrowed=f"{__name__}:BorrowedTransport", gone="no_such_module:X", wrong="math:pi", inproc="math:pi")
+    monkeypatch.setattr(EntryPoint, "load", lambda point: BorrowedTransport if point.name == "borrowed" else _load(point))
+    assert registry.known_schemes() == ("inproc", "shm", "zmq", "borrowed", "gone", "wrong")
+    assert type(registry.get_transport("borrowed")) is BorrowedTransport
+    assert type(registry.get_transport("inproc")) is InprocTransport
+    with pytest.raises(UnavailableError, match="no_such_module"):
+        registry.get_transport("gone")
+    with pytest.raises(UnavailableError, match="not a subclass"):
+        registry.get_transport("wrong")
+    assert "no_such_module" in (registry.unavailable_reason("gone") or "")
+
+
+def _load(point: EntryPoint) -> object:
+    if point.name == "gone":
+        raise ImportError("no_such_module")
+    return 3.14
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_missing", "No module named 'transports._words'")
+    monkeypatch.setattr(zeromq, "_missing", "No module named 'zmq'")
+    assert "C compiler" in (registry.unavailable_reason("shm") or "")
+    with pytest.raises(UnavailableError, match="pip install pyzmq"):
+        registry.get_transport("zmq")
+
+
+def test_addresses() -> None:
+    assert parse_address("shm://a/b:1?x") == ("shm", "a/b:1?x")
+    assert str(parse_address("zmq://")) == "zmq://"
+    assert expect_scheme("zmq://127.0.0.1:5", "zmq") == "127.0.0.1:5"
+    for bad in ("", "shm", "shm:/x", "SHM://x", "://x", "shm://a\nb", "shm://" + "x" * 600):
+        with pytest.raises(AddressError):
+            parse_address(bad)
+    with pytest.raises(AddressError, match="shm://"):
+        expect_scheme("zmq://x", "shm")

@@ -1,0 +1,454 @@
+"""What is special to shared memory: the words, the leases, hostile and corrupt peers, wake-ups that get lost, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transports import shared_memory
+from transports.checks import check_numbered, numbered, opened, receive_all, send_all
+from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
+from transports.codec import WireError
+from transports.contract import ChannelStatistics, Limits
+from transports.errors import BrokenChannelError, HandshakeError, UnavailableError
+from transports.handshake import Handshake
+from transports.message import Message, Tensor, TensorSpec
+from transports.registry import get_transport, unavailable_reason
+from transports.rendezvous import socket_address
+from transports.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout, RingReader, RingWriter
+from transports.shared_memory import SharedMemoryChannel, sealed_memory
+
+if unavailable_reason("shm") is not None:
+    pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
+
+from transports._words import Ledger, Memory
+
+LIMITS = Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18)
+
+
+def new_memory(nbytes: int) -> Memory:
+    memfd = sealed_memory(nbytes)
+    try:
+        return Memory(memfd, nbytes)
+    finally:
+        os.close(memfd)
+
+
+def _fill(writer: RingWriter) -> None:
+    for number in range(100):
+        writer.send(numbered(number, 5000))
+
+
+def ring() -> tuple[Memory, Layout, RingWriter, RingReader]:
+    layout = Layout.of(LIMITS)
+    memory = new_memory(layout.total_bytes)
+    ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics())
+    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics())
+
+
+class TestWords:
+    def test_store_load_publish(self) -> None:
+        memory = new_memory(4096)
+        memory.store(8, 2**64 - 1)
+        assert memory.load(8) == 2**64 - 1
+        assert memory.publish(16, 5, 24) is False
+        memory.raise_flag(24)
+        assert memory.publish(16, 6, 24) is True
+        assert (memory.load(16), memory.load(24)) == (6, 0)
+
+    @pytest.mark.parametrize("offset", [-8, 1, 4, 4089, 4096, 2**70])
+    def test_only_aligned_words_inside(self, offset: int) -> None:
+        memory = new_memory(4096)
+        with pytest.raises((IndexError, OverflowError)):
+            memory.load(offset)
+        with pytest.raises((IndexError, OverflowError)):
+            memory.store(offset, 1)
+
+    def test_values_are_64_bit(self) -> None:
+        memory = new_memory(4096)
+        for value in (-1, 2**64):
+            with pytest.raises(OverflowError):
+                memory.store(0, value)
+        with pytest.raises(TypeError):
+            memory.store(0)  # type: ignore[call-arg]
+
+    def test_a_mapping_of_nothing_is_refused(self) -> None:
+        with pytest.raises(ValueError):
+            Memory(0, 0)
+        with pytest.raises(OSError):
+            Memory(-1, 4096)
+
+    def test_writes_are_seen_through_a_second_mapping(self) -> None:
+        memfd = sealed_memory(8192)
+        one, two = Memory(memfd, 8192), Memory(memfd, 8192)
+        os.close(memfd)
+        memoryview(one)[100:104] = b"abcd"
+        one.store(0, 77)
+        assert two.load(0) == 77
+        assert bytes(memoryview(two)[100:104]) == b"abcd"
+
+
+class TestLedger:
+    AREA = 4096
+
+    def ledger(self) -> tuple[Memory, Ledger]:
+        memory = new_memory(2 * 4096)
+        return memory, Ledger(memory, 4096, self.AREA, RELEASED, WRITER_SLEEPS, -1)
+
+    def test_released_prefix_is_published(self) -> None:
+        memory, ledger = self.ledger()
+        leases = [ledger.lease(start, 1000) for start in (0, 1000, 2000)]
+        del leases[1]
+        assert (memory.load(RELEASED), ledger.held) == (0, 2)
+        del leases[0]
+        assert (memory.load(RELEASED), ledger.held) == (2000, 1)
+        leases.clear()
+        assert (memory.load(RELEASED), ledger.held) == (3000, 0)
+
+    def test_a_view_keeps_its_lease(self) -> None:
+        memory, ledger = self.ledger()
+        view = memoryview(ledger.lease(0, 100))[10:20]
+        view[:] = b"0123456789"
+        assert ledger.held == 1
+        assert bytes(memoryview(memory)[4096 + 10 : 4096 + 20]) == b"0123456789"
+        del view
+        assert ledger.held == 0
+
+    @pytest.mark.parametrize(
+        ("start", "nbytes"),
+        [(0, 0), (0, 4097), (4000, 200), (999, 10), (4096 + 1000, 3000), (4096 + 900, 200), (2**63, 4096), (2**64 - 4096, 4097)],
+    )
+    def test_impossible_ranges_are_refused(self, start: int, nbytes: int) -> None:
+        _, ledger = self.ledger()
+        held = ledger.lease(0, 1000)
+        with pytest.raises((ValueError, OverflowError)):
+            ledger.lease(start, nbytes)
+        assert ledger.held == 1
+        del held
+
+    def test_leases_die_on_other_threads(self) -> None:
+        memory, ledger = self.ledger()
+        leases = [ledger.lease(start, 4) for start in range(0, 4096, 4)]
+        random.Random(1).shuffle(leases)
+        lock = threading.Lock()
+
+        def drop() -> None:
+            while True:
+                with lock:
+                    if not leases:
+                        return
+                    lease = leases.pop()
+                del lease
+
+        threads = [threading.Thread(target=drop) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (memory.load(RELEASED), ledger.held) == (4096, 0)
+
+    @given(st.integers(0, 2**32), st.integers(1, 60))
+    @settings(max_examples=50)
+    def test_any_order_of_release(self, seed: int, held_at_once: int) -> None:
+        """A writer that follows the rules is never refused, and nothing it may overwrite is held."""
+        memory, ledger = self.ledger()
+        choose = random.Random(seed)
+        held: dict[int, object] = {}
+        placed = 0
+        for _ in range(300):
+            nbytes = choose.randint(1, 300)
+            released = memory.load(RELEASED)
+            start = placed + (-placed % self.AREA if placed % self.AREA + nbytes > self.AREA else 0)
+            if released == placed and choose.random() < 0.5:
+                start = placed + -placed % self.AREA
+            if start + nbytes - released <= self.AREA and len(held) < held_at_once:
+                held[start] = ledger.lease(start, nbytes)
+                placed = start + nbytes
+            elif held:
+                del held[choose.choice(list(held))]
+            assert all(start >= memory.load(RELEASED) for start in held)
+            assert ledger.held == len(held)
+        held.clear()
+        assert memory.load(RELEASED) == placed
+
+
+class TestRing:
+    def test_wraps_many_times(self) -> None:
+        _, layout, writer, reader = ring()
+        sizes = [0, 10, 8192, 8193, 20_000, 3]
+        number = 0
+        while number * 6000 < 8 * layout.total_bytes:
+            size = sizes[number % len(sizes)]
+            if not writer.send(numbered(number, size)):
+                assert writer.advance(numbered(number, size)) or pytest.fail("an empty ring takes a message")
+            message = reader.take()
+            assert message is not None
+            check_numbered(message, number, size)
+            number += 1
+        assert reader.take() is None
+
+    def test_held_payloads_make_way_by_chunks(self) -> None:
+        _, _, writer, reader = ring()
+        kept = []
+        for number in range(40):
+            while not writer.advance(numbered(number, 20_000)):
+                message = reader.take()
+                if message is not None:
+                    kept.append(message)
+            while (message := reader.take()) is not None:
+                kept.append(message)
+        assert len(kept) == 40
+        for number, message in enumerate(kept):
+            check_numbered(message, number, 20_000)
+
+    @given(st.data())
+    @settings(max_examples=150, deadline=None)
+    def test_corrupt_records_only_ever_break(self, data: st.DataObject) -> None:
+        """Whatever the peer writes, the reader refuses it or returns a message within the limits."""
+        memory, layout, writer, reader = ring()
+        for number in range(4):
+            writer.send(numbered(number, [5, 9000, 0, 100][number]))
+        view = memoryview(memory)
+        for _ in range(data.draw(st.integers(1, 6))):
+            place = layout.records(0) + data.draw(st.integers(0, 700))
+            view[place] = data.draw(st.integers(0, 255))
+        if data.draw(st.booleans()):
+            memory.store(HEAD, data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 4096)))
+        try:
+            for _ in range(10):
+                message = reader.take()
+                if message is not None:
+                    assert message.payload_bytes <= LIMITS.max_message_bytes
+        except WireError:
+            return
+
+    @pytest.mark.parametrize("word", [TAIL, RELEASED])
+    def test_impossible_cursors_break_the_writer(self, word: int) -> None:
+        memory, _, writer, _ = ring()
+        memory.store(word, 1 << 40)
+        with pytest.raises(WireError, match="cursors"):
+            _fill(writer)
+
+    def test_an_abandoned_message_is_dropped(self) -> None:
+        _, _, writer, reader = ring()
+        big = numbered(0, 1 << 19)
+        assert not writer.advance(big)
+        assert reader.take() is None
+        writer.abandon()
+        while not writer.advance(numbered(1, 100)):
+            reader.take()
+        message = reader.take()
+        assert message is not None
+        check_numbered(message, 1, 100)
+
+
+def test_memory_is_sealed_and_there() -> None:
+    memfd = sealed_memory(1 << 16)
+    try:
+        assert os.fstat(memfd).st_blocks * 512 >= 1 << 16
+        for size in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memfd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(memfd)
+
+
+async def test_no_memory_is_an_error_of_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a size nobody has, nor a kernel that refuses, ends in anything but a sentence."""
+
+    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)  # and so this test cannot take the machine's memory either
+    with pytest.raises(UnavailableError, match="No space left"):
+        sealed_memory(4096)
+    huge = Limits(capacity_bytes=1 << 60)
+    transport = get_transport("shm")
+    async with await transport.listen("shm://", huge, KEY, HERE) as listener:
+        with pytest.raises(UnavailableError, match="lower the limits"):
+            await transport.connect(listener.address, huge, KEY, THERE)
+
+
+async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
+    async with opened(pair_maker("shm"), Limits()) as (one, two):
+        await one.send(numbered(0, 100_000))
+        message = await two.recv()
+        assert two.statistics().held_buffers == 1
+        part = memoryview(message.tensors[0].data)[500:600]  # type: ignore[arg-type]
+        part[0] = 255  # ours to write
+        del message
+        assert two.statistics().held_buffers == 1
+        del part
+        assert two.statistics().held_buffers == 0
+
+
+async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+    one, two = await pair_maker("shm")(SMALL)
+    async with one, two:
+        monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)
+        receiving = asyncio.ensure_future(two.recv())
+        await asyncio.sleep(0.01)
+        await one.send(numbered(3))
+        check_numbered(await asyncio.wait_for(receiving, 5), 3)
+        assert two.statistics().late_wakeups == 1
+
+
+async def test_nobody_is_woken_who_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = await pair_maker("shm")(SMALL)
+    async with one, two:
+        woken = []
+        monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", woken.append)
+        await send_all(one, 0, 8)
+        await receive_all(two, 0, 8)
+        assert not woken
+
+
+async def test_a_corrupt_ring_breaks_the_channel_after_what_was_whole(loop_kind: str) -> None:
+    one, two = await pair_maker("shm")(SMALL)
+    async with one, two:
+        await send_all(one, 0, 2)
+        assert isinstance(one, SharedMemoryChannel)
+        one._writer._memory.store(one._writer._words + HEAD, one._writer._head + 32)
+        await receive_all(two, 0, 2)
+        for _ in range(2):
+            with pytest.raises(BrokenChannelError):
+                await two.recv()
+        with pytest.raises(BrokenChannelError):
+            await two.send(Message("x"))
+
+
+async def _call(address: str) -> socket.socket:
+    _, path = socket_address("shm", address.partition("://")[2])
+    line = socket.socket(socket.AF_UNIX)
+    line.setblocking(False)
+    line.connect(path)
+    return line
+
+
+@pytest.mark.parametrize("said", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\xff" * 100])
+async def test_strangers_cost_only_their_own_connection(said: bytes, loop_kind: str) -> None:
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        for _ in range(3):
+            line = await _call(listener.address)
+            line.send(said or b"\0", socket.MSG_NOSIGNAL)
+            line.close()
+        await asyncio.sleep(0.05)
+        assert listener.rejected == 3
+        one = await get_transport("shm").connect(listener.address, SMALL, KEY, THERE)
+        async with one, await listener.accept() as two:
+            await one.send(numbered(1))
+            await receive_all(two, 1, 2)
+
+
+async def test_silent_callers_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transports.rendezvous.HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr("transports.rendezvous.MAX_CALLERS", 4)
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        silent = [await _call(listener.address) for _ in range(9)]
+        async with await get_transport("shm").connect(listener.address, SMALL, KEY, THERE):
+            await (await listener.accept()).aclose()
+        for line in silent:
+            line.close()
+        assert listener.rejected >= 8
+
+
+@pytest.mark.parametrize("wrong", ["no descriptors", "unsealed", "wrong size", "not an eventfd", "too many"])
+async def test_what_an_authenticated_peer_passes_is_checked_too(wrong: str) -> None:
+    size = Layout.of(SMALL).total_bytes
+    memfd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memfd, size)
+    wakes = [os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)]
+    good = sealed_memory(size)
+    small = sealed_memory(4096)
+    null = os.open("/dev/null", os.O_RDWR | os.O_NONBLOCK)
+    passed = {
+        "no descriptors": [],
+        "unsealed": [memfd, *wakes],
+        "wrong size": [small, *wakes],
+        "not an eventfd": [good, wakes[0], null],
+        "too many": [good, *wakes, null, null, null],
+    }[wrong]
+    try:
+        async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+            line = await _call(listener.address)
+            shake = Handshake("connector", KEY, THERE, SMALL, scheme="shm")
+            line.send(shake.start())
+            await asyncio.sleep(0.02)
+            socket.send_fds(line, [shake.receive(line.recv(4096))], passed) if passed else line.send(shake.receive(line.recv(4096)))
+            await asyncio.sleep(0.02)
+            assert line.recv(10) == b""
+            assert listener.rejected == 1
+            line.close()
+    finally:
+        for descriptor in (memfd, *wakes, good, small, null):
+            os.close(descriptor)
+
+
+async def test_a_listener_that_hangs_up_is_a_handshake_error() -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        _, path = socket_address("shm", "impostor")
+        listening.bind(path)
+        listening.listen()
+        connecting = asyncio.ensure_future(get_transport("shm").connect("shm://impostor", SMALL, KEY, THERE))
+        await asyncio.sleep(0.01)
+        listening.accept()[0].close()
+        with pytest.raises(HandshakeError):
+            await connecting
+
+
+async def test_nothing_is_left_in_the_file_system(loop_kind: str) -> None:
+    before = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
+    async with other_process("shm", "echo") as (channel, peer):
+        await channel.send(numbered(0, 50_000))
+        check_numbered(await channel.recv(), 0, 50_000)
+        assert {name for name in os.listdir("/dev/shm") if "flowrt" in name} == {name for name in before[0] if "flowrt" in name}
+        assert not any("flowrt" in name for name in set(os.listdir("/tmp")) - before[1])
+        peer.kill()
+        await peer.wait()
+
+
+async def test_the_mapping_goes_with_the_last_tensor() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:flowrt")
+
+    before = mapped()
+    one, two = await pair_maker("shm")(Limits())
+    await one.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (100_000,)), bytes(100_000)),)))
+    message = await two.recv()
+    await one.aclose()
+    await two.aclose()
+    del one, two
+    assert mapped() == before + 1
+    assert bytes(memoryview(message.tensors[0].data)[:10]) == bytes(10)  # type: ignore[arg-type]
+    del message
+    assert mapped() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_stress_between_processes(loop_kind: str) -> None:
+    """Thousands of echoes of changing size with several in flight; no wake-up may be lost."""
+    sizes = [0, 100, 9000, 30_000, 8192]
+    async with other_process("shm", "echo") as (channel, _), asyncio.TaskGroup() as group:
+        group.create_task(_send(channel, sizes, 3000))
+        for number in range(3000):
+            check_numbered(await channel.recv(), number, sizes[number % 5])
+        assert channel.statistics().late_wakeups == 0
+
+
+async def _send(channel: shared_memory.Channel, sizes: list[int], count: int) -> None:
+    for number in range(count):
+        await channel.send(numbered(number, sizes[number % 5]))
