@@ -39,6 +39,7 @@ from flowrt.graph.json_form import to_json
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError
+from flowrt.simulation.loop import current_node
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World
 from operators.model_config import read_model_config
@@ -126,12 +127,12 @@ class _Cluster:
         for name in self._graph.process_names():
             incarnation = world.new_incarnation()
             ours, theirs = SimulatedChannel.pair(
-                world.network, (Identity(GATEWAY), GATEWAY), (Identity(name, incarnation), name), LINE_LIMITS
+                world.network, (Identity(GATEWAY), current_node.get()), (Identity(name, incarnation), name), LINE_LIMITS
             )
             lines.push_async_callback(ours.aclose)
             self._workers[name] = each = _Worker(name, incarnation, ours, loop.create_future(), loop.create_future())
             tasks.create_task(self._host(name, theirs), name=f"worker {name}", context=world.context(name))
-            tasks.create_task(self._pump(each), name=f"pump {name}", context=world.context(GATEWAY))
+            tasks.create_task(self._pump(each), name=f"pump {name}")  # one node with the submitting task
         graph = to_json(self._graph)
         for each in self._workers.values():
             await self._tell(each.name, Start(name=each.name, incarnation=each.incarnation, graph=graph, key=key))

@@ -65,6 +65,13 @@ class SimulatedCompute:
     def running(self) -> Running | None:
         return self._running
 
+    def is_short(self, label: str) -> bool:
+        """Never: what takes no time here is the seed's choice, in `run`."""
+        return False
+
+    def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        raise RuntimeError(f"{label} is not known to be short")
+
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
         if self._running is not None:
             raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
