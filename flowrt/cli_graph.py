@@ -99,5 +99,5 @@ def _load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
 
 
 def _end(error: UserError) -> None:
-    print(error, file=sys.stderr)
+    print(f"flowrt: error: {error}", file=sys.stderr)
     raise SystemExit(error.exit_code)
