@@ -118,4 +118,4 @@ async def test_a_server_loads_only_what_it_holds(tmp_path: Path) -> None:
     assert ".safetensors" not in maps  # a mapped file would hold memory that is not counted
     assert size > 300e6
     for server in ("experts.0", "experts.1", "experts.2"):
-        assert 0.95 * size * 2 / 3 < grown[server] <= 1.2 * size * 2 / 3
+        assert 0.85 * size * 2 / 3 < grown[server] <= 1.2 * size * 2 / 3
