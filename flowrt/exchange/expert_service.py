@@ -45,4 +45,5 @@ class ExpertService:
             row_parts.append(request.tensors[1] + offset)
             offset += size
         x_RH, expert_P, weight_P = (torch.cat([request.tensors[place] for request in requests]) for place in (0, 2, 3))
-        return self._experts.forward(layer, x_RH, torch.cat(row_parts), expert_P, weight_P).split(sizes)
+        y_RH = self._experts.forward(layer, x_RH, torch.cat(row_parts), expert_P, weight_P)
+        return list(torch.split(y_RH, sizes))

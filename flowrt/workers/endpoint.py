@@ -72,7 +72,8 @@ class Endpoint:
             future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
             try:
                 self._worker.mint(INPUT, tag, {name: Payload((tensor,)) for name, tensor in tensors.items()})
-                return await future
+                outputs: dict[str, Any] = await future
+                return outputs
             finally:
                 del self._waiting[tag.step]
 
