@@ -46,6 +46,7 @@ def run(
         str | None,
         Parameter(
             group=_PROMPTS,
+            allow_leading_hyphen=True,
             help='JSON lines, "-" for standard input: {"prompt": text} or {"prompt_token_ids": [...]} each, with optional max_tokens, '
             "temperature, top_p, top_k, seed, stop, ignore_eos. With neither option, the graph file's own prompts are answered.",
         ),
@@ -68,7 +69,10 @@ def run(
         Parameter(name="--set", negative=(), group=_OTHER, help="path=value, as deploy.experts.servers=2; may be given several times."),
     ] = None,
     json: Annotated[
-        str | None, Parameter(group=_OTHER, help='Write answers, times and figures to this file; "-" for standard output.')
+        str | None,
+        Parameter(
+            group=_OTHER, allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.'
+        ),
     ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="What processes write to standard error.")
@@ -82,6 +86,9 @@ def run(
     from flowrt.cli_run import Options
     from flowrt.cli_run import run as run_graph
 
+    for option, name in (("--prompts", prompts), ("--json", json)):
+        if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
+            raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
     options = Options(
         graph=graph,
         prompts=tuple(prompt or ()),

@@ -22,6 +22,8 @@ from flowrt.engine.routing import GroupLoad, choose_group
 from flowrt.engine.validation import most_new_tokens
 from flowrt.graph.model import GraphLimits
 
+MAX_PROMPT_TOKENS = 1 << 20
+_LEAST_NUMBER, _MOST_NUMBER = -(1 << 63), (1 << 63) - 1  # what a message can carry
 _NO_GROUP = "no attention group is left to serve the request"
 
 
@@ -174,8 +176,13 @@ class Gateway:
     # From clients
 
     def admit(self, prompt_token_ids: Sequence[int], parameters: Parameters = Parameters()) -> Placed | EndEvent:
-        """Take a request and choose its group; or end it at once with the reason. Lengths and ranges are the engine's to check."""
+        """Take a request and choose its group; or end it at once with the reason.
+
+        Lengths and ranges are the engine's to check, but for what no message to it could hold.
+        """
         log = self._new_log(prompt_token_ids, parameters)
+        if (reason := _unsendable(log)) is not None:
+            return self._refuse(log, reason)
         if self.full:
             return self._refuse(log, f"{len(self._alive)} requests are unfinished, more are not taken (max_requests: {self._max_requests})")
         if parameters.stop and self._new_detokenizer is None:
@@ -325,3 +332,18 @@ class Gateway:
         del self._alive[log.id]
         log.group = log.detokenizer = log.stops = None
         return decisions
+
+
+def _unsendable(log: RequestLog) -> str | None:
+    """Why the request cannot even be put into a message: a prompt without bound, or a number of more than 64 bits."""
+    prompt, parameters = log.prompt_token_ids, log.parameters
+    if len(prompt) > MAX_PROMPT_TOKENS:
+        return f"prompt of {len(prompt)} tokens is longer than any that is taken ({MAX_PROMPT_TOKENS})"
+    numbers = [("prompt token", token_id) for token_id in prompt]
+    numbers += [("stop token", token_id) for token_id in parameters.stop_token_ids]
+    named = (("max_tokens", parameters.max_tokens), ("top_k", parameters.top_k), ("seed", parameters.seed))
+    numbers += [(name, number) for name, number in named if number is not None]
+    for name, number in numbers:
+        if not _LEAST_NUMBER <= number <= _MOST_NUMBER:
+            return f"{name} of more than 64 bits; no message carries such a number"
+    return None

@@ -335,3 +335,20 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         assert log.end.finish_reason == "cancelled" or len(tokens) == log.max_tokens
     assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
     assert {load.num_requests for load in door.loads.values()} <= {0}
+
+
+def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
+    door = gateway()
+    for prompt, parameters in (
+        ([1, 1 << 63], Parameters()),
+        ([-(1 << 63) - 1], Parameters()),
+        ([1], Parameters(seed=1 << 64)),
+        ([1], Parameters(max_tokens=10**40)),
+        ([1], Parameters(stop_token_ids=(1 << 70,))),
+        ([1] * ((1 << 20) + 1), Parameters()),
+    ):
+        ended = door.admit(prompt, parameters)
+        assert isinstance(ended, EndEvent)
+        assert ended.finish_reason == "error"
+    assert door.num_unfinished == 0
+    assert isinstance(door.admit([(1 << 63) - 1]), Placed), "what a message can hold is the engine's to refuse"

@@ -1,0 +1,233 @@
+"""`flowrt run`, the real command in a process of its own: answers, the JSON record, exit codes, interrupts, plain lines and a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
+
+from operators.reference import reference_generate
+
+KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "ttft_seconds", "itl_seconds"}
+
+
+def requests_of(path: Path) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = json.loads(path.read_text())["requests"]
+    return requests
+
+
+@pytest.fixture(scope="module")
+def plain(graph_file: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run over the graph's own prompts, with options that override the file."""
+    record = tmp_path_factory.mktemp("plain") / "record.json"
+    record.write_text("of an earlier run")
+    words = ("--max-tokens", "12", "--model", model, "--set", "deploy.experts.servers=3", "--json", record)
+    return flowrt("run", graph_file, *words), record
+
+
+def test_a_run_answers_and_ends_well(plain: tuple[subprocess.CompletedProcess[str], Path], model: Path) -> None:
+    done, path = plain
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert [request["index"] for request in record["requests"]] == [0, 1, 2]
+    for request in record["requests"]:
+        assert request.keys() == KEYS
+        truth = reference_generate(model, request["prompt_token_ids"], 12, "float32")
+        assert request["token_ids"] == list(truth)
+        assert request["finish_reason"] == "length"
+        assert request["error"] is None
+        assert request["ttft_seconds"] > 0
+        itl = request["itl_seconds"]
+        assert itl.keys() == {"mean", "p50", "p99"}
+        assert 0 <= itl["p50"] <= itl["p99"]
+    assert not list(path.parent.glob(".*")), "the temporary file is gone"
+
+
+def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    summary = json.loads(plain[1].read_text())["summary"]
+    assert summary["exit_code"] == 0
+    assert summary["num_tokens"] == 36
+    assert summary["num_ended"] == {"stop": 0, "length": 3, "error": 0, "cancelled": 0}
+    assert [process["name"] for process in summary["processes"]] == ["attention.0", "experts.0", "experts.1", "experts.2"]
+    assert all(process["resident_bytes"] > 0 for process in summary["processes"])
+    pairs = {(edge["source"], edge["target"]): edge for edge in summary["edges"]}
+    there, back = pairs["attention.0", "experts.2"], pairs["experts.2", "attention.0"]
+    assert there["transport"] == back["transport"] == "inproc"
+    assert there["link"] == "ub"
+    assert there["num_messages"] == back["num_messages"] > 0, "every request of an expert server is answered"
+    assert there["payload_bytes"] > 0
+    assert summary["start_seconds"] > 0
+    assert summary["tokens_per_second"] > 0
+
+
+def test_plain_lines_outside_a_terminal(plain: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, _ = plain
+    assert "\x1b" not in done.stdout + done.stderr
+    for index in range(3):
+        assert re.search(rf"^\[{index}\] ", done.stdout, re.MULTILINE)
+    assert re.search(r"^attention\.0 +\d+ +embed, attention, gate, head +inproc", done.stdout, re.MULTILINE)
+    assert re.search(r"^experts\.2 +attention\.0 +inproc +ub +\d+ ", done.stdout, re.MULTILINE)
+    assert re.search(r"^time to first token +\d", done.stdout, re.MULTILINE)
+    assert "flowrt: experts.2 loaded" in done.stderr
+    assert not any(line.endswith(" ") for line in done.stdout.splitlines()[3:])
+
+
+def test_requests_that_fail_leave_the_others_untouched(
+    plain: tuple[subprocess.CompletedProcess[str], Path], graph_file: Path, tmp_path: Path
+) -> None:
+    """One run with everything a line of --prompts can say; the record on standard output."""
+    before = requests_of(plain[1])[0]
+    drawn = {"prompt": "one and one", "temperature": 1.5, "top_p": 0.95, "top_k": 400, "max_tokens": 24, "ignore_eos": True}
+    end = before["text"][4:6]
+    lines = [
+        {"prompt_token_ids": before["prompt_token_ids"]},
+        {"prompt_token_ids": [3] * 5000},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": [5, 512]},
+        {"prompt_token_ids": [5, 10**30]},
+        {"prompt": ""},
+        {**drawn, "seed": 7},
+        {**drawn, "seed": 7},
+        {**drawn, "seed": 8},
+        {"prompt": "one and one", "stop": [end]},
+        {"prompt": "one and one", "max_tokens": 5000},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = flowrt("run", graph_file, "--prompts", prompts, "--max-tokens", "12", "--json", "-")
+    assert done.returncode == 1, done.stderr
+    requests = json.loads(done.stdout)["requests"]
+    assert requests[0]["token_ids"] == before["token_ids"]
+    reasons = {1: "longer than", 2: "empty", 3: "token 512", 4: "64 bits", 5: "empty", 10: "max_tokens 5000"}
+    for index, request in enumerate(requests):
+        if index in reasons:
+            assert request["finish_reason"] == "error", request
+            assert reasons[index] in request["error"]
+            assert request["token_ids"] == []
+            assert request["ttft_seconds"] is None
+            assert request["itl_seconds"] == {"mean": None, "p50": None, "p99": None}
+        else:
+            assert request["finish_reason"] in ("stop", "length"), request
+    assert requests[6]["token_ids"] == requests[7]["token_ids"] != requests[8]["token_ids"]
+    assert len(requests[6]["token_ids"]) == 24
+    assert requests[9]["finish_reason"] == "stop"
+    assert requests[9]["text"] == before["text"][: before["text"].index(end)]
+    assert "[2] (error: the prompt is empty" in done.stderr, "people read standard error then"
+
+
+def test_a_worker_that_is_killed_ends_the_run(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
+    words = ("--set", "deploy.processes=many", "--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
+    running = Started("run", graph_file, *words)
+    started.append(running)
+    pid = int(running.wait_for(r"experts\.1 started, pid (\d+)")[1])
+    running.wait_for("ready after")
+    running.read_answer()
+    os.kill(pid, signal.SIGKILL)
+    assert running.end() == 3
+    assert re.search(r"^flowrt: error: experts\.1 was killed", running.err, re.MULTILINE), running.err
+    assert "Traceback" not in running.err
+    (request,) = requests_of(tmp_path / "record.json")
+    assert request["finish_reason"] == "error"
+    assert request["error"].startswith("experts.1 was killed")
+    assert request["token_ids"]
+    assert json.loads((tmp_path / "record.json").read_text())["summary"]["died"]["process"] == "experts.1"
+
+
+def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
+    words = ("--prompt", "finishes", "--max-tokens", "400", "--json", tmp_path / "record.json")
+    running = Started("run", graph_file, *words)
+    started.append(running)
+    running.read_answer()
+    running.signal(signal.SIGINT)
+    assert running.end() == 130
+    assert "1 running request finishes" in running.err
+    assert "press Ctrl-C again to end at once" in running.err
+    (request,) = requests_of(tmp_path / "record.json")
+    assert request["finish_reason"] in ("stop", "length")
+    assert "time to first token" in running.out, "it ends in order, with its account"
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)], ids=["twice", "terminated"])
+def test_a_second_interrupt_or_a_termination_ends_at_once(
+    numbers: tuple[signal.Signals, ...], graph_file: Path, tmp_path: Path, started: list[Started]
+) -> None:
+    words = ("--prompt", "never ends", "--max-tokens", "4000", "--json", tmp_path / "record.json")
+    running = Started("run", graph_file, "--set", "deploy.processes=2", *words)
+    started.append(running)
+    running.wait_for("ready after")
+    running.read_answer()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(children) >= 3, "the starter and two processes of workers"
+    for number in numbers:
+        running.signal(number)
+        running.wait_for("interrupted: ")
+    assert running.end() == 130
+    assert "ending at once" in running.err
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    (request,) = requests_of(tmp_path / "record.json")
+    assert request["finish_reason"] == "cancelled"
+    assert 0 < len(request["token_ids"]) < 4000
+    assert json.loads((tmp_path / "record.json").read_text())["summary"]["interrupted"] is True
+
+
+def test_a_reader_that_leaves_is_no_fault(graph_file: Path, started: list[Started]) -> None:
+    running = Started("run", graph_file, "--prompt", "never ends", "--max-tokens", "4000")
+    started.append(running)
+    running.read_answer()
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    running.process.stdout = None
+    assert running.process.wait(PLENTY_SECONDS) == 141
+    assert running.process.stderr is not None
+    err = running.process.stderr.read().decode()
+    running.process.stderr.close()
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+
+
+def on_terminal(graph_file: Path, **changes: str) -> tuple[int, str]:
+    """A run whose standard output and error are a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "flowrt", "run", str(graph_file), "--max-tokens", "12"]
+    variables = environment(TERM="xterm-256color", **changes) | {"COLUMNS": "80", "LINES": "30"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
+    os.close(theirs)
+    seen = b""
+    try:
+        while select.select([ours], [], [], PLENTY_SECONDS)[0]:
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # Linux: the other side is closed
+                break
+        return process.wait(PLENTY_SECONDS), seen.decode(errors="replace")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_terminal_shows_the_start_the_answers_and_the_account(graph_file: Path) -> None:
+    code, seen = on_terminal(graph_file, NO_COLOR="")
+    assert code == 0, seen
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    for text in ("starting 3 workers", "ready after", "[0] one and one", "[2] f", "12 tokens, length", "between processes", "inproc"):
+        assert text in shown
+    assert "\x1b[?25h" in seen, "the cursor is back"
+
+
+def test_no_color_means_plain_lines_on_a_terminal_too(graph_file: Path) -> None:
+    code, seen = on_terminal(graph_file, NO_COLOR="1")
+    assert code == 0, seen
+    assert "\x1b" not in seen
+    assert re.search(r"^\[1\] ", seen, re.MULTILINE)
