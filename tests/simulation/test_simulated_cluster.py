@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 
 from flowrt.cluster.gateway import Parameters
 from flowrt.graph import Graph, ModelFacts, load_graph
-from flowrt.simulation.__main__ import make_requests
+from flowrt.simulation.__main__ import make_requests, simulate
 from flowrt.simulation.cluster import SimulatedRequest, WorkerFailedError, serve
 from flowrt.simulation.errors import DeadlockError
 from flowrt.simulation.world import World, run
@@ -83,6 +83,30 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
         truth = reference_generate(graph_file.parent / "model", list(request.prompt_token_ids), 6, dtype="float64", ignore_eos=True)
         assert list(token_ids) == truth
     assert sum(statistics.num_steps for statistics in served.statistics.values()) >= 6
+
+
+SHAPES = {
+    "4:1": ("{groups: 4, micro_batches: 1}", "{servers: 1, copies: 1}", 8),
+    "1:0": ("{groups: 1, micro_batches: 3}", "{servers: 0}", 9),
+    "3:2": ("{groups: 3, micro_batches: 2}", "{servers: 2, copies: 1}", 10),
+    "2:3": ("{groups: 2, micro_batches: 2}", "{servers: 3, copies: 3}", 12),
+}
+
+
+def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Path) -> None:
+    """So few pages that sequences are preempted and computed again; under rough conditions as `simulate` draws them."""
+    expected = None
+    for number, (name, (attention, experts, kv_pages)) in enumerate(SHAPES.items()):
+        file = graph_file.with_name(f"shape-{number}.yaml")
+        text = GRAPH.replace("{groups: 2, micro_batches: 2}", attention).replace("{servers: 3, copies: 2}", experts)
+        file.write_text(text.replace("kv_pages: 64", f"kv_pages: {kv_pages}"))
+        graph = load(file)
+        requests = make_requests(graph, VOCABULARY, 6, 6)
+        for seed in range(3):
+            served = simulate(graph, requests, seed).result
+            assert served.finish_reasons == ("length",) * 6, (name, seed, served.errors)
+            expected = expected or served.token_ids
+            assert served.token_ids == expected, (name, seed)
 
 
 def test_a_bad_request_fails_alone(graph_file: Path) -> None:
