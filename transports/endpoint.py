@@ -65,6 +65,9 @@ class Endpoint(Channel):
     def _abandon(self) -> None:
         """The sender at the head of the line gave up between two calls of `_advance`."""
 
+    def _hang_up(self) -> None:
+        """The channel is broken: let the peer notice now and not only when the user gets round to `aclose`."""
+
     def _expect_message(self) -> bool:
         """`recv` is about to wait. True when a message came meanwhile, so that it must not."""
         return False
@@ -163,6 +166,7 @@ class Endpoint(Channel):
         """The channel is broken; what had arrived whole may still be taken. The first reason holds."""
         if self._broken is None and not self._ended:
             self._broken = reason
+            self._hang_up()
         self._wake_receiver()
         self._wake_sender()
 

@@ -146,6 +146,9 @@ class SharedMemoryChannel(Endpoint):
         else:
             self._break(reason or f"{self.peer.name or 'the peer'} died")
 
+    def _hang_up(self) -> None:
+        self._lifeline.close()
+
     async def _shut(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)

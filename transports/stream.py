@@ -245,6 +245,10 @@ class StreamChannel(Endpoint):
 
     # Closing.
 
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     async def _shut(self) -> None:
         try:
             if not self._ended and self._broken is None:

@@ -126,6 +126,7 @@ class ZeroMQChannel(Endpoint):
         if side == _LISTENER:
             self._write(_GREETING_KIND, self._own_greeting)
         self._read_soon()
+        self._loop.call_soon(self._read_monitor)  # its descriptor, too, tells of changes only
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
@@ -319,6 +320,9 @@ class ZeroMQChannel(Endpoint):
     def _finish(self) -> None:
         if not self._finished.done():
             self._finished.set_result(None)
+
+    def _hang_up(self) -> None:
+        self._lifeline.close()
 
     async def _shut(self) -> None:
         try:
