@@ -24,7 +24,8 @@ from transports.registry import get_transport
 T = TypeVar("T")
 
 INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
-_WEIGHT = 0.2  # of the newest duration in the running mean
+# A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
+_WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
 
 
 class Clock(Protocol):
@@ -52,6 +53,14 @@ class Compute(Protocol):
         """What runs now, visible while it runs, so that a hung operation is told from a busy one."""
         ...
 
+    def is_short(self, label: str) -> bool:
+        """Whether a call with this label, made now, would run here and at once; then `run_inline` does the same without a coroutine."""
+        ...
+
+    def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        """As `run`, of a call that `is_short`."""
+        ...
+
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
         """The call's result; its exception is raised here. Calls with one `label` are expected to take alike."""
         ...
@@ -77,34 +86,61 @@ class ThreadCompute:
 
     def __init__(self, name: str = "compute") -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._mean_seconds: dict[str, float] = {}
-        self._running: Running | None = None
+        self._expected_seconds: dict[str, float] = {}
+        self._label: str | None = None  # of what runs now
+        self._since_seconds = self._bound_seconds = 0.0
 
     @property
     def running(self) -> Running | None:
-        return self._running
+        label = self._label
+        return None if label is None else Running(label, self._since_seconds, self._bound_seconds)
+
+    def is_short(self, label: str) -> bool:
+        return self._label is None and self._expected_seconds.get(label, 1.0) < INLINE_SECONDS
+
+    def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        self._begin(label, 60.0)
+        try:
+            return self._timed(label, call)
+        finally:
+            self._label = None
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
-        if self._running is not None:
-            raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
-        mean = self._mean_seconds.get(label, 1.0)
-        start = time.monotonic()
-        self._running = Running(label, start, bound_seconds)
+        short = self.is_short(label)
+        self._begin(label, bound_seconds)
         try:
-            if mean < INLINE_SECONDS:
-                return call()
-            future = asyncio.get_running_loop().run_in_executor(self._executor, call)
+            if short:
+                return self._timed(label, call)
+            future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, label, call)
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
                 await asyncio.wait([future])  # a thread cannot be stopped: leave only when it is done with our memory
                 raise
         finally:
-            self._running = None
-            self._mean_seconds[label] = mean + _WEIGHT * (time.monotonic() - start - mean) if mean < 1.0 else time.monotonic() - start
+            self._label = None
 
     async def aclose(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, label: str, bound_seconds: float) -> None:
+        if self._label is not None:
+            raise RuntimeError(f"{label} while {self._label} runs: a worker computes one call at a time")
+        self._bound_seconds, self._since_seconds, self._label = bound_seconds, time.monotonic(), label
+
+    def _timed(self, label: str, call: Callable[[], T]) -> T:
+        """Times the call itself, wherever it runs: the hand-over to the thread says nothing about the call."""
+        start = time.monotonic()
+        try:
+            return call()
+        finally:
+            seconds = time.monotonic() - start
+            expected = self._expected_seconds.get(label, seconds)
+            if seconds > expected:
+                expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
+            else:
+                expected += _WEIGHT_OF_SHORTER * (seconds - expected)
+            self._expected_seconds[label] = expected
 
 
 def resident_bytes() -> int:

@@ -29,14 +29,16 @@ class LinkLostError(Exception):
 
 
 class Link:
-    """One channel to one process. `on_message` is called for each message, in order, and must not wait.
+    """One channel to one process. `on_message` is called for each message, in order, and must not wait; `on_pause` after the last
+    of those that are here.
 
     `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
     """
 
-    def __init__(self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None) -> None:
         self._channel = channel
         self._on_message = on_message
+        self._on_pause = on_pause or _nothing
         self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
 
     @property
@@ -86,12 +88,15 @@ class Link:
         await self._channel.aclose()
 
     async def _read(self) -> None:
-        channel, on_message = self._channel, self._on_message
+        channel, on_message, on_pause = self._channel, self._on_message, self._on_pause
         try:
             while True:
                 on_message(await channel.recv())
-                while (message := channel.recv_nowait()) is not None:
-                    on_message(message)
+                try:
+                    while (message := channel.recv_nowait()) is not None:
+                        on_message(message)
+                finally:
+                    on_pause()  # also before the channel's end is told
         except EndOfChannel:
             return
 
@@ -129,12 +134,14 @@ class Links:
         plans: Iterable[LinkPlan],
         transport: Callable[[str], Transport],
         on_message: Callable[[Message], None],
+        on_pause: Callable[[], None] | None = None,
     ) -> None:
         self._identity = identity
         self._key = key
         self._plans = {(plan.peer, plan.scheme): plan for plan in plans}
         self._transport = transport
         self._on_message = on_message
+        self._on_pause = on_pause
         self._listeners: dict[str, Listener] = {}
         self._links: dict[tuple[str, str], Link] = {}
 
@@ -183,7 +190,7 @@ class Links:
 
     async def _connect(self, plan: LinkPlan, address: str) -> None:
         channel = await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity)
-        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, self._on_message)
+        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, self._on_message, self._on_pause)
 
     async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
         missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects}
@@ -194,7 +201,11 @@ class Links:
                 await channel.aclose()
                 continue
             missing.discard(peer.name)
-            self._links[peer.name, scheme] = Link(channel, self._plans[peer.name, scheme].capacity_messages, self._on_message)
+            self._links[peer.name, scheme] = Link(channel, self._plans[peer.name, scheme].capacity_messages, self._on_message, self._on_pause)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _widest(limits: list[Limits]) -> Limits:

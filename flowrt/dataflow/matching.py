@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from flowrt.dataflow.parts import Cover
 from flowrt.graph.model import Edge, Node
 from transports.message import Tag
 
 
-@dataclass(frozen=True, slots=True)
-class Firing:
+class Firing(msgspec.Struct, frozen=True):
     """A node whose inputs for one tag are all there. A gather port's input is a list in plan order.
 
     `via` names the edges the inputs came along: an edge that `answers` one of them carries this firing's result back.
@@ -32,12 +33,15 @@ class Firing:
     via: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """What `arrive` decided: at most one firing, and whether the message was dropped (late, or a duplicate)."""
 
     firing: Firing | None = None
     dropped: bool = False
+
+
+_WAITS = Arrival()
+_DROPPED = Arrival(dropped=True)
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class _Shape:
 
     ports: frozenset[str]
     gathers: tuple[tuple[str, str], ...]  # (gather port, its count port)
+    alone: bool  # one message is all it needs
 
 
 class MatchingTable:
@@ -83,29 +88,35 @@ class MatchingTable:
 
         Raises ValueError when a `one` port gets a second message for a tag: the graph, not the network, is then wrong.
         """
+        shape = self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)
+        node = self._nodes[edge.target]
+        if shape.alone:
+            only = Firing(edge.target, tag, {edge.target_port: value}, (edge.id,))
+            turn = self._in_turn(only) if node.stateful else only
+            return _WAITS if turn is None else Arrival(turn)
         key = (edge.target, tag)
         row = self._rows.get(key)
-        port = self._nodes[edge.target].inputs[edge.target_port]
+        port = node.inputs[edge.target_port]
         if row is None:
             if part is not None and port.takes == "gather":
-                return Arrival(dropped=True)  # its plan is minted before it is asked for: no row means the tag is over
+                return _DROPPED  # its plan is minted before it is asked for: no row means the tag is over
             row = self._rows[key] = _Row()
         if port.takes == "gather":
             cover = row.covers.get(port.name)
             if cover is None:
                 cover = row.covers[port.name] = Cover()
             if not cover.arrive(part, value):
-                return Arrival(dropped=True)
+                return _DROPPED
         elif port.name in row.inputs:
             raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
         else:
             row.inputs[port.name] = value
         row.via.append(edge.id)
-        shape = self._shape(edge.target, tag.layer)
         for gather, count in shape.gathers:
             if count == port.name:
                 self._expect(row, gather, value)
-        return Arrival(firing=self._complete(key, row, shape))
+        firing = self._complete(key, row, shape)
+        return _WAITS if firing is None else Arrival(firing)
 
     def gathers(self, edge: Edge) -> bool:
         """Whether `edge` ends at a gather port, whose messages may carry part ids."""
@@ -200,7 +211,8 @@ class MatchingTable:
                 for name, port in ports.items()
                 if port.takes == "gather" and port.count in fed and name not in fed and port.count is not None
             )
-            shape = _Shape(frozenset(name for name in fed if ports[name].takes == "one"), gathers)
+            single = frozenset(name for name in fed if ports[name].takes == "one")
+            shape = _Shape(single, gathers, alone=len(single) == 1 and not gathers)
             self._shapes[node, layer] = shape
         return shape
 

@@ -17,6 +17,12 @@ from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 H = TypeVar("H", bound=msgspec.Struct)
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+# Those that numpy has too, less the complex ones, whose tensors may be conjugated lazily.
+_NUMPY_TYPES = {
+    dtype: np.dtype(name)
+    for name, dtype in _TORCH_DTYPES.items()
+    if name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and not dtype.is_complex
+}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -61,6 +67,8 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
     spec = spec_of(tensor)
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel; make it dense first")
+    if tensor.dtype in _NUMPY_TYPES and tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg()):
+        return Tensor(spec, tensor.numpy() if tensor.numel() else b"")  # the usual case: one call instead of eight
     if tensor.numel() == 0:
         return Tensor(spec, b"")
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -69,9 +77,12 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
 
 def _from_buffer(tensor: Tensor) -> torch.Tensor:
     dtype, shape = _TORCH_DTYPES[tensor.spec.dtype], tensor.spec.shape
-    if tensor.spec.nbytes == 0:
+    data = tensor.data
+    if type(data) is np.ndarray and data.shape == shape and data.flags.writeable and data.dtype == _NUMPY_TYPES.get(dtype):
+        return torch.from_numpy(data)  # passed on within this process
+    if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    array = np.frombuffer(tensor.data, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer will do
+    array = np.frombuffer(data, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer will do
     if not array.flags.writeable:
         array = array.copy()  # torch has no read-only tensors, and a write would reach memory that is not ours
     return torch.from_numpy(array).view(dtype).reshape(shape)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
+import msgspec
 import torch
 
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -18,6 +19,10 @@ from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.graph.model import Edge, Graph
 from transports.message import Tag
+
+# torch.inference_mode() does the same behind three Python calls, which cost more than routing a message.
+_InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+_Route = tuple[Edge, int | None, bool]  # the edge, the edge that it answers, whether it changes the tag
 
 NodeFunction = Callable[[Sequence[Firing]], Sequence[Mapping[str, Payload]]]
 """Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the answer holds,
@@ -28,8 +33,7 @@ class OperatorError(Exception):
     """An operator raised, or gave something its ports do not allow. The text names the node; the cause is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, gc=False):
     """A payload that leaves the firing: along `edge`, with its tag already stepped."""
 
     edge: Edge
@@ -47,6 +51,7 @@ class Region:
         self._table = table
         self._fused = fused
         self._out: dict[tuple[str, str], list[Edge]] = {}
+        self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
         names = {node.name for node in graph.nodes_of(process)}
         for edge in graph.edges:
             if edge.source in names:
@@ -56,16 +61,17 @@ class Region:
     def run(self, firings: Sequence[Firing]) -> list[Output]:
         """Fire them (all of one node, more than one only if it `batches`), and what is fused behind. Raises OperatorError."""
         leaving: list[Output] = []
-        queue: deque[Sequence[Firing]] = deque([firings])
-        with torch.inference_mode():
+        queue: deque[Sequence[Firing]] = deque((firings,))
+        fused = self._fused
+        with _InferenceMode(True):
             while queue:
                 batch = queue.popleft()
                 for firing, outputs in zip(batch, self._call(batch[0].node, batch), strict=True):
                     for output in self.route(firing, outputs):
-                        if output.edge.target not in self._fused:
+                        if output.edge.target not in fused:
                             leaving.append(output)
                         elif (next_firing := self.arrive(output)) is not None:
-                            queue.append([next_firing])
+                            queue.append((next_firing,))
         return leaving
 
     def arrive(self, output: Output) -> Firing | None:
@@ -76,14 +82,23 @@ class Region:
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
         """Which edges the outputs of a firing take. Raises OperatorError for a port the node does not have."""
         routed = []
+        node, tag = firing.node, firing.tag
         for port, payload in outputs.items():
-            edges = self._out.get((firing.node, port))
-            if edges is None:
-                raise OperatorError(f"{firing.node} gave an output {port!r} that no edge takes")
-            for edge in edges:
-                if firing.tag.layer in edge.layers and (edge.answers is None or edge.answers in firing.via):
-                    routed.append(Output(edge, edge.tag.apply(firing.tag), payload))
+            routes = self._routes.get((node, port, tag.layer))
+            if routes is None:
+                routes = self._find_routes(node, port, tag.layer)
+            for edge, answers, changes_tag in routes:
+                if answers is None or answers in firing.via:
+                    routed.append(Output(edge, edge.tag.apply(tag) if changes_tag else tag, payload))
         return routed
+
+    def _find_routes(self, node: str, port: str, layer: int) -> tuple[_Route, ...]:
+        edges = self._out.get((node, port))
+        if edges is None:
+            raise OperatorError(f"{node} gave an output {port!r} that no edge takes")
+        routes = tuple((edge, edge.answers, edge.tag.kind != "same") for edge in edges if layer in edge.layers)
+        self._routes[node, port, layer] = routes
+        return routes
 
     def is_fused(self, node: str) -> bool:
         return node in self._fused

@@ -6,14 +6,14 @@ worker; model graphs and users' graphs run through it alike.
 
 Credits. An edge that leaves the process has `credits` messages that may be on the way or unconsumed. The credit of a request
 comes back with its answer, so whoever answers never waits for whoever asked; other credits are returned when the firing that
-consumed the message has ended. A firing starts only when every edge that it can reach has a credit left.
+consumed the message has ended, several in one message where the sender cannot need one sooner. A firing starts only when every edge that it can reach has a credit left.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -27,6 +27,9 @@ from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
 from transports.message import Message, Tag
+
+
+MOST_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -55,9 +58,28 @@ class _Window:
         self.pending: deque[Output] = deque()
 
 
+class _Owed:
+    """Credits of one incoming edge that are to go back, several in one message.
+
+    They may wait until half of the edge's credits have gathered, because a sender that could need one earlier is known: it has used
+    all that it has, so all its messages are here, consumed or not. Then they go back at once, and nobody waits for a credit held here.
+    """
+
+    __slots__ = ("consumed", "half", "here", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.half = max(1, size // 2)
+        self.here = 0  # messages that came and whose credit has not gone back
+        self.consumed = 0  # of these, the ones used up
+
+
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to
     `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits.
+
+    Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
+    short without a turn of the loop.
     """
 
     def __init__(
@@ -84,13 +106,17 @@ class Runner:
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
         self._local = local
+        self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
         self._windows = {edge.id: _Window(edge.credits) for edge in leaving if edge.answers is None}
-        self._incoming = {edge.id for edge in graph.edges if edge.target in local and edge.source not in local}
-        self._reach = {node.name: self._reachable(node.name, fused) for node in nodes}
+        incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
+        self._incoming = {edge.id for edge in incoming}
+        self._owed = {edge.id: _Owed(edge.credits) for edge in incoming if edge.answers is None}
+        self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
-        self._wakeup = asyncio.Event()
+        self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
+        self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent={edge.id: [0, 0] for edge in leaving})
 
     # --- what comes in -------------------------------------------------------------------------------------------------
@@ -99,25 +125,50 @@ class Runner:
         """A source gives out the messages of a new tag. Never waits; the source bounds the tags in flight."""
         for output in self._region.route(Firing(node, tag, {}), outputs):
             self._emit(output)
-        self._wakeup.set()
+        self._wake()
 
     def deliver(self, message: Message) -> None:
         """A message from another process: data, or credits coming back. Raises ValueError for an edge that is not ours."""
-        edge_id = message.edge
+        self.accept(message)
+        self._wake()
+
+    def accept(self, message: Message) -> None:
+        """As `deliver`, but nothing is fired before `settle`."""
+        edge_id, tag = message.edge, message.tag
         if message.kind == "credit":
             self._release(edge_id, message.decode_header(CreditHeader).count)
             return
-        if edge_id not in self._incoming or message.tag is None:
+        if edge_id not in self._incoming or tag is None:
             raise ValueError(f"a {message.kind!r} message for edge {edge_id}, which does not lead here")
-        edge, tag = self._edges[edge_id], message.tag
+        edge = self._edges[edge_id]
         if edge.answers is not None:
             self._release(edge.answers, 1)
-        if tag.epoch < self._epochs.get(tag.source, 0):
+        else:
+            self._owed[edge_id].here += 1
+        if self._epochs and tag.epoch < self._epochs.get(tag.source, 0):
             self._drop(edge)
             return
-        payload = from_message(message, self._device)
-        self._arrive(edge, tag, payload)
-        self._wakeup.set()
+        self._arrive(edge, tag, from_message(message, self._device))
+
+    def settle(self) -> None:
+        """All that has come was accepted: fire here what is expected to be short, wake `run` for the rest.
+
+        A node that takes several tags at once is left to `run`: until its turn comes, more may arrive.
+        """
+        if not self._ready or self._failure is not None:
+            return
+        try:
+            for _ in range(MOST_INLINE):
+                batch = self._take(inline=True)
+                if batch is None:
+                    break
+                start = self._clock.now()
+                outputs = self._compute.run_inline(batch[0].node, partial(self._region.run, batch))
+                self._finish(batch, outputs, start)
+        except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
+            self._failure = error
+        if self._ready or self._failure is not None:
+            self._wake()
 
     def roll_back(self, source: str, epoch: int) -> int:
         """From now on only `epoch` and later of `source` count; rows and waiting firings of older ones are deleted."""
@@ -140,22 +191,23 @@ class Runner:
 
     async def run(self) -> None:
         """Fire until cancelled. Raises OperatorError when an operator fails."""
+        num_inline = 0
         while True:
+            if self._failure is not None:
+                raise self._failure
             batch = self._take()
             if batch is None:
-                self._wakeup.clear()
-                await self._wakeup.wait()
+                num_inline = 0
+                await self._sleep()
                 continue
             node = batch[0].node
+            num_inline = num_inline + 1 if self._compute.is_short(node) else 0
+            if num_inline > MOST_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
+                num_inline = 0
+                await asyncio.sleep(0)
             start = self._clock.now()
             outputs = await self._compute.run(node, partial(self._region.run, batch))
-            self.statistics.compute_seconds += self._clock.now() - start
-            self.statistics.num_firings += len(batch)
-            answered = {(output.edge.answers, output.tag) for output in outputs if output.edge.answers is not None}
-            for output in outputs:
-                self._emit(output)
-            for firing in batch:
-                self._consumed(firing, answered)
+            self._finish(batch, outputs, start)
 
     def waiting(self) -> list[str]:
         """What every unfinished tag waits for, a line each: the answer to "why is it stuck?"."""
@@ -168,22 +220,49 @@ class Runner:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _take(self) -> list[Firing] | None:
-        """The next node to fire, oldest first, with all its tags that may go in one call."""
+    def _take(self, inline: bool = False) -> list[Firing] | None:
+        """The next node to fire, oldest first, with all its tags that may go in one call. `inline`: only a short one of one tag."""
         for node, firings in self._ready.items():
-            room = min((self._windows[edge].free for edge in self._reach[node]), default=len(firings))
-            room = min(room, len(firings)) if self._region.batches(node) else min(room, 1, len(firings))
-            if room < 1:
+            batches = self._region.batches(node)
+            room = len(firings) if batches else 1
+            for window in self._reach[node]:
+                if window.free < room:
+                    room = window.free
+            if room < 1 or (inline and (batches or not self._compute.is_short(node))):
                 continue
+            if room == len(firings):
+                del self._ready[node]
+                return list(firings)
             batch = [firings.popleft() for _ in range(room)]
             del self._ready[node]
-            if firings:
-                self._ready[node] = firings  # at the end: the others' turn comes first
+            self._ready[node] = firings  # at the end: the others' turn comes first
             return batch
         return None
 
+    def _finish(self, batch: Sequence[Firing], outputs: Sequence[Output], start_seconds: float) -> None:
+        self.statistics.compute_seconds += self._clock.now() - start_seconds
+        self.statistics.num_firings += len(batch)
+        answered = {(output.edge.answers, output.tag) for output in outputs if output.edge.answers is not None}
+        for output in outputs:
+            self._emit(output)
+        for firing in batch:
+            self._consumed(firing, answered)
+
+    def _wake(self) -> None:
+        sleeper = self._sleeper
+        if sleeper is not None and not sleeper.done():
+            sleeper.set_result(None)
+
+    async def _sleep(self) -> None:
+        """Until `_wake`. Nothing is lost between: whoever wakes has changed what `run` looks at, and `run` looks before it sleeps."""
+        self._sleeper = asyncio.get_running_loop().create_future()
+        try:
+            await self._sleeper
+        finally:
+            self._sleeper = None
+
     def _arrive(self, edge: Edge, tag: Tag, payload: Payload) -> None:
-        part = part_of(payload) if self._table.gathers(edge) else None
+        part = part_of(payload) if edge.id in self._gathers else None
         arrival = self._table.arrive(edge, tag, payload, part)
         if arrival.dropped:
             self._drop(edge)
@@ -196,8 +275,10 @@ class Runner:
         if firing.node in self._sinks:
             self._consumed(firing, answered=())
             self._on_sink(firing)
+        elif (firings := self._ready.get(firing.node)) is not None:
+            firings.append(firing)
         else:
-            self._ready.setdefault(firing.node, deque()).append(firing)
+            self._ready[firing.node] = deque((firing,))
 
     def _emit(self, output: Output) -> None:
         edge = output.edge
@@ -216,11 +297,12 @@ class Runner:
         self._send(output)
 
     def _send(self, output: Output) -> None:
-        message = to_message(output.payload, output.edge.id, output.tag)
-        counters = self.statistics.sent[output.edge.id]
+        edge, payload = output.edge, output.payload
+        counters = self.statistics.sent[edge.id]
         counters[0] += 1
-        counters[1] += message.payload_bytes
-        self._post(output.edge, message)
+        for tensor in payload.tensors:
+            counters[1] += tensor.nbytes
+        self._post(edge, to_message(payload, edge.id, output.tag))
 
     def _release(self, edge_id: int, count: int) -> None:
         window = self._windows.get(edge_id)
@@ -230,21 +312,29 @@ class Runner:
         while window.pending and window.free:
             window.free -= 1
             self._send(window.pending.popleft())
-        self._wakeup.set()
 
     def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]]) -> None:
         """Return the credits of the messages this firing used up, but for requests that were answered."""
         for edge_id in firing.via:
-            if edge_id in self._incoming and (edge_id, firing.tag) not in answered:
-                self._return_credit(self._edges[edge_id])
+            owed = self._owed.get(edge_id)
+            if owed is None:
+                continue
+            if answered and (edge_id, firing.tag) in answered:
+                owed.here -= 1
+            else:
+                self._return_credit(edge_id, owed)
 
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1
-        self._return_credit(edge)
+        if (owed := self._owed.get(edge.id)) is not None:
+            self._return_credit(edge.id, owed)
 
-    def _return_credit(self, edge: Edge) -> None:
-        if edge.answers is None:
-            self._post(edge, Message("credit", edge=edge.id, header=CreditHeader(1)))
+    def _return_credit(self, edge_id: int, owed: _Owed) -> None:
+        owed.consumed += 1
+        if owed.consumed >= owed.half or owed.here >= owed.size:
+            count, owed.consumed = owed.consumed, 0
+            owed.here -= count
+            self._post(self._edges[edge_id], Message("credit", edge=edge_id, header=CreditHeader(count)))
 
     def _reachable(self, entry: str, fused: frozenset[str]) -> list[int]:
         """Edges with credits that a firing of `entry` may send on."""

@@ -193,7 +193,7 @@ class Worker:
         graph, name, seams = self._graph, self._start.name, self._seams
         identity = Identity(name, self._start.incarnation)
         self._runner = Runner(graph, name, functions, self._compute, seams.clock, self._post, self._on_sink, self._device)
-        self._links = Links(identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.deliver)
+        self._links = Links(identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.accept, self._runner.settle)
         process_of = {node.name: node.process for node in graph.nodes.values()}
         for edge in graph.edges:
             ends = {process_of[edge.source], process_of[edge.target]}
