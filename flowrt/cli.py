@@ -120,7 +120,7 @@ def doctor() -> None:
 def main() -> None:
     """Parse sys.argv, run the command and exit. No traceback for what a user did wrong."""
     try:
-        app(exit_on_error=False, print_error=False)
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         _fail(str(error))
     except UserError as error:

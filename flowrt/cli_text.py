@@ -77,8 +77,9 @@ class Output(io.TextIOBase):
     def _break(self) -> None:
         self.is_broken = True
         with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere, without a word at the interpreter's end
+            number = self._stream.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
+            os.dup2(nowhere, number)
             os.close(nowhere)
         if self.on_broken is not None:
             self.on_broken()

@@ -1,0 +1,93 @@
+"""Bad input: one line on standard error, exit code 2, nothing started, no traceback. The command is called in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrt.cli import main
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output and error of `flowrt words...`; starting a process fails the test."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was about to start")
+
+    monkeypatch.setattr("flowrt.cluster.launcher.Launcher.__aenter__", refuse)
+    monkeypatch.setattr(sys, "argv", ["flowrt", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text(graph_file.read_text().replace("prompts:", "#").replace("path: ", f"path: {graph_file.parent}/"))
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "flowrt: 1\nnodes:\n  double: {operator: my_ops:double, process: p, inputs: {x: 'float32[4]'}, outputs: {y: 'float32[4]'}}\n"
+        "edges:\n  - {from: input.x, to: double.x}\n  - {from: double.y, to: output.y}\n"
+    )
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')
+    for words, text in (
+        ((), "requires an argument"),
+        ((graph_file, graph_file), "Unused"),
+        ((graph_file, "--bogus"), "Unknown option: --bogus"),
+        ((graph_file, "--prompt"), "requires an argument"),
+        ((graph_file, "--max-tokens", "many"), "--max-tokens"),
+        ((graph_file, "--max-tokens", "0"), "--max-tokens is 0, must be"),
+        ((graph_file, "--top-p", "1.5"), "--top-p is 1.5, must be"),
+        ((graph_file, "--log-level", "loud"), "--log-level"),
+        ((graph_file, "--seed", "1", "--seed", "2"), "--seed"),
+        ((graph_file, "--prompts", wrong), f"{wrong}:2: is not JSON"),
+        ((graph_file, "--prompts", tmp_path / "none"), "none: no such file"),
+        ((graph_file, "--json", "--chat"), "--json is followed by --chat"),
+        ((graph_file, "--json", tmp_path), "is a folder"),
+        ((graph_file, "--json", tmp_path / "no" / "x.json"), "there is no folder"),
+        ((graph_file, "--set", "deploy.attention.groups=0"), "--set deploy.attention.groups=0: deploy.attention.groups"),
+        ((graph_file, "--set", "deploy.experts.copies=9"), "deploy.experts.copies"),
+        ((graph_file, "--model", tmp_path), f"--model {tmp_path}"),
+        ((tmp_path / "none.yaml",), "none.yaml: no such file"),
+        ((empty,), "there is nothing to answer; give --prompt"),
+        ((own,), "serves no model"),
+    ):
+        code, out, err = call(monkeypatch, capsys, "run", *words)
+        assert code == 2, (words, err)
+        assert out == ""
+        assert err.startswith("flowrt: error: "), err
+        assert err.count("\n") == 1, err
+        assert text in err, (words, err)
+    code, _, err = call(monkeypatch, capsys, "walk")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_terminal_is_not_driven_by_an_error_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(monkeypatch, capsys, "run", "\x1b[2J\nx.yaml")
+    assert code == 2
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+
+
+def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, capsys, "--version")[:2] == (0, "flowrt 0.1.0\n")
+    code, out, _ = call(monkeypatch, capsys, "run", "--help")
+    assert code == 0
+    for option in (
+        *("--prompt", "--prompts", "--max-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--chat"),
+        *("--model", "--set", "--json", "--log-level"),
+    ):
+        assert f"{option} " in out
+
+
+@pytest.mark.parametrize("command", ["run", "graph", "doctor"])
+def test_each_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(monkeypatch, capsys, command, "--help")
+    assert code == 0
+    assert f"Usage: flowrt {command}" in out

@@ -1,0 +1,117 @@
+"""Prompts and parameters as a user writes them: what is taken, and the one line that says what is wrong with the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowrt.cli_prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, read_prompts
+from flowrt.cluster.gateway import Parameters
+from flowrt.errors import UserError
+
+DEFAULTS = Parameters(max_tokens=9, temperature=0.5)
+
+
+def written(path: Path, *lines: str) -> str:
+    (path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return str(path / "p.jsonl")
+
+
+def test_lines_override_the_options(tmp_path: Path) -> None:
+    line = {
+        "prompt": "a",
+        "max_tokens": 3,
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_k": 4,
+        "seed": MAX_SEED,
+        "stop": ["x", "é"],
+        "ignore_eos": True,
+    }
+    name = written(tmp_path, "\ufeff" + json.dumps(line), "", '{"prompt_token_ids": [1, -2, 3], "stop": "end"}', "   ", '{"prompt": ""}')
+    first, second, third = read_prompts(name, DEFAULTS)
+    assert first.prompt == "a"
+    assert first.parameters == Parameters(
+        max_tokens=3, temperature=1.0, top_p=0.5, top_k=4, seed=MAX_SEED, stop=("x", "é"), ignore_eos=True
+    )
+    assert second.prompt == (1, -2, 3)
+    assert second.parameters == Parameters(max_tokens=9, temperature=0.5, stop=("end",))
+    assert third.prompt == "", "an empty prompt is the model's to refuse"
+    assert third.parameters == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("nonsense", "is not JSON"),
+        ('{"prompt": "a"', "is not JSON"),
+        ('{"prompt": "a"} {"prompt": "b"}', "is not JSON"),
+        ('["a"]', "is no JSON object"),
+        ("null", "is no JSON object"),
+        ("[" * 100_000, "is nested too deep"),
+        ("{}", "no prompt; write"),
+        ('{"max_tokens": 3}', "no prompt; write"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "both prompt and prompt_token_ids"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+        ('{"prompt": "a", "max_token": 3}', "unknown key 'max_token'; did you mean max_tokens?"),
+        ('{"prompt": "a", "zzz": 3}', "unknown key 'zzz'; known are prompt"),
+        ('{"prompt": 3}', "prompt must be a text"),
+        ('{"prompt": null}', "prompt must be a text"),
+        ('{"prompt": "\\ud800"}', "prompt holds half a character"),
+        ('{"prompt_token_ids": "1 2"}', "prompt_token_ids must be a list of whole numbers"),
+        ('{"prompt_token_ids": [1, 2.0]}', "prompt_token_ids must be a list of whole numbers"),
+        ('{"prompt_token_ids": [true]}', "prompt_token_ids must be a list of whole numbers"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0, must be a whole number of at least 1"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens is 1.5, must be"),
+        ('{"prompt": "a", "max_tokens": "9"}', 'max_tokens is "9", must be'),
+        ('{"prompt": "a", "max_tokens": null}', "max_tokens is null, must be"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True, must be"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1, must be 0 (greedy) or more"),
+        ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
+        ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature is too large"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
+        ('{"prompt": "a", "top_p": 0}', "top_p is 0, must be above 0 and at most 1"),
+        ('{"prompt": "a", "top_k": -1}', "top_k is -1, must be a whole number of at least 0"),
+        ('{"prompt": "a", "seed": -1}', "seed is -1, must be a whole number from 0 to"),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808, must be"),
+        ('{"prompt": "a", "stop": [""]}', "stop must be a text or a list of texts, none of them empty"),
+        ('{"prompt": "a", "stop": 3}', "stop must be a text"),
+        ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos must be true or false"),
+    ],
+)
+def test_the_first_wrong_line_is_named(tmp_path: Path, line: str, text: str) -> None:
+    name = written(tmp_path, '{"prompt": "fine"}', "", line, "also wrong")
+    with pytest.raises(UserError) as caught:
+        read_prompts(name, DEFAULTS)
+    message = str(caught.value)
+    assert message.startswith(f"{name}:3: {text}"), message
+    assert "\n" not in message
+    assert len(message) < len(name) + 250
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b'{"prompt": "caf\xe9"}')
+    (tmp_path / "empty").write_text("\n \n")
+    (tmp_path / "wide").write_bytes(b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}')
+    for name, text in (
+        ("none", "none: no such file"),
+        ("", "cannot be read"),
+        ("latin", "latin:1: is not UTF-8 text"),
+        ("empty", "empty: holds no prompt"),
+        ("wide", "wide:1: is longer than 16 MiB"),
+    ):
+        with pytest.raises(UserError, match=text):
+            read_prompts(str(tmp_path / name), DEFAULTS)
+
+
+def test_options_are_held_to_the_same_rules() -> None:
+    options = {"max_tokens": 3, "temperature": None, "top_p": 1.0, "top_k": 0, "seed": None}
+    assert checked_parameters(options) == Parameters(max_tokens=3)
+    for name, value in (("max_tokens", 0), ("temperature", float("nan")), ("top_p", 1.5), ("top_k", -1), ("seed", 1 << 63)):
+        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} is "):
+            checked_parameters({name: value})
+    with pytest.raises(UserError, match=r"^--prompt holds half a character"):
+        checked_text("a\udcff")

@@ -1,0 +1,229 @@
+"""What people see: plain lines and the live view, drawn into memory; texts that would drive a terminal, wide ones, long ones, many."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from flowrt.api import read_graph
+from flowrt.cli_live import LiveView
+from flowrt.cli_prompts import Asked
+from flowrt.cli_record import Durations, Figures, Record, check_writable, write_json
+from flowrt.cli_report import account
+from flowrt.cli_tables import print_tables
+from flowrt.cli_text import Output, one_line, visible
+from flowrt.cli_view import PlainView, View
+from flowrt.cluster import events
+from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.errors import UserError
+from flowrt.graph import Graph
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def graph(graph_file: Path) -> Graph:
+    return read_graph(graph_file, ["deploy.processes=many"])
+
+
+def record(index: int = 0, prompt: str = "what?") -> Record:
+    return Record(index, Asked(prompt, Parameters()), submitted_seconds=0.0)
+
+
+def feed(view: View, told: Record, *texts: str, end: str = "stop", error: str | None = None) -> None:
+    """A token per text, then the end."""
+    for number, text in enumerate(texts):
+        told.note(TokenEvent(0, number, 65 + number, text), float(number))
+        view.on_text(told, text)
+    told.note(EndEvent(0, end, "", error), 9.0)
+    view.on_text(told, "")
+
+
+def plain_view(graph: Graph, has_tokenizer: bool = True) -> tuple[PlainView, io.StringIO, io.StringIO]:
+    out, err = io.StringIO(), io.StringIO()
+    return PlainView(Output(out), Output(err), graph, has_tokenizer), out, err
+
+
+def live_view(graph: Graph, width: int = 80, height: int = 24) -> tuple[LiveView, Terminal, Console]:
+    out = Terminal()
+    console = Console(file=out, force_terminal=True, width=width, height=height, highlight=False, color_system="standard")
+    return LiveView(console, Output(Terminal()), graph, True, "g.yaml"), out, console
+
+
+def test_nothing_that_drives_a_terminal_gets_through() -> None:
+    shown = visible(EVIL)
+    assert shown == "\\x1b[2J\\x07\\x9b31m\\x0d\\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:    tab"
+    assert one_line(" a\n\n b\x00 ") == "a b\\x00"
+
+
+def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
+    view, out, err = plain_view(graph)
+    first, second, third = record(0), record(1), record(2)
+    view.begin([first, second, third])
+    feed(view, second, " ", EVIL)
+    feed(view, third, end="error", error="the prompt\nis empty")
+    feed(view, first, "half", end="cancelled")
+    assert out.getvalue().split("\n") == [
+        "[1] \\x1b[2J\\x07\\x9b31m\\x0d\\u202eX",
+        "    second [bold]line[/bold] \u4f60\u597d :smile:    tab",
+        "[2] (error: the prompt is empty)",
+        "[0] half (cancelled)",
+        "",
+    ]
+    view.on_line("experts.0", "\x1b]0;title\x07")
+    assert err.getvalue() == "[experts.0] \\x1b]0;title\\x07\n"
+
+
+def test_one_plain_answer_streams(graph: Graph) -> None:
+    view, out, _ = plain_view(graph)
+    only = record()
+    view.begin([only])
+    only.note(TokenEvent(0, 0, 65, " He"), 0.0)
+    view.on_text(only, " He")
+    assert out.getvalue() == "He"
+    feed(view, only, "llo", "\x1b")
+    view.end()
+    assert out.getvalue() == "Hello\\x1b\n"
+
+
+def test_without_a_tokenizer_token_ids_are_shown(graph: Graph) -> None:
+    view, out, _ = plain_view(graph, has_tokenizer=False)
+    view.begin([record(0), told := record(1)])
+    feed(view, told, "", "", "")
+    assert out.getvalue() == "[1] 65 66 67\n"
+    view, out, _ = plain_view(graph, has_tokenizer=False)
+    view.begin([told := record()])
+    feed(view, told, "", "")
+    assert out.getvalue() == "65 66\n"
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 8)])
+@pytest.mark.parametrize("num_requests", [1, 2, 8, 100])
+def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height: int, num_requests: int) -> None:
+    view, out, console = live_view(graph, width, height)
+    for event in (
+        events.StarterReady(1),
+        events.WorkerStarted("attention.0", 7),
+        events.WorkerLoading("attention.0", "x", 2, 6),
+        events.WorkerListening("experts.0", 1 << 28),
+        events.WorkerConnected("experts.1"),
+    ):
+        view.on_event(event)
+        view.tick()
+    view.on_event(events.Ready(1.5))
+    records = [record(index, "why " * 60 if index % 2 else "\u4f60\u597d" * 40) for index in range(num_requests)]
+    view.begin(records)
+    view.tick()
+    for index, told in enumerate(records):
+        told.note(TokenEvent(0, 0, 1, "word " * 5), 0.1)
+        view.on_text(told, "word " * 5)
+        view.tick()
+        if index % 3 == 0:
+            feed(view, told, "\u754c" * 300, "x" * 500, EVIL)
+        elif index % 3 == 1:
+            feed(view, told, end="error", error="no room\x1b[2J")
+        view.tick()
+    for text in ("note", "[experts.0]"):
+        view.note(text)
+        view.on_line("experts.0", EVIL)
+        view.tick()
+    for told in records:
+        told.end("cancelled")
+    view.end()
+    view.end()
+    console.print("the end")
+    seen = out.getvalue()
+    shown = ESCAPE.sub("", seen)
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]", shown), "only what rich itself writes"
+    if num_requests > 1:
+        assert max(map(cell_len, re.split(r"[\r\n]", shown))) <= width
+        for index in range(0, num_requests, 3):
+            assert f"[{index}] " in shown
+    assert "\\x1b[2J" in shown
+
+
+def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:
+    view, out, _ = live_view(graph)
+    view.on_event(events.StarterReady(1))
+    view.on_event(events.WorkerLoading("attention.0", "x", 2, 6))
+    view.on_event(events.WorkerListening("experts.1", 3 << 20))
+    view.tick()
+    shown = ESCAPE.sub("", out.getvalue())
+    assert re.search(r"attention\.0 +loading +\S+ 2/6", shown)
+    assert re.search(r"experts\.1 +connecting +3\.0 MiB", shown)
+    assert re.search(r"experts\.0 +waiting", shown)
+    view.end()
+
+
+def test_tables_are_the_same_figures_plain_and_framed(graph: Graph) -> None:
+    told = account(graph, {"attention.0": 11}, {}, {"experts.0": 5 << 20}, 1.25, None)
+    assert [process.holds for process in told.processes] == ["embed, attention, gate, head", "experts 0-3", "experts 4-7"]
+    shown = []
+    for terminal in (False, True):
+        out = io.StringIO()
+        print_tables(told, Figures.of([]), Console(file=out, force_terminal=terminal, width=80, color_system=None))
+        shown.append(re.sub(r"[ ─]+", " ", out.getvalue()))
+        assert max(map(cell_len, out.getvalue().split("\n"))) <= 80
+    for text in ("experts.0 0 experts 0-3 ", "5.0 MiB", "attention.0 experts.1", "time to first token - - -", "start: 1.25 s"):
+        assert text in shown[0]
+        assert text in shown[1]
+
+
+def test_figures() -> None:
+    first, second, third = record(0), record(1), record(2)
+    for seconds in (1.0, 2.0, 4.0):
+        first.note(TokenEvent(0, 0, 1, "a"), seconds)
+    first.note(EndEvent(0, "length"), 4.5)
+    second.note(TokenEvent(1, 0, 1, "b"), 3.0)
+    third.end("error", "no")
+    assert first.ttft_seconds == 1.0
+    assert first.itl_seconds == [1.0, 2.0]
+    figures = Figures.of([first, second, third])
+    assert figures.ttft == Durations(mean=2.0, p50=2.0, p99=pytest.approx(2.98))
+    assert figures.itl == Durations(mean=1.5, p50=1.5, p99=pytest.approx(1.99))
+    assert (figures.num_tokens, figures.seconds, figures.tokens_per_second) == (4, 4.5, 4 / 4.5)
+    first.end("cancelled")
+    assert first.finish_reason == "length", "a request ends once"
+
+
+def test_the_record_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "real.json"
+    target.write_text("before")
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    report = {"requests": [record().as_json()], "summary": {"x": 1}}
+    write_json(str(link), report, Output(io.StringIO()))
+    assert json.loads(target.read_text()) == report
+    assert link.is_symlink()
+    with pytest.raises(ValueError):
+        write_json(str(target), {"requests": [{"x": float("nan")}], "summary": {}}, Output(io.StringIO()))
+    assert json.loads(target.read_text()) == report
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
+    with pytest.raises(UserError, match="is a folder"):
+        check_writable(str(tmp_path))
+
+
+def test_an_output_nobody_reads_goes_silent_once() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    calls: list[int] = []
+    output = Output(Gone(), lambda: calls.append(1))
+    output.write("a")
+    output.write("b")
+    output.flush()
+    assert calls == [1]
+    assert output.is_broken
