@@ -22,6 +22,7 @@ again; the other stores its cursor and then looks at the flag, with a full fence
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from transports.codec import Envelope, Part, WireError, assemble, decode_envelope, encode, is_repeat
@@ -74,9 +75,11 @@ class Layout(NamedTuple):
 
 
 class RingWriter:
-    """The sending half. `send` and `advance` return False when there is no room; `must_wake` is then or later set for the owner."""
+    """The sending half. `wake` is called when the reader sleeps and there is something for it."""
 
-    def __init__(self, memory: Memory, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics) -> None:
+    def __init__(
+        self, memory: Memory, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake: Callable[[], None]
+    ) -> None:
         self._memory = memory
         self._words = layout.words(direction)
         view = memoryview(memory)
@@ -92,7 +95,7 @@ class RingWriter:
         self._sequence = 0
         self._chunks: _Chunks | None = None
         self._abandoned = False
-        self.must_wake = False  # the reader sleeps: wake it
+        self._wake = wake
 
     def send(self, message: Message) -> bool:
         """Send `message` in one go, or return False with nothing done. Raises LimitError, InvalidMessageError."""
@@ -218,7 +221,7 @@ class RingWriter:
 
     def _publish(self) -> None:
         if self._memory.publish(self._words + HEAD, self._head, self._words + READER_SLEEPS):
-            self.must_wake = True
+            self._wake()
 
     def _begin(self, message: Message) -> bool:
         """Begin to send `message` in chunks, if that is how it must go and there is room to begin."""
@@ -281,9 +284,21 @@ class _Chunks:
 
 
 class RingReader:
-    """The receiving half. Everything in the memory was written by the peer and is believed only as far as it was checked."""
+    """The receiving half. Everything in the memory was written by the peer and is believed only as far as it was checked.
 
-    def __init__(self, memory: Memory, ledger: Ledger, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics) -> None:
+    `wake` is called when the writer sleeps and there is room again.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        ledger: Ledger,
+        layout: Layout,
+        direction: int,
+        limits: Limits,
+        counters: ChannelStatistics,
+        wake: Callable[[], None],
+    ) -> None:
         self._memory = memory
         self._ledger = ledger
         self._words = layout.words(direction)
@@ -297,7 +312,7 @@ class RingReader:
         self._envelope: Envelope | None = None  # of a message that comes in chunks
         self._buffers: list[bytearray] = []
         self._index = self._filled = 0  # where the next chunk goes
-        self.must_wake = False  # the writer sleeps: wake it
+        self._wake = wake
 
     def take(self) -> Message | None:
         """The next message that is here whole, else None. Raises WireError when what is here is not one."""
@@ -335,7 +350,7 @@ class RingReader:
                 raise WireError(f"a record of kind {kind}")
             self._tail += record_bytes
             if self._memory.publish(self._words + TAIL, self._tail, self._words + WRITER_SLEEPS):
-                self.must_wake = True
+                self._wake()
             if message is not None:
                 self._counters.messages_received += 1
                 return message

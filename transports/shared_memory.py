@@ -57,8 +57,8 @@ class SharedMemoryChannel(Endpoint):
             layout.words(incoming) + WRITER_SLEEPS,
             peer_wake,
         )
-        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters)
-        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters)
+        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, self._wake_peer)
+        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, self._wake_peer)
         self._unreadable = False
         self._unwoken = False  # at the last look something was there that nobody had woken us for
         self._lifeline = Lifeline(meeting.line, self._on_gone)
@@ -76,36 +76,26 @@ class SharedMemoryChannel(Endpoint):
         return self._send_through(self._writer.advance, message)
 
     def _send_through(self, send: Callable[[Message], bool], message: Message) -> bool:
-        writer = self._writer
         try:
             return send(message)
         except WireError as error:
             self._break(str(error))
             self._raise_unsendable()
             return False
-        finally:
-            if writer.must_wake:
-                writer.must_wake = False
-                self._wake_peer()
 
     def _abandon(self) -> None:
         if not self._closed:
             self._writer.abandon()
 
     def _take(self) -> Message | None:
-        reader = self._reader
         if self._unreadable:
             return None
         try:
-            return reader.take()
+            return self._reader.take()
         except WireError as error:
             self._unreadable = True
             self._break(str(error))
             return None
-        finally:
-            if reader.must_wake:
-                reader.must_wake = False
-                self._wake_peer()
 
     def _expect_message(self) -> bool:
         return self._reader.expect_message()

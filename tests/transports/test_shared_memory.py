@@ -54,8 +54,8 @@ def ring() -> tuple[Memory, Layout, RingWriter, RingReader]:
     layout = Layout.of(LIMITS)
     memory = new_memory(layout.total_bytes)
     ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics())
-    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics())
+    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics(), lambda: None)
+    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics(), lambda: None)
 
 
 class TestWords:
@@ -297,9 +297,9 @@ async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
 
 
 async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
-        monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)
         receiving = asyncio.ensure_future(two.recv())
         await asyncio.sleep(0.01)
         await one.send(numbered(3))
@@ -308,10 +308,10 @@ async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPat
 
 
 async def test_nobody_is_woken_who_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[SharedMemoryChannel] = []
+    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", woken.append)
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
-        woken = []
-        monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", woken.append)
         await send_all(one, 0, 8)
         await receive_all(two, 0, 8)
         assert not woken
