@@ -50,7 +50,7 @@ def load(graph_file: Path) -> Graph:
 def test_fifty_seeds_give_the_same_tokens_and_the_same_digests_in_two_processes(graph_file: Path) -> None:
     """Each process compares the tokens of its seeds itself and exits with 1 when they differ; both run at once."""
     command = [sys.executable, "-m", "flowrt.simulation", str(graph_file), "--seeds", str(NUM_SEEDS), "--digests"]
-    command += ["--requests", "4", "--max-tokens", "4"]
+    command += ["--requests", "3", "--max-tokens", "4"]
     running = [
         subprocess.Popen(
             command,
