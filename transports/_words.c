@@ -107,11 +107,24 @@ static int publish(uint64_t *at, uint64_t value, uint64_t *flag)
 static PyObject *memory_publish(Memory *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t *at, *flag;
-    if (!expect(count, 3) || !(at = word(self, args[0])) || !(flag = word(self, args[2])))
+    if (count < 3 || count % 2 == 0) {
+        expect(count, 3);
+        return NULL;
+    }
+    if (!(at = word(self, args[0])) || !(flag = word(self, args[2])))
         return NULL;
     uint64_t value = PyLong_AsUnsignedLongLong(args[1]);
     if (value == (uint64_t)-1 && PyErr_Occurred())
         return NULL;
+    for (Py_ssize_t next = 3; next < count; next += 2) {
+        uint64_t *other = word(self, args[next]);
+        if (!other)
+            return NULL;
+        uint64_t also = PyLong_AsUnsignedLongLong(args[next + 1]);
+        if (also == (uint64_t)-1 && PyErr_Occurred())
+            return NULL;
+        __atomic_store_n(other, also, __ATOMIC_RELEASE);
+    }
     return PyBool_FromLong(publish(at, value, flag));
 }
 
@@ -129,7 +142,8 @@ static PyMethodDef memory_methods[] = {
     {"load", (PyCFunction)memory_load, METH_O, "load(offset) -> int: the word at `offset`, with acquire order."},
     {"store", (PyCFunction)(void (*)(void))memory_store, METH_FASTCALL, "store(offset, value): with release order."},
     {"publish", (PyCFunction)(void (*)(void))memory_publish, METH_FASTCALL,
-     "publish(offset, value, flag_offset) -> bool: store with release order, full fence, lower the flag; was it raised?"},
+     "publish(offset, value, flag_offset, *more) -> bool: store pairs (offset, value) of `more`, then `value`, with release order; full "
+     "fence; lower the flag; was it raised?"},
     {"raise_flag", (PyCFunction)memory_raise_flag, METH_O, "raise_flag(flag_offset): set the word to 1, then a full fence."},
     {NULL, NULL, 0, NULL},
 };

@@ -15,6 +15,7 @@ in Python integers against the limits before the caller allocates anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -89,14 +90,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of `tensor` as a flat view of its own memory; InvalidMessageError when buffer and spec disagree."""
     data: Any = tensor.data
     try:
-        view = data if type(data) is memoryview else memoryview(data)
-        if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
+        view = memoryview(data)
+        if type(data) is not bytearray and (view.format != "B" or view.ndim != 1 or not view.c_contiguous):
             view = view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
         raise InvalidMessageError(f"the buffer of a {tensor.spec.dtype} tensor cannot be sent: {error}") from error
     try:
-        nbytes = spec_bytes(tensor.spec)
-    except WireError as error:
+        nbytes = _nbytes(tensor.spec.dtype, tensor.spec.shape)
+    except (WireError, TypeError) as error:
         raise InvalidMessageError(str(error)) from error
     if nbytes != len(view):
         raise InvalidMessageError(f"a {tensor.spec.dtype} tensor of shape {tensor.spec.shape} has {nbytes} bytes, its buffer {len(view)}")
@@ -105,15 +106,18 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def spec_bytes(spec: TensorSpec) -> int:
     """How many bytes a tensor of `spec` has; WireError when no tensor can be like that."""
-    item = DTYPE_BYTES.get(spec.dtype)
+    return _nbytes(spec.dtype, spec.shape)
+
+
+@lru_cache(maxsize=4096)  # the specs of a graph's edges come again and again
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    item = DTYPE_BYTES.get(dtype)
     if item is None:
-        raise WireError(f"unknown dtype {spec.dtype[:32]!r}; known: {', '.join(DTYPE_BYTES)}")
-    shape = spec.shape
+        raise WireError(f"unknown dtype {dtype[:32]!r}; known: {', '.join(DTYPE_BYTES)}")
     if len(shape) > MAX_DIMENSIONS:
         raise WireError(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
-    for size in shape:
-        if size < 0:
-            raise WireError(f"a tensor with a dimension of {size}")
+    if shape and min(shape) < 0:
+        raise WireError(f"a tensor with a dimension of {min(shape)}")
     return item * prod(shape)
 
 
@@ -131,7 +135,9 @@ def decode_envelope(part: bytes, limits: Limits) -> tuple[Envelope, list[int]]:
     specs = envelope.tensors
     if len(specs) > limits.max_tensors:
         raise WireError(f"{len(specs)} tensors in a message; the limit is {limits.max_tensors}")
-    sizes = [spec_bytes(spec) for spec in specs]
+    if not specs:
+        return envelope, []
+    sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
     if sum(sizes) > limits.max_message_bytes:
         raise WireError(f"tensors of {sum(sizes)} bytes in a message; the limit is {limits.max_message_bytes}")
     return envelope, sizes

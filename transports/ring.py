@@ -100,7 +100,7 @@ class RingWriter:
     def send(self, message: Message) -> bool:
         """Send `message` in one go, or return False with nothing done. Raises LimitError, InvalidMessageError."""
         parts = encode(message, self._sequence, self._limits)
-        payload_bytes = sum(map(len, parts)) - len(parts[0])
+        payload_bytes = sum(map(len, parts)) - len(parts[0]) if len(parts) > 1 else 0
         return self._send(parts, payload_bytes) or (self._refresh() and self._send(parts, payload_bytes))
 
     def advance(self, message: Message) -> bool:
@@ -160,9 +160,12 @@ class RingWriter:
             if at < 0:
                 return False
             position = self._put(at, _INLINE, envelope, payload_bytes, 0)
-            for part in parts[1:]:
-                self._records[position : position + len(part)] = part
-                position += len(part)
+            if payload_bytes:
+                records = self._records
+                for part in parts[1:]:
+                    end = position + len(part)
+                    records[position:end] = part
+                    position = end
         else:
             offsets, area_bytes = placement(list(map(len, parts[1:])))
             start = self._place(area_bytes)
@@ -174,15 +177,15 @@ class RingWriter:
                 self._area[base + offset : base + offset + len(part)] = part
             self._placed = start + area_bytes
             self._put(at, _PLACED, envelope, 0, start)
-        self._publish()
-        self._sent(payload_bytes)
-        return True
-
-    def _sent(self, payload_bytes: int) -> None:
         self._sequence += 1
-        self._window.add(payload_bytes)
-        self._counters.messages_sent += 1
-        self._counters.bytes_sent += payload_bytes
+        window, counters = self._window, self._counters
+        window.sent_messages += 1
+        window.sent_bytes += payload_bytes
+        counters.messages_sent += 1
+        counters.bytes_sent += payload_bytes
+        if self._memory.publish(self._words + HEAD, self._head, self._words + READER_SLEEPS):
+            self._wake()
+        return True
 
     def _place(self, nbytes: int) -> int:
         """Where `nbytes` may go in the area, as a count of all its bytes ever used; -1 when nowhere (now)."""
@@ -349,7 +352,16 @@ class RingReader:
             elif kind != _SKIP or not record_bytes:
                 raise WireError(f"a record of kind {kind}")
             self._tail += record_bytes
-            if self._memory.publish(self._words + TAIL, self._tail, self._words + WRITER_SLEEPS):
+            words = self._words
+            if self._memory.publish(
+                words + TAIL,
+                self._tail,
+                words + WRITER_SLEEPS,
+                words + TAKEN_MESSAGES,
+                self._taken_messages,
+                words + TAKEN_BYTES,
+                self._taken_bytes,
+            ):
                 self._wake()
             if message is not None:
                 self._counters.messages_received += 1
@@ -378,8 +390,10 @@ class RingReader:
         records = self._records
         if self._envelope is not None:
             raise WireError("a message within a message")
-        envelope, sizes = decode_envelope(bytes(records[begin : begin + envelope_bytes]), self._limits)
+        position = begin + envelope_bytes
+        envelope, sizes = decode_envelope(bytes(records[begin:position]), self._limits)
         buffers: list[object] = []
+        total_bytes = sum(sizes)
         if kind == _PLACED:
             offsets, area_bytes = placement(sizes)
             try:
@@ -388,13 +402,13 @@ class RingReader:
                 raise WireError(str(error)) from error
             buffers = [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
         elif sizes:
-            if sum(sizes) != payload_bytes:
-                raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} came")
-            position = begin + envelope_bytes
+            if total_bytes != payload_bytes:
+                raise WireError(f"tensors of {total_bytes} bytes were announced, {payload_bytes} came")
             for size in sizes:
-                buffers.append(bytearray(records[position : position + size]))
-                position += size
-        return self._deliver(envelope, buffers, sum(sizes))
+                end = position + size
+                buffers.append(bytearray(records[position:end]))
+                position = end
+        return self._deliver(envelope, buffers, total_bytes)
 
     def _begin(self, part: bytes) -> None:
         if self._envelope is not None:
@@ -429,7 +443,7 @@ class RingReader:
 
     def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> Message | None:
         self._taken(payload_bytes)
-        if is_repeat(envelope.sequence, self._expected):
+        if envelope.sequence != self._expected and is_repeat(envelope.sequence, self._expected):
             self._counters.messages_dropped += 1
             return None
         self._expected += 1
@@ -439,8 +453,6 @@ class RingReader:
     def _taken(self, payload_bytes: int) -> None:
         self._taken_messages += 1
         self._taken_bytes += payload_bytes
-        self._memory.store(self._words + TAKEN_MESSAGES, self._taken_messages)
-        self._memory.store(self._words + TAKEN_BYTES, self._taken_bytes)
 
 
 def placement(sizes: list[int]) -> tuple[list[int], int]:
