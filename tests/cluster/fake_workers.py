@@ -51,7 +51,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         get_logger(start.name).info("too quiet to be heard")
         await asyncio.sleep(3600)
     if role == "block":
-        time.sleep(3600)  # noqa: ASYNC251
+        time.sleep(3600)
     if role == "leave":
         return
     if role == "raise":
@@ -66,7 +66,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         os.write(2, b"unfinished")
         os.kill(os.getpid(), signal.SIGSEGV)
     if role == "parent":
-        subprocess.Popen(["sleep", "3600"], start_new_session=True)  # noqa: ASYNC220
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
     await say(Progress("weights", 1, 2))
     await say(Listening({"fake": f"fake://{start.name}"}, resident_bytes=1))
     peers = await hear()
@@ -92,6 +92,6 @@ async def run_worker(control: Channel, seams: Seams) -> None:
             case Stop():
                 if role == "stubborn":
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    time.sleep(3600)  # noqa: ASYNC251
+                    time.sleep(3600)
                 await say(Statistics(num_steps=8))
                 return
