@@ -1,56 +1,28 @@
-"""Attention over paged keys and values, and the block around it: norm, projections, residual, norm.
+"""Grouped-query attention over paged keys and values, and the block around it: norm, projections, residual, norm.
 
-Here: AttentionBlock and how the sequences of a step are grouped. Not here: which pages a sequence owns (the engine), the MLP.
-Called by the attention workers, once per layer and step.
+Here: AttentionBlock, and `attention_for`, which chooses the block a model needs. Not here: how the sequences of a step are grouped
+(attention_plan.py), latent attention (latent_attention.py), which pages a sequence owns (the engine), the MLP. Called by the
+attention workers, once per layer and step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from operators.attention_plan import StepPlan, plan_step
 from operators.kv_pages import KvPages
+from operators.latent_attention import LatentAttentionBlock
 from operators.model_config import ModelConfig
-from operators.normalization import rms_norm
+from operators.normalization import rms_norm, row_norm
 from operators.rotary import RotaryTable, rotate
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint, torch_dtype
-
-SHORT_CONTEXT = 128  # contexts up to this length share one group: padding them costs less than another call
-
-
-@dataclass(frozen=True)
-class _DecodeGroup:
-    """Sequences with one row each, computed together, contexts padded to the longest."""
-
-    rows_S: Tensor | None  # None: all rows of the step, in order
-    slots: Tensor  # [S * L], sequence by sequence
-    length: int
-    mask_S11L: Tensor | None  # additive; None: all contexts are equally long
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """One sequence with several rows."""
-
-    start: int
-    stop: int
-    slots_L: Tensor | None  # None: the context is exactly these rows
-    mask_TL: Tensor | None
-
-
-@dataclass(frozen=True)
-class _StepPlan:
-    """What every layer of a step needs and none should work out again."""
-
-    cos_T1D: Tensor
-    sin_T1D: Tensor
-    groups: tuple[_DecodeGroup, ...]
-    chunks: tuple[_Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -64,12 +36,33 @@ class _LayerWeights:
     mlp_norm_H: Tensor
 
 
+class Attention(Protocol):
+    """What every attention block offers, whatever it keeps in pages."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
+        """(residual_TH, normed_TH): x plus attention, and its norm, which is what gate and MLP take.
+
+        Writes what later tokens need of the step's rows into `pages`; running a step again writes the same.
+        """
+        ...
+
+
+def attention_for(config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> Attention:
+    """The attention halves of some layers, of the kind that the model has."""
+    block = AttentionBlock if config.latent is None else LatentAttentionBlock
+    return block(config, checkpoint, layers, device)
+
+
 class AttentionBlock:
     """The attention halves of some layers, with their weights."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
         self.config = config
-        self._rotary = RotaryTable(config.head_dim, config.rope_theta, torch_dtype(config), device)
+        self._rotary = RotaryTable(config.head_dim, config.rotary, torch_dtype(config), device)
+        self._norm = row_norm(config)
         self._weights = {layer: _read_layer(config, checkpoint, layer, device) for layer in layers}
 
     @property
@@ -77,15 +70,14 @@ class AttentionBlock:
         return tuple(self._weights)
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
-        """(residual_TH, normed_TH): x plus attention, and its norm, which is what gate and MLP take.
-
-        Writes the keys and values of the step's rows into `pages`; running a step again writes the same ones.
-        """
+        """As Attention.forward; pages take keys and values."""
         config, weights = self.config, self._weights[layer]
         plan = self._plan(layout, pages.page_tokens)
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        normed = rms_norm(x_TH, weights.input_norm_H, config.norm_epsilon)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        qkv = F.linear(self._norm(x_TH, weights.input_norm_H), weights.qkv, weights.qkv_bias)
+        if config.clip_qkv is not None:
+            qkv.clamp_(-config.clip_qkv, config.clip_qkv)
+        qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         qk, v_TKD = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
@@ -94,18 +86,17 @@ class AttentionBlock:
         pages.write(layer, layout.slots_T, k_TKD, v_TKD)
         mixed = _attend(layer, q_TND, k_TKD, v_TKD, plan, pages)
         residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
-        return residual, rms_norm(residual, weights.mlp_norm_H, config.norm_epsilon)
+        return residual, self._norm(residual, weights.mlp_norm_H)
 
-    def _plan(self, layout: StepLayout, page_tokens: int) -> _StepPlan:
-        plan: _StepPlan | None = layout.derived.get(self)
+    def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
+        plan: StepPlan | None = layout.derived.get(self)
         if plan is None:
-            cos, sin = self._rotary.rows(layout.positions_T, max(layout.kv_lengths, default=0))
-            plan = _StepPlan(cos, sin, _decode_groups(layout, page_tokens, cos.dtype), _chunks(layout, page_tokens, cos.dtype))
+            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window)
             layout.derived[self] = plan
         return plan
 
 
-def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: _StepPlan, pages: KvPages) -> Tensor:
+def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages) -> Tensor:
     """Attention of every row over its sequence's context: [T, N * D].
 
     Query heads that share a key head are never given copies of it: for decode rows they become the rows of one small product,
@@ -138,49 +129,6 @@ def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: _Step
         )
         out[rows].view(-1, num_kv_heads, q_TKND.shape[2], head_dim).copy_(mixed.permute(2, 0, 1, 3))
     return out
-
-
-def _slots(layout: StepLayout, sequences_S: Tensor, length: int, page_tokens: int) -> Tensor:
-    """Slots [S * length] of the first `length` tokens of some sequences. A shorter context repeats its own last slot: what is
-    masked away must not be another sequence's, whose values might be NaN."""
-    tokens_SL = torch.arange(length, device=sequences_S.device).expand(sequences_S.numel(), length)
-    tokens_SL = tokens_SL.minimum(layout.kv_length_S[sequences_S, None] - 1)
-    pages_SL = layout.page_table_SG[sequences_S].gather(1, tokens_SL // page_tokens)
-    return (pages_SL * page_tokens + tokens_SL % page_tokens).flatten()
-
-
-def _decode_groups(layout: StepLayout, page_tokens: int, dtype: torch.dtype) -> tuple[_DecodeGroup, ...]:
-    """Sequences with one row, grouped by power of two of the context length, so that padding at most doubles the work."""
-    by_size: dict[int, list[int]] = {}
-    for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
-        if query == 1:
-            by_size.setdefault(max(SHORT_CONTEXT, context - 1).bit_length(), []).append(sequence)
-    device = layout.positions_T.device
-    groups = []
-    for members in by_size.values():
-        sequences = torch.tensor(members, device=device)
-        lengths = [layout.kv_lengths[sequence] for sequence in members]
-        length, mask = max(lengths), None
-        if min(lengths) < length:
-            hidden = torch.arange(length, device=device) >= layout.kv_length_S[sequences, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None, None]
-        rows = None if len(members) == layout.num_rows else layout.query_start_S1[sequences]
-        groups.append(_DecodeGroup(rows, _slots(layout, sequences, length, page_tokens), length, mask))
-    return tuple(groups)
-
-
-def _chunks(layout: StepLayout, page_tokens: int, dtype: torch.dtype) -> tuple[_Chunk, ...]:
-    chunks, start = [], 0
-    device = layout.positions_T.device
-    for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
-        if query > 1:
-            slots = mask = None
-            if context > query:
-                slots = _slots(layout, torch.tensor([sequence], device=device), context, page_tokens)
-                mask = torch.full((query, context), float("-inf"), dtype=dtype, device=device).triu_(context - query + 1)
-            chunks.append(_Chunk(start, start + query, slots, mask))
-        start += query
-    return tuple(chunks)
 
 
 def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _LayerWeights:

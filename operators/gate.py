@@ -9,22 +9,53 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from operators.model_config import ModelConfig
-from operators.weights import Checkpoint
+from operators.weights import Checkpoint, torch_dtype
 
 
 class Gate:
-    """Softmax scores over all experts, the best A of them."""
+    """Scores over all experts, the best A of them (GateConfig says which scores, out of which groups, and how they are weighed)."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
-        self._num_active, self._normalize = config.num_experts_per_token, config.normalize_topk
+        self._gate, self._num_active = config.gate, config.num_experts_per_token
+        self._wide = torch.promote_types(torch_dtype(config), torch.float32)
+        held = self._wide if config.gate.wide else torch_dtype(config)
+        self._weight_EH: dict[int, Tensor] = {}
+        self._bias_E: dict[int, Tensor] = {}
         shape = (config.num_experts, config.hidden_size)
-        self._weight_EH = {layer: checkpoint.read_part(config, "gate", shape, layer=layer, device=device) for layer in layers}
+        for layer in layers:
+            out = torch.empty(shape, dtype=held, device=device)
+            self._weight_EH[layer] = checkpoint.read_part(config, "gate", shape, layer=layer, out=out)
+            if config.gate.bias:
+                out = torch.empty(shape[:1], dtype=self._wide, device=device)
+                self._bias_E[layer] = checkpoint.read_part(config, "gate_bias", shape[:1], layer=layer, out=out)
 
     def forward(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(expert_ids_TA int64, best first; weights_TA in the rows' dtype). Scores are taken in float32 at least."""
-        logits = F.linear(normed_TH, self._weight_EH[layer])
-        scores = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, expert_ids = torch.topk(scores, self._num_active, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return expert_ids, weights.to(logits.dtype)
+        gate, weight_EH = self._gate, self._weight_EH[layer]
+        logits = F.linear(normed_TH.to(weight_EH.dtype), weight_EH)
+        if gate.scores == "softmax":
+            scores = torch.softmax(logits, dim=-1, dtype=self._wide)
+        else:
+            scores = logits.to(self._wide).sigmoid()
+        choosing = scores + self._bias_E[layer] if gate.bias else scores
+        if gate.topk_groups < gate.groups:
+            choosing = self._best_groups(choosing)
+        weights, expert_ids = torch.topk(choosing, self._num_active, dim=-1)
+        if gate.bias:
+            weights = scores.gather(1, expert_ids)
+        if gate.normalize is not None:
+            total = weights.sum(dim=-1, keepdim=True) if gate.normalize == 1 else weights.norm(p=gate.normalize, dim=-1, keepdim=True)
+            weights = weights / (total + 1e-20)  # sigmoid scores may all be 0
+        if gate.scale != 1:
+            weights = weights * gate.scale
+        return expert_ids, weights.to(normed_TH.dtype)
+
+    def _best_groups(self, choosing_TE: Tensor) -> Tensor:
+        """The scores of the groups of experts that may be chosen, -inf elsewhere (DeepSeek-V2, section 2.2.2)."""
+        gate = self._gate
+        by_group = choosing_TE.unflatten(1, (gate.groups, -1))
+        judged = by_group.topk(gate.group_best, dim=-1).values.sum(dim=-1) if gate.group_best > 1 else by_group.amax(dim=-1)
+        best = judged.topk(gate.topk_groups, dim=-1).indices
+        left_out = torch.ones_like(judged, dtype=torch.bool).scatter_(1, best, False)
+        masked: Tensor = by_group.masked_fill(left_out.unsqueeze(-1), float("-inf"))
+        return masked.flatten(1)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from operators.embedding import Embedding
 from operators.model_config import ModelConfig
-from operators.normalization import rms_norm
+from operators.normalization import row_norm
 from operators.weights import Checkpoint
 
 
@@ -23,7 +23,7 @@ class Head:
         embedding: Embedding | None = None,
     ) -> None:
         """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
-        self._epsilon = config.norm_epsilon
+        self._norm = row_norm(config)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
         if config.tie_word_embeddings and embedding is not None:
             self.weight_VH = embedding.weight_VH
@@ -33,6 +33,6 @@ class Head:
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
         """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""
-        rows = rms_norm(x_TH.index_select(0, sample_rows_S), self._norm_H, self._epsilon)
+        rows = self._norm(x_TH.index_select(0, sample_rows_S), self._norm_H)
         logits = F.linear(rows, self.weight_VH)
         return logits if logits.dtype == torch.float64 else logits.float()

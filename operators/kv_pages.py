@@ -1,6 +1,6 @@
 """Where keys and values live: preallocated pages, addressed by slot. Which sequence owns a page is decided by the engine.
 
-Slot = page * page_tokens + offset. Written and read by attention.py; moved page by page when a sequence changes its process.
+Slot = page * page_tokens + offset. Written and read by the attention operators; moved page by page when a sequence changes its process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from operators.weights import torch_dtype
 
 
 class KvPages:
-    """Keys and values of all layers, [num_pages, page_tokens, K, D] each, so that one page of one layer is one block of memory."""
+    """Keys and values of all layers, [num_pages, page_tokens, K, D] each, so that one page of one layer is one block of memory.
+
+    With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept.
+    """
 
     def __init__(
         self,
@@ -24,29 +27,43 @@ class KvPages:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        shared_values: bool = False,
     ) -> None:
         self.num_layers, self.num_pages, self.page_tokens = num_layers, num_pages, page_tokens
+        self.shared_values = shared_values
         shape = (num_pages, page_tokens, num_kv_heads, head_dim)
         # Zeros cost nothing until a page is touched, and a slot read before it was written never holds a NaN.
         self.keys_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        if shared_values:
+            self.values_GCKD = self.keys_GCKD
+        else:
+            self.values_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     @classmethod
     def for_model(cls, config: ModelConfig, num_pages: int, page_tokens: int, device: torch.device | str = "cpu") -> KvPages:
-        """Pages of the size that `config` needs."""
-        return cls(config.num_layers, num_pages, page_tokens, config.num_kv_heads, config.head_dim, torch_dtype(config), device)
+        """Pages of the layout and size that `config` needs: keys and values by head, or latents."""
+        dtype = torch_dtype(config)
+        if config.latent is not None:
+            return cls(config.num_layers, num_pages, page_tokens, 1, config.latent.page_width, dtype, device, shared_values=True)
+        return cls(config.num_layers, num_pages, page_tokens, config.num_kv_heads, config.head_dim, dtype, device)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys_GCKD, *self.values_GCKD))
+        return sum(tensor.nbytes for layer in range(self.num_layers) for tensor in self.blocks(layer))
 
-    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store each row's key and value in its slot (int64, all different)."""
+    def blocks(self, layer: int) -> tuple[Tensor, ...]:
+        """All that a layer keeps, [num_pages, page_tokens, K, D] each: whoever moves a page moves its row of each of these."""
+        keys = self.keys_GCKD[layer]
+        return (keys,) if self.shared_values else (keys, self.values_GCKD[layer])
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor | None = None) -> None:
+        """Store each row's key and value in its slot (int64, all different). Values are None where they are shared."""
         self.keys_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
-        self.values_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+        if v_TKD is not None:
+            self.values_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
 
     def read(self, layer: int, slots_L: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values in `slots_L`: [L, K, D] each, in the order asked for."""
+        """Copies of the keys and values in `slots_L`: [L, K, D] each, in the order asked for; twice the same where they are shared."""
         keys = self.keys_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
-        values = self.values_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
-        return keys, values
+        return keys, keys if self.shared_values else self.values_GCKD[layer].flatten(0, 1).index_select(0, slots_L)

@@ -1,10 +1,20 @@
-"""Root-mean-square norms. Called by attention.py and head.py."""
+"""The norms of rows: root-mean-square, and layer norm without bias. Called by the attention operators and head.py."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from operators.model_config import ModelConfig
+
+
+def row_norm(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The norm of whole rows that a model uses: a function of rows and weight_H."""
+    return partial(rms_norm if config.norm == "rms" else layer_norm, epsilon=config.norm_epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -17,3 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
     return F.rms_norm(x.float(), weight.shape[-1:], None, epsilon).to(x.dtype).mul_(weight)
+
+
+def layer_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
+    """(x - mean) / deviation * weight over the last dimension."""
+    return F.layer_norm(x_TH, weight_H.shape, weight_H, None, epsilon)

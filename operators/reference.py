@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.model_config import ModelConfig, read_model_config
+from operators.model_config import LatentConfig, ModelConfig, RotaryConfig, read_model_config
 from operators.weights import Checkpoint
 
 
@@ -32,9 +32,11 @@ class ReferenceModel:
     def reset(self) -> None:
         """Forget the sequence."""
         config = self.config
-        empty = self._weight("embedding", config.vocab_size, config.hidden_size).new_zeros(0, config.head_dim)
-        self._keys = [[empty] * config.num_kv_heads for _ in range(config.num_layers)]
-        self._values = [[empty] * config.num_kv_heads for _ in range(config.num_layers)]
+        num_heads = config.num_heads if config.latent is not None else config.num_kv_heads
+        value_width = config.latent.value_width if config.latent is not None else config.head_dim
+        embedding = self._weight("embedding", config.vocab_size, config.hidden_size)
+        self._keys = [[embedding.new_zeros(0, config.head_dim)] * num_heads for _ in range(config.num_layers)]
+        self._values = [[embedding.new_zeros(0, value_width)] * num_heads for _ in range(config.num_layers)]
 
     @torch.inference_mode()
     def extend(self, token_ids: Sequence[int]) -> Tensor:
@@ -46,77 +48,150 @@ class ReferenceModel:
             normed = self._norm(x, self._weight("attention_norm", config.hidden_size, layer=layer))
             x = x + self._attention(layer, normed)
             normed = self._norm(x, self._weight("mlp_norm", config.hidden_size, layer=layer))
-            x = x + (self._experts(layer, normed) if layer in config.moe_layers else self._dense(layer, normed))
+            x = x + (self._experts(layer, normed) if layer in config.moe_layers else self._mlp("dense", config.dense_width, layer, normed))
         x = self._norm(x, self._weight("final_norm", config.hidden_size))
         return x @ self._weight("embedding" if config.tie_word_embeddings else "head", config.vocab_size, config.hidden_size).T
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
+        config = self.config
+        first = self._keys[layer][0].shape[0]
+        if config.latent is None:
+            queries, keys, values = self._grouped_heads(layer, x, first)
+            scale = config.head_dim**-0.5
+        else:
+            queries, keys, values = self._latent_heads(layer, x, first, config.latent)
+            scale = config.latent.scale
+        for head in range(len(keys)):
+            self._keys[layer][head] = torch.cat((self._keys[layer][head], keys[head]))
+            self._values[layer][head] = torch.cat((self._values[layer][head], values[head]))
+        mixed = []
+        for head, query in enumerate(queries):
+            shared = head // (len(queries) // len(keys))
+            key, value = self._keys[layer][shared], self._values[layer][shared]
+            scores = query @ key.T * scale
+            for row in range(scores.shape[0]):
+                scores[row, first + row + 1 :] = float("-inf")
+                if config.sliding_window is not None:
+                    scores[row, : max(0, first + row + 1 - config.sliding_window)] = float("-inf")
+            mixed.append(_softmax(scores).to(x.dtype) @ value)
+        joined = torch.cat(mixed, dim=1)
+        out = joined @ self._weight("attention_output", config.hidden_size, joined.shape[1], layer=layer).T
+        return out + self._weight("attention_output_bias", config.hidden_size, layer=layer) if config.attention_bias else out
+
+    def _grouped_heads(self, layer: int, x: Tensor, first: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Queries, keys and values of the new tokens, head by head."""
         config = self.config
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
         rows = (num_heads + 2 * num_kv_heads) * head_dim
         projected = x @ self._weight("qkv", rows, config.hidden_size, layer=layer).T
         if config.attention_bias:
             projected = projected + self._weight("qkv_bias", rows, layer=layer)
+        if config.clip_qkv is not None:
+            projected = projected.clamp(-config.clip_qkv, config.clip_qkv)
         heads = list(projected.split(head_dim, dim=1))
         queries, keys, values = heads[:num_heads], heads[num_heads : num_heads + num_kv_heads], heads[num_heads + num_kv_heads :]
         if config.qk_norm:
-            queries = [self._norm(query, self._weight("query_norm", head_dim, layer=layer)) for query in queries]
-            keys = [self._norm(key, self._weight("key_norm", head_dim, layer=layer)) for key in keys]
-        first = self._keys[layer][0].shape[0]
-        for head in range(num_kv_heads):
-            self._keys[layer][head] = torch.cat((self._keys[layer][head], self._rotated(keys[head], first)))
-            self._values[layer][head] = torch.cat((self._values[layer][head], values[head]))
-        mixed = []
-        for head, query in enumerate(queries):
-            shared = head // (num_heads // num_kv_heads)
-            key, value = self._keys[layer][shared], self._values[layer][shared]
-            scores = self._rotated(query, first) @ key.T / math.sqrt(head_dim)
-            for row in range(scores.shape[0]):
-                scores[row, first + row + 1 :] = float("-inf")
-            mixed.append(_softmax(scores).to(x.dtype) @ value)
-        out = torch.cat(mixed, dim=1) @ self._weight("attention_output", config.hidden_size, num_heads * head_dim, layer=layer).T
-        return out + self._weight("attention_output_bias", config.hidden_size, layer=layer) if config.attention_bias else out
+            queries = [self._rms_norm(query, self._weight("query_norm", head_dim, layer=layer), config.norm_epsilon) for query in queries]
+            keys = [self._rms_norm(key, self._weight("key_norm", head_dim, layer=layer), config.norm_epsilon) for key in keys]
+        return [self._rotated(query, first) for query in queries], [self._rotated(key, first) for key in keys], values
+
+    def _latent_heads(self, layer: int, x: Tensor, first: int, latent: LatentConfig) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The same from latents: every head has a key and a value of its own, and all share the rotary part of the key."""
+        config, num_heads = self.config, self.config.num_heads
+        query_rows = num_heads * latent.key_width if latent.query_rank is None else latent.query_rank
+        down = self._weight("latent_down", query_rows + latent.page_width, config.hidden_size, layer=layer)
+        projected = x @ down.T
+        query, compressed, rotary_key = projected.split((query_rows, latent.rank, latent.rope_width), dim=1)
+        if config.attention_bias:
+            compressed_bias, rotary_bias = self._weight("kv_down_bias", latent.page_width, layer=layer).split(
+                (latent.rank, latent.rope_width)
+            )
+            compressed, rotary_key = compressed + compressed_bias, rotary_key + rotary_bias
+        if latent.query_rank is not None:
+            if config.attention_bias:
+                query = query + self._weight("query_down_bias", query_rows, layer=layer)
+            query = self._rms_norm(query, self._weight("query_latent_norm", query_rows, layer=layer), latent.norm_epsilon)
+            query = query @ self._weight("query_up", num_heads * latent.key_width, query_rows, layer=layer).T
+        compressed = self._rms_norm(compressed, self._weight("kv_latent_norm", latent.rank, layer=layer), latent.norm_epsilon)
+        width = latent.nope_width + latent.value_width
+        up = compressed @ self._weight("kv_up", num_heads * width, latent.rank, layer=layer).T
+        rotary_key = self._rotated(rotary_key, first)
+        queries, keys, values = [], [], []
+        for head_query, head_up in zip(query.split(latent.key_width, dim=1), up.split(width, dim=1), strict=True):
+            plain, turned = head_query.split((latent.nope_width, latent.rope_width), dim=1)
+            queries.append(torch.cat((plain, self._rotated(turned, first)), dim=1))
+            keys.append(torch.cat((head_up[:, : latent.nope_width], rotary_key), dim=1))
+            values.append(head_up[:, latent.nope_width :])
+        return queries, keys, values
 
     def _rotated(self, x: Tensor, first_position: int) -> Tensor:
-        """Each pair (x[i], x[i + D/2]) turned by position / theta^(2i/D), an angle taken in float32 whatever the dtype."""
-        half = x.shape[1] // 2
-        frequency = 1.0 / self.config.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / x.shape[1])
+        """Each pair turned by position * frequency, an angle taken in float32 whatever the dtype. Pairs are (x[i], x[i + D/2]), or
+        (x[2i], x[2i + 1]) where the model interleaves them."""
+        rotary = self.config.rotary
+        frequency = torch.stack([_frequency(rotary, pair, x.shape[1]) for pair in range(x.shape[1] // 2)])
         angle = torch.arange(first_position, first_position + x.shape[0], dtype=torch.float32)[:, None] * frequency[None, :]
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        a, b = x[:, :half], x[:, half:]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=1)
+        cos, sin = (angle.cos() * rotary.attention_factor).to(x.dtype), (angle.sin() * rotary.attention_factor).to(x.dtype)
+        a, b = (x[:, 0::2], x[:, 1::2]) if rotary.interleaved else x.chunk(2, dim=1)
+        turned = a * cos - b * sin, b * cos + a * sin
+        return torch.stack(turned, dim=2).flatten(1) if rotary.interleaved else torch.cat(turned, dim=1)
 
     def _experts(self, layer: int, x: Tensor) -> Tensor:
         config = self.config
-        probability = _softmax(x @ self._weight("gate", config.num_experts, config.hidden_size, layer=layer).T)
         rows = []
         for row in range(x.shape[0]):
-            best = probability[row].topk(config.num_experts_per_token).indices.tolist()
-            share = probability[row, best]
-            if config.normalize_topk:
-                share = share / share.sum()
             answer = torch.zeros_like(x[row])
-            for expert, weight in zip(best, share.to(x.dtype), strict=True):
+            for expert, weight in self._chosen(layer, x[row]):
                 gate_up = self._weight("expert_gate_up", 2 * config.expert_width, config.hidden_size, layer=layer, expert=expert)
                 down = self._weight("expert_down", config.hidden_size, config.expert_width, layer=layer, expert=expert)
-                answer += weight * _gated(x[row], gate_up, down)
+                answer += weight.to(x.dtype) * _gated(x[row], gate_up, down)
             rows.append(answer)
-        return torch.stack(rows)
+        return (
+            torch.stack(rows) + self._mlp("shared", config.shared_expert_width, layer, x)
+            if config.shared_expert_width
+            else torch.stack(rows)
+        )
 
-    def _dense(self, layer: int, x: Tensor) -> Tensor:
-        config = self.config
-        gate_up = self._weight("dense_gate_up", 2 * config.dense_width, config.hidden_size, layer=layer)
-        return _gated(x, gate_up, self._weight("dense_down", config.hidden_size, config.dense_width, layer=layer))
+    def _chosen(self, layer: int, row: Tensor) -> list[tuple[int, Tensor]]:
+        """The experts of one row, best first, and their weights."""
+        config, gate = self.config, self.config.gate
+        weight = self._weight("gate", config.num_experts, config.hidden_size, layer=layer)
+        wide = torch.promote_types(row.dtype, torch.float32)
+        logits = weight.to(wide) @ row.to(wide) if gate.wide else weight @ row
+        scores = _softmax(logits) if gate.scores == "softmax" else 1 / (1 + (-logits.to(wide)).exp())
+        choosing = scores.tolist()
+        if gate.bias:
+            choosing = (scores + self._weight("gate_bias", config.num_experts, layer=layer, dtype=wide)).tolist()
+        size = config.num_experts // gate.groups
+        judged = [sum(sorted(choosing[group * size : (group + 1) * size])[-gate.group_best :]) for group in range(gate.groups)]
+        allowed = sorted(range(gate.groups), key=judged.__getitem__)[-gate.topk_groups :]
+        experts = [expert for expert in range(config.num_experts) if expert // size in allowed]
+        best = sorted(experts, key=choosing.__getitem__, reverse=True)[: config.num_experts_per_token]
+        share = scores[best]
+        if gate.normalize is not None:
+            share = share / share.pow(gate.normalize).sum().pow(1 / gate.normalize)
+        return list(zip(best, share * gate.scale, strict=True))
+
+    def _mlp(self, part: str, width: int, layer: int, x: Tensor) -> Tensor:
+        gate_up = self._weight(f"{part}_gate_up", 2 * width, self.config.hidden_size, layer=layer)
+        return _gated(x, gate_up, self._weight(f"{part}_down", self.config.hidden_size, width, layer=layer))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (wide.pow(2).mean(dim=-1, keepdim=True) + self.config.norm_epsilon).rsqrt()
-        return weight * (wide * scale).to(x.dtype)
+        """The norm of whole rows."""
+        if self.config.norm == "layer":
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = wide - wide.mean(dim=-1, keepdim=True)
+            return (wide * (wide.pow(2).mean(dim=-1, keepdim=True) + self.config.norm_epsilon).rsqrt() * weight).to(x.dtype)
+        return self._rms_norm(x, weight, self.config.norm_epsilon)
 
-    def _weight(self, part: str, *shape: int, layer: int = 0, expert: int = 0) -> Tensor:
+    def _rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return weight * (wide * (wide.pow(2).mean(dim=-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+
+    def _weight(self, part: str, *shape: int, layer: int = 0, expert: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         key = (part, layer, expert)
         if key not in self._weights:
-            self._weights[key] = self.checkpoint.read_part(self.config, part, shape, layer=layer, expert=expert)
+            out = None if dtype is None else torch.empty(shape, dtype=dtype)
+            self._weights[key] = self.checkpoint.read_part(self.config, part, shape, layer=layer, expert=expert, out=out)
         return self._weights[key]
 
 
@@ -145,6 +220,30 @@ def generate_greedily(model: ReferenceModel, prompt_ids: Sequence[int], max_new_
             break
         logits = model.extend(generated[-1:])
     return generated
+
+
+def _frequency(rotary: RotaryConfig, pair: int, width: int) -> Tensor:
+    """Radians per position of one pair of dimensions out of `width`, in float32."""
+    plain = 1.0 / rotary.theta ** (torch.tensor(2 * pair, dtype=torch.float32) / width)
+    if rotary.kind == "default":
+        return plain
+    if rotary.kind == "linear":
+        return plain / rotary.factor
+    turns = rotary.original_positions * plain.item() / (2 * math.pi)  # full turns within the original context
+    if rotary.kind == "llama3":
+        share = (turns - rotary.low_frequency_factor) / (rotary.high_frequency_factor - rotary.low_frequency_factor)
+    else:
+        # The pair, as a real number, that makes beta turns; between the two for beta_slow and beta_fast the share falls linearly.
+        quick, slow = (
+            math.log(rotary.original_positions / (2 * math.pi * beta)) / math.log(rotary.theta) * width / 2
+            for beta in (rotary.beta_fast, rotary.beta_slow)
+        )
+        if rotary.truncate:
+            quick, slow = math.floor(quick), math.ceil(slow)
+        quick, slow = max(quick, 0), min(slow, width - 1)
+        share = (slow - pair) / (slow - quick) if slow > quick else float(pair <= quick)
+    share = min(1.0, max(0.0, share))  # of the pair that is not slowed down
+    return plain * share + plain / rotary.factor * (1 - share)
 
 
 def _softmax(scores: Tensor) -> Tensor:

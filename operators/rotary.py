@@ -1,11 +1,53 @@
-"""Rotary positions: the table of cosines and sines, and the rotation. Called by attention.py."""
+"""Rotary positions: their frequencies, the table of cosines and sines, and the rotation. Called by the attention operators."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
+from operators.model_config import RotaryConfig
+
 FIRST_LENGTH = 4096  # rows of the first table; it doubles when a longer context comes
+
+
+def inverse_frequencies(width: int, rotary: RotaryConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [width / 2]."""
+    plain = 1.0 / (rotary.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    match rotary.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rotary.factor
+        case "yarn":
+            return _yarn(plain, width, rotary)
+        case "llama3":
+            return _llama3(plain, rotary)
+
+
+def _yarn(plain: Tensor, width: int, rotary: RotaryConfig) -> Tensor:
+    """Slow pairs are interpolated, quick ones are left, with a ramp between them (YaRN, section 3.2)."""
+
+    def pair_that_turns(times: float) -> float:
+        return width * math.log(rotary.original_positions / (times * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    low, high = pair_that_turns(rotary.beta_fast), pair_that_turns(rotary.beta_slow)
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    left_alone = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / rotary.factor * (1 - left_alone) + plain * left_alone
+
+
+def _llama3(plain: Tensor, rotary: RotaryConfig) -> Tensor:
+    """As YaRN, but the ramp is over the number of turns within the original context."""
+    turns = rotary.original_positions * plain / (2 * math.pi)
+    low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
+    left_alone = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - left_alone) * plain / rotary.factor + left_alone * plain
 
 
 class RotaryTable:
@@ -14,8 +56,10 @@ class RotaryTable:
     The table grows with the longest context seen, so that a model which allows a million positions does not pay for them.
     """
 
-    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self._inverse_frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    def __init__(self, width: int, rotary: RotaryConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        """`width` is that of what is turned: a head, or the part of it that carries the position."""
+        self._inverse_frequency = inverse_frequencies(width, rotary)
+        self._attention_factor = rotary.attention_factor
         self._dtype, self._device = dtype, device
         self._cos, self._sin = self._table(FIRST_LENGTH)
 
@@ -27,7 +71,7 @@ class RotaryTable:
 
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequency
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
         return (
             torch.cat((cos, cos), dim=-1).to(dtype=self._dtype, device=self._device),
             torch.cat((-sin, sin), dim=-1).to(dtype=self._dtype, device=self._device),
@@ -38,3 +82,13 @@ def rotate(x_TND: Tensor, cos_T1D: Tensor, signed_sin_T1D: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) by its position's angle. The sign of the sine's first half is in the table."""
     first, second = x_TND.chunk(2, dim=-1)
     return x_TND * cos_T1D + torch.cat((second, first), dim=-1) * signed_sin_T1D
+
+
+def halves_from_pairs(rows: Tensor, width: int) -> Tensor:
+    """Reorder weight rows that give interleaved pairs (2i, 2i + 1), so that `rotate` turns what they give: even ones, then odd ones.
+
+    The last `width` rows of each block (dim 0 of what is left after dim -2 is blocks' rows) are reordered: rows is [..., block, H].
+    Done to queries and keys alike it changes no score.
+    """
+    kept, turned = rows[..., :-width, :], rows[..., -width:, :]
+    return torch.cat((kept, turned[..., 0::2, :], turned[..., 1::2, :]), dim=-2)

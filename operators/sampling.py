@@ -1,4 +1,5 @@
-"""From logits to tokens: greedy, or drawn with temperature, top-k and top-p. Called by the worker that ends a step.
+"""From logits to tokens: greedy, or drawn with penalties, temperature, top-k and top-p; and their logprobs. Called by the worker that
+ends a step. How each token is to be drawn comes as SamplingInputs (sampling_inputs.py).
 
 The noise of a draw is a pure function of (seed, choice, token index, vocabulary id): it does not depend on the batch, the row, the
 device or on what was drawn before, so that a token replayed after a failure is the same token. Noise is added to the logits and
@@ -7,48 +8,98 @@ the largest sum wins (Gumbel-max), which draws exactly from the softmax of what 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from operators.sampling_inputs import SamplingInputs
 
 # SplitMix64: its step and the two multipliers of its finalizer, as signed 64-bit numbers (products wrap, as they must).
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 FIRST_DEPTH = 256  # how many of the best tokens are looked at first when filters are on
+ROUGH_MARGIN = 2.0  # twice what a sum of rough noise can be off
+BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would leave its caches
 
 
-def sample(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    seed_S: Tensor,
-    choice_S: Tensor,
-    token_index_S: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(token_S int64, logprob_S float32), the logprob being the token's under the unchanged logits.
+def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
+    """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are left as they are.
 
-    temperature 0 takes the largest logit. top_k 0 and top_p 1 are off. top_k comes first; both keep every token that ties with the last
-    one they keep, so that equal logits (frequent in bfloat16) are not cut in an order that nobody defined. `seed_S`, `choice_S`
-    (which of a request's n answers) and `token_index_S` (index among the generated tokens) are int64. All tensors are on the device
-    of the logits. It waits for the device a few times; what it returns is read right after.
+    First tokens that are forbidden are ruled out and penalties taken off; a token is the largest of what is left (temperature 0), or
+    drawn from the softmax of that over the temperature, of the tokens that top_k and then top_p leave. Both keep every token that
+    ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an order that nobody defined.
     """
-    token_S = logits_SV.argmax(dim=-1)
-    filtered_S = (top_k_S > 0) | (top_p_S < 1)
-    drawn_S = temperature_S > 0
-    for rows, find in (((drawn_S & filtered_S), filtered_candidates), ((drawn_S & ~filtered_S), _all_candidates)):
-        index = rows.nonzero().flatten()
-        if index.numel():
-            ids, scaled = find(logits_SV[index], temperature_S[index], top_k_S[index], top_p_S[index])
-            best = gumbel_noise(seed_S[index], choice_S[index], token_index_S[index], ids).add_(scaled).argmax(dim=-1, keepdim=True)
-            token_S[index] = ids.expand_as(scaled).gather(1, best).squeeze(1)
-    chosen_S = logits_SV.gather(1, token_S.unsqueeze(1)).squeeze(1)
-    return token_S, (chosen_S - logits_SV.logsumexp(dim=-1)).float()
+    logits_SV = penalized_logits(logits_SV, inputs)
+    num_drawn = inputs.unfiltered_U.numel() + inputs.filtered_F.numel()
+    if not num_drawn:
+        return logits_SV.argmax(dim=-1)
+    token_S = logits_SV.argmax(dim=-1) if num_drawn < logits_SV.shape[0] else logits_SV.new_empty(logits_SV.shape[0], dtype=torch.int64)
+    _, top_k_S, seed_S, choice_S, token_index_S = inputs.integers_5S
+    temperature_S, top_p_S = inputs.floats_5S[0], inputs.floats_5S[1]
+    if inputs.filtered_F.numel():
+        index = inputs.filtered_F
+        ids, scaled = filtered_candidates(logits_SV[index], temperature_S[index], top_k_S[index], top_p_S[index])
+        best = gumbel_noise(seed_S[index], choice_S[index], token_index_S[index], ids).add_(scaled).argmax(dim=-1, keepdim=True)
+        token_S[index] = ids.gather(1, best).squeeze(1)
+    num_rows = max(1, BLOCK_ELEMENTS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else max(1, inputs.unfiltered_U.numel())
+    for index in inputs.unfiltered_U.split(num_rows):
+        key_S = _noise_key(seed_S[index], choice_S[index], token_index_S[index])
+        token_S[index] = _drawn_from_all(logits_SV[index], temperature_S[index], key_S)
+    return token_S
 
 
-def _all_candidates(logits_SV: Tensor, temperature_S: Tensor, _top_k: Tensor, _top_p: Tensor) -> tuple[Tensor, Tensor]:
-    ids = torch.arange(logits_SV.shape[1], device=logits_SV.device).unsqueeze(0)
-    return ids, logits_SV.double().div_(temperature_S.double().unsqueeze(1))
+def penalized_logits(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
+    """The logits with penalties taken off and forbidden tokens at -inf; the same tensor when there is neither.
+
+    Repetition (Keskar et al. 2019, CTRL, section 4.1, with transformers' signs) is over prompt and output; frequency and presence (as
+    in OpenAI's API) are over the output.
+    """
+    if not inputs.penalized_3N.shape[1] and not inputs.forbidden_2M.shape[1]:
+        return logits_SV
+    logits_SV = logits_SV.clone()
+    if inputs.penalized_3N.shape[1]:
+        sample_N, id_N, count_N = inputs.penalized_3N
+        repetition_N, presence_N, frequency_N = inputs.floats_5S[2:, sample_N].to(logits_SV.dtype)
+        logit_N = logits_SV[sample_N, id_N]
+        logit_N = torch.where(logit_N < 0, logit_N * repetition_N, logit_N / repetition_N)
+        logits_SV[sample_N, id_N] = logit_N - frequency_N * count_N - presence_N * (count_N > 0)
+    if inputs.forbidden_2M.shape[1]:
+        logits_SV[inputs.forbidden_2M[0], inputs.forbidden_2M[1]] = float("-inf")
+    return logits_SV
+
+
+def log_probabilities(logits_SV: Tensor, token_S: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """For the L samples that want them: logprob_L of the token, and of the K likeliest top_id_LK int64 and top_logprob_LK, best first.
+
+    They are the log-softmax of the logits as they are given: before penalties, temperature and filters. K is at most the vocabulary.
+    """
+    logits_LV = logits_SV[inputs.logprobs_L]
+    total_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    top_LK, id_LK = logits_LV.topk(min(inputs.ranks_K.numel(), logits_LV.shape[1]), dim=-1)
+    chosen_L1 = logits_LV.gather(1, token_S[inputs.logprobs_L].unsqueeze(1))
+    return (chosen_L1 - total_L1).squeeze(1), id_LK, top_LK - total_L1
+
+
+def _drawn_from_all(logits_SV: Tensor, temperature_S: Tensor, key_S: Tensor) -> Tensor:
+    """Tokens drawn without filters: the largest sum of scaled logit and noise, which only a few tokens can be.
+
+    All sums are taken roughly, in float32, and those near the largest again exactly. Float32 noise is made of 1 - u, so that it is
+    good where noise is large; only for u below 2^-24 is it off by as much as 0.85. Logits are taken off the largest one before they
+    are scaled, so that float32 is good where they count.
+    """
+    num_samples, num_tokens = logits_SV.shape
+    bits_SV = _shifted(_mix(_id_steps(num_tokens, logits_SV.device) + key_S.unsqueeze(1)), 12)
+    rest_SV = bits_SV.neg_().add_((1 << 52) - 1).float().add_(0.5).mul_(2.0**-52).clamp_(max=1 - 2.0**-24)
+    noise_SV = rest_SV.neg_().log1p_().neg_().log_().neg_()
+    below_SV = (logits_SV - logits_SV.amax(dim=-1, keepdim=True)).float()
+    rough_SV = noise_SV.add_(below_SV.div_(temperature_S.float().clamp(min=1e-37).unsqueeze(1)))
+    sample_N, id_N = (rough_SV >= rough_SV.amax(dim=-1, keepdim=True) - ROUGH_MARGIN).nonzero(as_tuple=True)
+    sum_N = logits_SV[sample_N, id_N].double() / temperature_S[sample_N] + _noise(key_S[sample_N], id_N)
+    best_S = sum_N.new_full((num_samples,), float("-inf")).scatter_reduce_(0, sample_N, sum_N, "amax")
+    won_N = sum_N == best_S[sample_N]
+    return id_N.new_zeros(num_samples).scatter_reduce_(0, sample_N[won_N], id_N[won_N], "amin", include_self=False)
 
 
 def filtered_candidates(logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,21 +131,35 @@ def filtered_candidates(logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tenso
 
 def gumbel_noise(seed_S: Tensor, choice_S: Tensor, token_index_S: Tensor, ids_SN: Tensor) -> Tensor:
     """Standard Gumbel noise in float64, [S, N], for the vocabulary ids in `ids_SN` ([1, N] where all rows have the same)."""
+    return _noise(_noise_key(seed_S, choice_S, token_index_S).unsqueeze(1), ids_SN)
+
+
+def _noise_key(seed_S: Tensor, choice_S: Tensor, token_index_S: Tensor) -> Tensor:
     key_S = torch.zeros_like(seed_S, dtype=torch.int64)
     for number_S in (seed_S, choice_S, token_index_S):
         key_S = _mix(key_S + number_S.long() + _STEP)
-    bits_SN = _shift_right(_mix((ids_SN + 1) * _STEP + key_S.unsqueeze(1)), 12)
-    uniform_SN = bits_SN.double().add_(0.5).mul_(2.0**-52)  # 52 bits and a half: never 0, never 1
-    return uniform_SN.log_().neg_().log_().neg_()
+    return key_S
+
+
+def _noise(key: Tensor, ids: Tensor) -> Tensor:
+    bits = _shifted(_mix((ids + 1) * _STEP + key), 12)
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)  # 52 bits and a half: never 0, never 1
+    return uniform.log_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=2)
+def _id_steps(num_tokens: int, device: torch.device) -> Tensor:
+    """(id + 1) * _STEP for the whole vocabulary. Not to be written to."""
+    return torch.arange(1, num_tokens + 1, device=device).mul_(_STEP)
 
 
 def _mix(bits: Tensor) -> Tensor:
     """SplitMix64's finalizer: a bijection of 64-bit words in which every input bit moves every output bit. In place."""
-    bits.bitwise_xor_(_shift_right(bits, 30)).mul_(_FIRST)
-    bits.bitwise_xor_(_shift_right(bits, 27)).mul_(_SECOND)
-    return bits.bitwise_xor_(_shift_right(bits, 31))
+    bits.bitwise_xor_(_shifted(bits, 30)).mul_(_FIRST)
+    bits.bitwise_xor_(_shifted(bits, 27)).mul_(_SECOND)
+    return bits.bitwise_xor_(_shifted(bits, 31))
 
 
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Logical shift to the right: torch's own keeps the sign."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

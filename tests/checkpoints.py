@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ BOS, EOS = 1, 2
 def make_checkpoint(
     directory: Path,
     *,
+    architecture: str = "qwen3_moe",
     seed: int = 0,
     layers: int = 3,
     hidden: int = 64,
@@ -41,53 +42,102 @@ def make_checkpoint(
     gain: float | None = None,
     shard_bytes: int | None = None,
     tokenizer: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a qwen3_moe checkpoint with random weights, as `save_pretrained` of transformers does; returns `directory`.
+    """Write a checkpoint with random weights, as `save_pretrained` of transformers does; returns `directory`.
 
-    `gain` multiplies the embedding (default 4; tied 0.3, or each token would follow itself), `shard_bytes` splits the weights into
-    files with an index, `tokenizer` adds one that maps every byte to a token (the vocabulary must have 259 or more).
+    `architecture` is one of qwen3_moe, mixtral, deepseek_v2, deepseek_v3, dbrx; options that it does not have are not looked at, and
+    `config` has keys of its own for config.json. `gain` multiplies the embedding (default 4; tied 0.3, or each token would follow
+    itself), `shard_bytes` splits the weights into files with an index, `tokenizer` adds one that maps every byte to a token (the
+    vocabulary must have 259 or more).
     """
     transformers = _transformers()
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=width,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        norm_topk_prob=normalize_topk,
-        mlp_only_layers=list(mlp_only_layers),
-        decoder_sparse_step=sparse_step,
-        attention_bias=attention_bias,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    own: dict[str, Any]
+    match architecture:
+        case "qwen3_moe":
+            own = {
+                "head_dim": head_dim,
+                "intermediate_size": 2 * hidden,
+                "moe_intermediate_size": width,
+                "num_experts": experts,
+                "norm_topk_prob": normalize_topk,
+                "mlp_only_layers": list(mlp_only_layers),
+                "decoder_sparse_step": sparse_step,
+                "attention_bias": attention_bias,
+            }
+        case "mixtral":
+            own = {"head_dim": head_dim, "intermediate_size": width, "num_local_experts": experts}
+        case "deepseek_v2" | "deepseek_v3":
+            own = {
+                "num_key_value_heads": heads,
+                "intermediate_size": 2 * hidden,
+                "moe_intermediate_size": width,
+                "n_routed_experts": experts,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "q_lora_rank": hidden // 2,
+                "kv_lora_rank": hidden // 4,
+                "qk_nope_head_dim": head_dim,
+                "qk_rope_head_dim": head_dim // 2,
+                "v_head_dim": head_dim + 4,  # other than a key's, so that mixing them up fails
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 1.5,
+                "attention_bias": attention_bias,
+            }
+        case "dbrx":
+            own = {
+                "ffn_config": {"ffn_hidden_size": width, "moe_num_experts": experts, "moe_top_k": top_k},
+                "attn_config": {"kv_n_heads": kv_heads, "rope_theta": 10000.0, "clip_qkv": 1.5},
+            }
+            names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+            names |= {"max_position_embeddings": "max_seq_len"}  # its aliases come too late for what is derived from them
+            dropped = ("num_key_value_heads", "num_experts_per_tok")
+            common = {names.get(key, key): value for key, value in common.items() if key not in dropped}
+        case _:
+            raise ValueError(f"there is no way to make a checkpoint of architecture {architecture!r}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() >= 2:
-                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-                elif name.endswith("bias"):
-                    parameter.normal_(0.0, 0.3)
-                else:
-                    parameter.normal_(1.0, 0.1)  # norms of exactly 1 would hide one that is forgotten or swapped
-                if "embed" in name:
-                    parameter.mul_(gain if gain is not None else 0.3 if tied else 4.0)
-                if "q_norm" in name:
-                    parameter.mul_(3.0)  # sharp attention: evenly mixed contexts soon repeat one token
+        made = transformers.AutoConfig.for_model(architecture, **common | own | dict(config or {}))
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+        _randomize(model, gain if gain is not None else 0.3 if tied else 4.0)
     sizes = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(directory, **sizes)
     if tokenizer:
         _write_tokenizer(directory, vocabulary)
     return Path(directory)
+
+
+@torch.no_grad()
+def _randomize(model: Any, gain: float) -> None:
+    norms = ("q_norm.weight", "q_a_layernorm.weight")
+    sharpened = norms if any(name.endswith(norms) for name, _ in model.named_parameters()) else ("q_proj.weight",)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        elif name.endswith("bias"):
+            parameter.normal_(0.0, 0.3)
+        else:
+            parameter.normal_(1.0, 0.1)  # norms of exactly 1 would hide one that is forgotten or swapped
+        if "embed" in name or "wte" in name:
+            parameter.mul_(gain)
+        if name.endswith(sharpened):
+            parameter.mul_(3.0)  # sharp attention: evenly mixed contexts soon repeat one token
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1)
 
 
 def fuse_experts(source: Path, directory: Path) -> Path:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from operators.attention import AttentionBlock
+from operators.attention import attention_for
 from operators.combine import combine
-from operators.dense import DenseMlp
+from operators.dense import DenseMlp, SharedExperts
 from operators.dispatch import CopyTable, cut
 from operators.embedding import Embedding
 from operators.experts import Experts
@@ -31,9 +31,10 @@ class FastModel:
         checkpoint = Checkpoint(directory)
         self.device = device
         self.embedding = Embedding(config, checkpoint, device)
-        self.attention = AttentionBlock(config, checkpoint, range(config.num_layers), device)
+        self.attention = attention_for(config, checkpoint, range(config.num_layers), device)
         self.gate = Gate(config, checkpoint, config.moe_layers, device)
         self.dense = DenseMlp(config, checkpoint, config.dense_layers, device)
+        self.shared = SharedExperts(config, checkpoint, config.moe_layers, device) if config.shared_expert_width else None
         copies = [sorted({expert % num_servers, (expert // 2) % num_servers}) for expert in range(config.num_experts)]
         self.copies = CopyTable.from_lists(copies, num_servers, device)
         held = [[expert for expert, servers in enumerate(copies) if server in servers] for server in range(num_servers)]
@@ -63,7 +64,7 @@ class FastModel:
                     )
                     for part in parts
                 ]
-                x = combine(residual, answers)
+                x = combine(residual if self.shared is None else self.shared.forward(layer, normed, residual), answers)
             else:
                 x = self.dense.forward(layer, normed, residual)
         return self.head.forward(x, torch.arange(layout.num_rows, device=self.device))

@@ -48,6 +48,8 @@ BUILTIN: dict[str, BuiltinOperator] = {
     "attention": BuiltinOperator(("x", "layout"), ("normed", "residual"), stateful=True),
     "gate": BuiltinOperator(("x",), ("routing",)),
     "mlp": BuiltinOperator(("x", "residual"), ("y",)),
+    # The experts of an MoE layer that every row goes through; what it gives is the residual that `combine` adds to.
+    "shared": BuiltinOperator(("x", "residual"), ("y",)),
     "dispatch": BuiltinOperator(("x", "routing"), ("plan", "server*"), options=("servers",)),
     "experts": BuiltinOperator(("rows",), ("results",), options=("experts",), batches=True),
     "combine": BuiltinOperator(("residual", "plan", "parts"), ("y",), gathers=(("parts", "plan"),)),

@@ -7,6 +7,8 @@ Per group g, in process `attention.g`:
     source -> embed -> attention -> gate -> dispatch -> experts (on servers, or here) -> combine -> attention of the next layer
                            \\-> mlp (dense layers) ----------------------------------------/    \\-> head, after the last -> source
 
+Where the model has shared experts, the residual goes to `combine` by way of `shared`, which adds them.
+
 The layers of the model are one cycle whose edges advance the tag. `combine` waits for the residual, the plan, and as many parts as
 the plan says.
 """
@@ -97,6 +99,8 @@ def _group(
     if dense:
         drawing.node(f"{at}.mlp", "mlp", process, line)
     drawing.node(f"{at}.dispatch", "dispatch", process, line, servers, servers={str(s): held_option(h) for s, h in enumerate(held)})
+    if facts.shared_experts:
+        drawing.node(f"{at}.shared", "shared", process, line)
     if not remote:
         drawing.node(f"{at}.experts", "experts", process, line, experts=held_option(held[0]))
     drawing.node(f"{at}.combine", "combine", process, line)
@@ -109,7 +113,12 @@ def _group(
     drawing.edge(f"{at}.attention.normed", f"{at}.gate.x", layers=on_moe)
     drawing.edge(f"{at}.attention.normed", f"{at}.dispatch.x", layers=on_moe)
     drawing.edge(f"{at}.gate.routing", f"{at}.dispatch.routing")
-    drawing.edge(f"{at}.attention.residual", f"{at}.combine.residual", layers=on_moe)
+    if facts.shared_experts:
+        drawing.edge(f"{at}.attention.normed", f"{at}.shared.x", layers=on_moe)
+        drawing.edge(f"{at}.attention.residual", f"{at}.shared.residual", layers=on_moe)
+        drawing.edge(f"{at}.shared.y", f"{at}.combine.residual")
+    else:
+        drawing.edge(f"{at}.attention.residual", f"{at}.combine.residual", layers=on_moe)
     drawing.edge(f"{at}.dispatch.plan", f"{at}.combine.plan")
     _experts_edges(drawing, at, servers, remote, deploy, document)
     if dense:

@@ -13,7 +13,9 @@ from transports.message import DTYPE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """`moe_layers` are the indices of the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's."""
+    """`moe_layers` are the indices of the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's.
+
+    `shared_experts`: layers with routed experts also have experts that every row goes through."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -22,6 +24,7 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     num_experts_per_token: int
+    shared_experts: bool = False
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
@@ -34,6 +37,7 @@ class ModelFacts:
             vocab_size=int(config.vocab_size),
             dtype=str(config.dtype),
             num_experts_per_token=int(config.num_experts_per_token),
+            shared_experts=bool(config.shared_expert_width),
         )
 
     @property

@@ -21,8 +21,8 @@ from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.reliability.expert_map import Copies
-from operators.attention import AttentionBlock
-from operators.dense import DenseMlp
+from operators.attention import Attention, attention_for
+from operators.dense import DenseMlp, SharedExperts
 from operators.dispatch import CopyTable
 from operators.embedding import Embedding
 from operators.experts import Experts
@@ -68,11 +68,13 @@ def build_model_nodes(
                 functions[node.name] = _each(_Embed(embedding))
             case "attention":
                 assert pages is not None
-                functions[node.name] = _each(_Attention(AttentionBlock(config, checkpoint, range(config.num_layers), device), pages))
+                functions[node.name] = _each(_Attention(attention_for(config, checkpoint, range(config.num_layers), device), pages))
             case "gate":
                 functions[node.name] = _each(_Gate(Gate(config, checkpoint, config.moe_layers, device)))
             case "mlp":
                 functions[node.name] = _each(_Mlp(DenseMlp(config, checkpoint, config.dense_layers, device)))
+            case "shared":
+                functions[node.name] = _each(_Mlp(SharedExperts(config, checkpoint, config.moe_layers, device)))
             case "dispatch":
                 functions[node.name] = Dispatch(_copy_tables(graph, node, config, device))
             case "experts":
@@ -134,7 +136,7 @@ class _Embed:
 class _Attention:
     """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and lane."""
 
-    def __init__(self, block: AttentionBlock, pages: KvPages) -> None:
+    def __init__(self, block: Attention, pages: KvPages) -> None:
         self._block = block
         self._pages = pages
         self._read: dict[tuple[str, int], tuple[Payload, StepLayout]] = {}
@@ -162,7 +164,7 @@ class _Gate:
 
 
 class _Mlp:
-    def __init__(self, mlp: DenseMlp) -> None:
+    def __init__(self, mlp: DenseMlp | SharedExperts) -> None:
         self._mlp = mlp
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:

@@ -105,24 +105,9 @@ class ConfigFile:
             raise self.error(key, f"is {value!r}; use one of {', '.join(DTYPES)}")
         return name
 
-    def default_rope_theta(self) -> float:
-        """theta of plain rotary positions; every scaled variant is refused.
-
-        Newer writers put rope_theta and rope_type in `rope_parameters`; older ones have `rope_theta` beside `rope_scaling`.
-        """
-        for key in ("rope_parameters", "rope_scaling"):
-            rope = self.mapping(key)
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default":
-                raise self.error(key, f"rope_type {kind!r} is not supported yet; only 'default' is")
-        rope = self.mapping("rope_parameters")
-        for source in (rope, self.values):
-            factor = source.get("partial_rotary_factor")
-            if factor is not None and factor != 1.0:
-                raise self.error("partial_rotary_factor", f"is {factor!r}; only 1.0 is supported")
-        if "rope_theta" in rope:
-            return ConfigFile(self.path, rope).number("rope_theta")
-        return self.number("rope_theta", default=10000.0)
+    def refuse_quantized(self) -> None:
+        if self.has("quantization_config"):
+            raise self.error("quantization_config", "quantized checkpoints are not supported; use one in bfloat16 or float32")
 
 
 def read_config_file(path: Path) -> ConfigFile:

@@ -26,11 +26,21 @@ PARTS: Mapping[str, str] = {
     "key_norm": "[D]",
     "attention_output": "[H, N * D]",
     "attention_output_bias": "[H]",
+    "latent_down": "[query rows + kv rank + rotary width, H]: query latent (or queries of all heads), latent, rotary key",
+    "query_down_bias": "[query rank]",
+    "kv_down_bias": "[kv rank + rotary width]",
+    "query_latent_norm": "[query rank]",
+    "kv_latent_norm": "[kv rank]",
+    "query_up": "[N * key width, query rank]",
+    "kv_up": "[N * (key width without rotary + value width), kv rank], head by head, keys then values",
     "gate": "[E, H]",
+    "gate_bias": "[E], added to scores to choose experts",
     "expert_gate_up": "[2F, H] of one expert, gate rows then up rows",
     "expert_down": "[H, F] of one expert",
     "dense_gate_up": "[2 * dense width, H], gate rows then up rows",
     "dense_down": "[H, dense width]",
+    "shared_gate_up": "[2 * shared width, H], gate rows then up rows",
+    "shared_down": "[H, shared width]",
 }
 
 
@@ -55,12 +65,15 @@ Layout = tuple[Piece, ...]
 class Family:
     """`name` is the model_type of config.json. `parts` maps a part to the layouts it may have, the first found being taken.
 
-    A layout is the pieces that make up the part when joined along the first dimension.
+    A layout is the pieces that make up the part when joined along the first dimension. `also` are other model types that mean this
+    family; `architectures` are entries of that key by which it is known when a model_type is not.
     """
 
     name: str
     read_config: Callable[[ConfigFile], ModelConfig]
     parts: Mapping[str, tuple[Layout, ...]]
+    also: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
 
 def stored_as(*names: str) -> tuple[Layout, ...]:

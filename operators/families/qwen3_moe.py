@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from operators.families.config_file import ConfigFile
 from operators.families.family import Family, Piece, stored_as
-from operators.model_config import ModelConfig
+from operators.families.rotary_keys import read_rotary
+from operators.model_config import GateConfig, ModelConfig
 
 
 def read_config(file: ConfigFile) -> ModelConfig:
@@ -16,8 +17,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
     file.must_be("hidden_act", "silu", default="silu")
     if file.flag("use_sliding_window", default=False) and file.has("sliding_window"):
         raise file.error("use_sliding_window", "sliding windows are not supported; only false is")
-    if file.has("quantization_config"):
-        raise file.error("quantization_config", "quantized checkpoints are not supported; use one in bfloat16 or float32")
+    file.refuse_quantized()
     hidden_size = file.integer("hidden_size")
     num_layers = file.integer("num_hidden_layers")
     num_heads = file.integer("num_attention_heads")
@@ -37,6 +37,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
     if not moe_layers:
         raise file.error("mlp_only_layers, decoder_sparse_step", "leave no layer with experts; at least one is needed")
     dense_width = file.integer("intermediate_size") if len(moe_layers) < num_layers else 0
+    max_positions = file.integer("max_position_embeddings", default=32768)
     return ModelConfig(
         family="qwen3_moe",
         dtype=file.dtype(),
@@ -52,9 +53,9 @@ def read_config(file: ConfigFile) -> ModelConfig:
         dense_width=dense_width,
         moe_layers=moe_layers,
         norm_epsilon=file.number("rms_norm_eps", default=1e-6),
-        normalize_topk=file.flag("norm_topk_prob", default=False),
-        rope_theta=file.default_rope_theta(),
-        max_position_embeddings=file.integer("max_position_embeddings", default=32768),
+        max_position_embeddings=max_positions,
+        rotary=read_rotary(file, max_positions),
+        gate=GateConfig(normalize=1.0 if file.flag("norm_topk_prob", default=False) else None),
         qk_norm=True,
         attention_bias=file.flag("attention_bias", default=False),
         tie_word_embeddings=file.flag("tie_word_embeddings", default=False),
@@ -69,6 +70,7 @@ _EXPERT = _MLP + "experts.{expert}."
 
 FAMILY = Family(
     name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
     read_config=read_config,
     parts={
         "embedding": stored_as("model.embed_tokens.weight"),

@@ -15,7 +15,17 @@ from operators.families.family import Family
 from operators.model_config import ModelError
 
 ENTRY_POINT_GROUP = "flowrt.models"
-BUILT_IN: dict[str, str] = {"qwen3_moe": "operators.families.qwen3_moe"}
+BUILT_IN: dict[str, str] = {
+    name: f"operators.families.{module}"
+    for name, module in {
+        "qwen3_moe": "qwen3_moe",
+        "mixtral": "mixtral",
+        "deepseek_v2": "deepseek_v2",
+        "deepseek_v3": "deepseek_v3",
+        "kimi_k2": "deepseek_v3",
+        "dbrx": "dbrx",
+    }.items()
+}
 
 
 def known_families() -> tuple[str, ...]:
@@ -38,8 +48,10 @@ def family_named(name: str) -> Family:
 
 
 def find_family(file: ConfigFile) -> Family:
-    """The family that a config.json names in `model_type`."""
+    """The family that a config.json names in `model_type`; where that is not known, the one of ours that its `architectures` name."""
     name = file.values.get("model_type")
+    if name not in known_families() and (family := _of_architecture(file.values.get("architectures"))) is not None:
+        return family
     if not isinstance(name, str):
         raise file.error("model_type", f"is {name!r}; one of these is needed: {', '.join(known_families())}")
     try:
@@ -48,12 +60,21 @@ def find_family(file: ConfigFile) -> Family:
         raise file.error("model_type", str(error)) from error
 
 
+def _of_architecture(names: object) -> Family | None:
+    if isinstance(names, list):
+        for module in dict.fromkeys(BUILT_IN.values()):
+            family: Family = import_module(module).FAMILY
+            if set(family.architectures) & {name for name in names if isinstance(name, str)}:
+                return family
+    return None
+
+
 @cache  # asked once per part that is read; looking through all installed packages takes milliseconds
 def _offered() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _checked(loaded: object, name: str, where: str) -> Family:
-    if not isinstance(loaded, Family) or loaded.name != name:
+    if not isinstance(loaded, Family) or name not in (loaded.name, *loaded.also):
         raise ModelError(f"model family {name!r}: {where} must be a Family with that name, not {loaded!r:.80}")
     return loaded

@@ -9,6 +9,23 @@ from typing import Any
 import pytest
 from checkpoints import load_truth, make_checkpoint
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain": {"seed": 3},
     "mixed": {"seed": 4, "layers": 4, "sparse_step": 2, "mlp_only_layers": [3], "tied": True, "attention_bias": True},
@@ -21,6 +38,44 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "normalize_topk": False,
         "shard_bytes": 200_000,
+    },
+    "mixtral": {"architecture": "mixtral", "seed": 3, "shard_bytes": 200_000},
+    "mixtral window": {"architecture": "mixtral", "seed": 4, "layers": 2, "config": {"sliding_window": 24}},
+    "mixtral llama3": {"architecture": "mixtral", "seed": 5, "config": {"rope_parameters": LLAMA3}},
+    "deepseek_v3": {"architecture": "deepseek_v3", "seed": 3, "shard_bytes": 200_000},
+    "deepseek_v3 yarn": {"architecture": "deepseek_v3", "seed": 4, "attention_bias": True, "config": {"rope_parameters": YARN}},
+    "deepseek_v3 other": {
+        "architecture": "deepseek_v3",
+        "seed": 5,
+        "attention_bias": True,
+        "top_k": 3,
+        "config": {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+        },
+    },
+    "deepseek_v2": {"architecture": "deepseek_v2", "seed": 3},
+    "deepseek_v2 limited": {
+        "architecture": "deepseek_v2",
+        "seed": 4,
+        "config": {"topk_method": "group_limited_greedy", "rope_parameters": YARN, "q_lora_rank": None, "first_k_dense_replace": 2},
+    },
+    "dbrx": {"architecture": "dbrx", "seed": 3},
+    "dbrx unequal": {
+        "architecture": "dbrx",
+        "seed": 6,
+        "kv_heads": 1,
+        "top_k": 4,
+        "config": {
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 4, "moe_normalize_expert_weights": 2.0},
+            "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 0.5},
+        },
     },
 }
 

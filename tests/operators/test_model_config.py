@@ -15,7 +15,7 @@ from operators.families import registry
 from operators.families.config_file import ConfigFile
 from operators.families.family import PARTS, Family
 from operators.families.qwen3_moe import FAMILY
-from operators.model_config import ModelConfig, ModelError, read_model_config
+from operators.model_config import GateConfig, ModelConfig, ModelError, RotaryConfig, read_model_config
 
 OLD: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -67,8 +67,8 @@ def test_an_older_config(tmp_path: Path) -> None:
         dense_width=128,
         moe_layers=(1, 5),
         norm_epsilon=1e-5,
-        normalize_topk=True,
-        rope_theta=1e6,
+        gate=GateConfig(normalize=1.0),
+        rotary=RotaryConfig(theta=1e6),
         max_position_embeddings=40960,
         qk_norm=True,
         eos_token_ids=(7,),
@@ -95,7 +95,7 @@ def test_what_save_pretrained_writes(models: Any) -> None:
     assert (config.moe_layers, config.dense_layers) == ((1,), (0, 2, 3))
     assert config.tie_word_embeddings
     assert config.attention_bias
-    assert (config.bos_token_id, config.eos_token_ids, config.dtype, config.rope_theta) == (1, (2,), "float32", 10000.0)
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype, config.rotary.theta) == (1, (2,), "float32", 10000.0)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,11 @@ def test_dtype_can_be_chosen(tmp_path: Path) -> None:
         read_model_config(tmp_path, "int8")
 
 
+OURS = "dbrx, deepseek_v2, deepseek_v3, kimi_k2, mixtral, qwen3_moe"
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt2"}, "model family 'gpt2' is not known; known are: qwen3_moe"),
-    ({"model_type": "absent"}, "model_type: is None; one of these is needed: qwen3_moe"),
+    ({"model_type": "gpt2"}, f"model family 'gpt2' is not known; known are: {OURS}"),
+    ({"model_type": "absent"}, f"model_type: is None; one of these is needed: {OURS}"),
     ({"hidden_size": "absent"}, "hidden_size: is missing; a whole number is needed"),
     ({"num_experts": "absent"}, "num_experts or num_local_experts: is missing"),
     ({"num_hidden_layers": True}, "num_hidden_layers: is True; a whole number"),
@@ -132,9 +134,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act: is 'gelu'; only 'silu' is supported"),
     ({"use_sliding_window": True}, "sliding windows are not supported"),
     ({"quantization_config": {"bits": 8}}, "quantized checkpoints are not supported"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling: rope_type 'yarn' is not supported yet; only 'default' is"),
-    ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' is not supported"),
-    ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters: rope_type 'llama3'"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_scaling: rope_type 'dynamic' turns keys by the length of the context"),
+    ({"rope_scaling": {"type": "longrope"}}, "keys in pages are turned once; use one of default, linear, yarn, llama3"),
+    ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters: rope_type 'spiral' is not supported; use one of default"),
+    ({"rope_scaling": {"type": "linear"}}, "factor: is missing; a positive number"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "low_freq_factor: is 4.0; it must be"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5"),
     ({"torch_dtype": "int8"}, "torch_dtype: is 'int8'; use one of float32"),
     ({"eos_token_id": "</s>"}, "eos_token_id: is '</s>'; a whole number"),
@@ -180,7 +184,7 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setitem(sys.modules, __name__, sys.modules[test_a_family_of_another_package.__module__])
     monkeypatch.setattr(registry, "_offered", lambda: points)
-    assert registry.known_families() == ("broken_moe", "other_moe", "qwen3_moe", "wrong_moe")
+    assert registry.known_families() == tuple(sorted((*OURS.split(", "), "broken_moe", "other_moe", "wrong_moe")))
     assert read_model_config(write(tmp_path, {"model_type": "other_moe"})).dtype == "float64"
     with pytest.raises(ModelError, match="'no_such_module:FAMILY' cannot be loaded"):
         registry.family_named("broken_moe")

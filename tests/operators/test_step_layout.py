@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from operators.kv_pages import KvPages
+from operators.model_config import RotaryConfig
 from operators.rotary import FIRST_LENGTH, RotaryTable, rotate
 from operators.step_layout import StepLayout
 
@@ -55,7 +56,7 @@ def test_pages_give_back_what_was_written() -> None:
 
 
 def test_the_rotary_table_grows_without_changing() -> None:
-    table = RotaryTable(16, 10000.0, torch.float32)
+    table = RotaryTable(16, RotaryConfig(), torch.float32)
     positions = torch.tensor([0, 17, FIRST_LENGTH - 1])
     before = table.rows(positions, FIRST_LENGTH)
     table.rows(torch.tensor([FIRST_LENGTH + 100]), FIRST_LENGTH + 101)

@@ -1,0 +1,50 @@
+"""DeepSeek-V2 and V2-Lite: config keys; weight names are those of deepseek_v3.py.
+
+Latent attention, softmax gate over all experts or over the best groups, shared experts, dense layers first. The weights of chosen
+experts are scaled and never normalized, as transformers has it: `norm_topk_prob` is not looked at. Free of torch.
+"""
+
+from __future__ import annotations
+
+from operators.families.config_file import ConfigFile
+from operators.families.deepseek_v3 import LATENT_PARTS, ExpertKeys, read_latent_model
+from operators.families.family import Family
+from operators.model_config import GateConfig, ModelConfig
+
+METHODS = ("greedy", "group_limited_greedy")
+
+
+def read_config(file: ConfigFile) -> ModelConfig:
+    """config.json of a DeepSeek-V2 model as a ModelConfig; absent keys have the defaults that transformers gives them."""
+    file.must_be("scoring_func", "softmax", default="softmax")
+    file.must_be("mlp_bias", False, default=False)
+    method = file.values.get("topk_method") or "greedy"
+    if method not in METHODS:
+        raise file.error("topk_method", f"is {method!r}; use one of {', '.join(METHODS)}")
+    limited = method == "group_limited_greedy"
+    if limited and not (file.has("n_group") and file.has("topk_group")):
+        raise file.error("n_group, topk_group", "are missing; group_limited_greedy needs both")
+    experts = ExpertKeys(file if limited else _without_groups(file), dense_layers=0, shared=2, routed=64, **_ONE_GROUP)
+    gate = GateConfig(
+        groups=experts.groups,
+        topk_groups=experts.topk_groups,
+        scale=file.number("routed_scaling_factor", default=1.0),
+        wide=True,
+    )
+    return read_latent_model(file, "deepseek_v2", experts, gate, interleaved=True)
+
+
+_ONE_GROUP = {"per_token": 6, "groups": 1, "topk_groups": 1, "group_best": 1}
+
+
+def _without_groups(file: ConfigFile) -> ConfigFile:
+    """Greedy models name groups too, and do not use them."""
+    return ConfigFile(file.path, {key: value for key, value in file.values.items() if key not in ("n_group", "topk_group")})
+
+
+FAMILY = Family(
+    name="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    read_config=read_config,
+    parts=LATENT_PARTS,
+)

@@ -1,0 +1,210 @@
+"""Attention over compressed keys and values (DeepSeek-V2, section 2.1.2): pages hold one latent and one rotary key per token.
+
+A head's key is its up-projection of the latent beside the rotary key, which all heads share; its value is another up-projection. Two
+forms give the same: *absorbed* moves the up-projections to the other side of the products, queries meet latents and pages are
+read as they are; *expanded* makes keys and values of the context first. Decode rows are absorbed; a chunk takes the form that costs
+less. Called through attention.py's `attention_for`, once per layer and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
+from operators.kv_pages import KvPages
+from operators.model_config import LatentConfig, ModelConfig
+from operators.normalization import rms_norm, row_norm
+from operators.rotary import RotaryTable, halves_from_pairs, rotate
+from operators.step_layout import StepLayout
+from operators.weights import Checkpoint, torch_dtype
+
+Form = Literal["cheaper", "absorbed", "expanded"]
+
+
+@dataclass(frozen=True)
+class _LayerWeights:
+    input_norm_H: Tensor
+    down: Tensor  # [query rows + rank + rope, H]: query latent (or queries, where they have none), latent, rotary key
+    down_bias: Tensor | None
+    query_norm: Tensor | None  # [query rank]
+    query_up: Tensor | None  # [N * key width, query rank]
+    latent_norm: Tensor  # [rank]
+    up: Tensor  # [N, nope + value, rank]
+    output: Tensor  # [H, N * value]
+    output_bias: Tensor | None
+    mlp_norm_H: Tensor
+
+
+class LatentAttentionBlock:
+    """The attention halves of some layers, with their weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        *,
+        chunk_form: Form = "cheaper",
+    ) -> None:
+        """`chunk_form` fixes the form of chunks, for tests. ValueError when the model has no latent attention."""
+        if config.latent is None:
+            raise ValueError(f"a {config.family} model without latent attention was given to LatentAttentionBlock")
+        self.config, self._latent = config, config.latent
+        self._chunk_form = chunk_form
+        self._rotary = RotaryTable(config.latent.rope_width, config.rotary, torch_dtype(config), device)
+        self._norm = row_norm(config)
+        self._weights = {layer: _read_layer(config, config.latent, checkpoint, layer, device) for layer in layers}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._weights)
+
+    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
+        """As Attention.forward in attention.py; pages take latents and rotary keys."""
+        weights, latent = self._weights[layer], self._latent
+        plan = self._plan(layout, pages.page_tokens)
+        down = F.linear(self._norm(x_TH, weights.input_norm_H), weights.down, weights.down_bias)
+        queries, compressed, key_rope = down.split((down.shape[1] - latent.page_width, latent.rank, latent.rope_width), dim=1)
+        if weights.query_up is not None and weights.query_norm is not None:
+            queries = F.linear(rms_norm(queries, weights.query_norm, latent.norm_epsilon), weights.query_up)
+        q_TND = queries.reshape(-1, self.config.num_heads, latent.key_width)
+        q_nope, q_rope = q_TND.split((latent.nope_width, latent.rope_width), dim=2)
+        q_rope = rotate(q_rope, plan.cos_T1D, plan.sin_T1D)
+        kept_T1D = torch.cat(
+            (
+                rms_norm(compressed, weights.latent_norm, latent.norm_epsilon).unsqueeze(1),
+                rotate(key_rope.unsqueeze(1), plan.cos_T1D, plan.sin_T1D),
+            ),
+            dim=2,
+        )
+        pages.write(layer, layout.slots_T, kept_T1D)
+        mixed = self._attend(layer, q_nope, q_rope, kept_T1D, plan, pages)
+        residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
+        return residual, self._norm(residual, weights.mlp_norm_H)
+
+    def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
+        plan: StepPlan | None = layout.derived.get(self)
+        if plan is None:
+            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window)
+            layout.derived[self] = plan
+        return plan
+
+    def _attend(self, layer: int, q_nope: Tensor, q_rope: Tensor, kept_T1D: Tensor, plan: StepPlan, pages: KvPages) -> Tensor:
+        """Attention of every row over its sequence's context: [T, N * value width]."""
+        up = self._weights[layer].up
+        num_rows, num_heads = q_nope.shape[:2]
+        out = q_nope.new_empty(num_rows, num_heads, self._latent.value_width)
+        for group in plan.groups:
+            kept, _ = pages.read(layer, group.slots)
+            if group.rows_S is None:
+                return self._decode(q_nope, q_rope, kept, group, up).flatten(1)
+            q_rows = q_nope.index_select(0, group.rows_S), q_rope.index_select(0, group.rows_S)
+            out.index_copy_(0, group.rows_S, self._decode(*q_rows, kept, group, up))
+        for chunk in plan.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            kept = (kept_T1D[rows] if chunk.slots_L is None else pages.read(layer, chunk.slots_L)[0]).squeeze(1)
+            expanded = self._chunk_form == "expanded" or (
+                self._chunk_form == "cheaper" and expanding_pays(self._latent, chunk.stop - chunk.start)
+            )
+            out[rows] = (self._expanded if expanded else self._absorbed)(q_nope[rows], q_rope[rows], kept, chunk, up)
+        return out.flatten(1)
+
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor, up: Tensor) -> Tensor:
+        """Queries that meet latents and rotary keys: [T, N, rank + rope]."""
+        q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, : self._latent.nope_width]).transpose(0, 1)
+        return torch.cat((q_latent, q_rope), dim=2)
+
+    def _values(self, mixed: Tensor, up: Tensor) -> Tensor:
+        """The value up-projection of mixed latents [N, T, rank]: [T, N, value]."""
+        return torch.bmm(mixed, up[:, self._latent.nope_width :].transpose(1, 2)).transpose(0, 1)
+
+    def _decode(self, q_nope: Tensor, q_rope: Tensor, kept: Tensor, group: DecodeGroup, up: Tensor) -> Tensor:
+        """One row per sequence, its heads being the rows of one small product: [S, N, value]."""
+        kept_S1LD = kept.view(-1, 1, group.length, self._latent.page_width)
+        # Values are the latents; taking the rotary part along costs less than the kernel for unequal widths, and is cut off after.
+        mixed = F.scaled_dot_product_attention(
+            self._absorb(q_nope, q_rope, up).unsqueeze(1), kept_S1LD, kept_S1LD, attn_mask=group.mask_S11L, scale=self._latent.scale
+        )
+        return self._values(mixed.squeeze(1)[..., : self._latent.rank].transpose(0, 1), up)
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kept_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
+        """A chunk over latents: [T, N, value]."""
+        q_1NTD = self._absorb(q_nope, q_rope, up).transpose(0, 1).unsqueeze(0)
+        kept_1NLD = kept_LD.expand(1, q_1NTD.shape[1], -1, -1)
+        mixed = F.scaled_dot_product_attention(
+            q_1NTD, kept_1NLD, kept_1NLD, attn_mask=chunk.mask_TL, is_causal=chunk.mask_TL is None, scale=self._latent.scale
+        )
+        return self._values(mixed[0, :, :, : self._latent.rank], up)
+
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, kept_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
+        """A chunk over the keys and values of its context: [T, N, value]."""
+        latent = self._latent
+        num_heads, length = q_nope.shape[1], kept_LD.shape[0]
+        latents_LR, key_rope = kept_LD.split((latent.rank, latent.rope_width), dim=1)
+        expanded = F.linear(latents_LR, up.flatten(0, 1)).view(length, num_heads, -1)
+        keys_LND = torch.cat((expanded[..., : latent.nope_width], key_rope.unsqueeze(1).expand(-1, num_heads, -1)), dim=2)
+        width = max(latent.key_width, latent.value_width)  # kernels that keep no score matrix want equal widths
+        tensors = (torch.cat((q_nope, q_rope), dim=2), keys_LND, expanded[..., latent.nope_width :])
+        q_1NTD, keys_1NLD, values_1NLD = (_widened(each, width).transpose(0, 1).unsqueeze(0) for each in tensors)
+        mixed = F.scaled_dot_product_attention(
+            q_1NTD, keys_1NLD, values_1NLD, attn_mask=chunk.mask_TL, is_causal=chunk.mask_TL is None, scale=latent.scale
+        )
+        return mixed[0, :, :, : latent.value_width].transpose(0, 1)
+
+
+def expanding_pays(latent: LatentConfig, num_rows: int) -> bool:
+    """Whether a chunk of so many rows saves more by narrower products than the expansion of its context costs.
+
+    Multiplications per context token and head: rows * 2 * page width absorbed; rows * 2 * expanded width plus the expansion itself.
+    """
+    width = max(latent.key_width, latent.value_width)
+    return num_rows * 2 * (latent.page_width - width) > latent.rank * (latent.nope_width + latent.value_width)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _read_layer(config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _LayerWeights:
+    def read(part: str, *shape: int) -> Tensor:
+        return checkpoint.read_part(config, part, shape, layer=layer, device=device)
+
+    hidden, num_heads = config.hidden_size, config.num_heads
+    all_queries = num_heads * latent.key_width
+    query_rows = all_queries if latent.query_rank is None else latent.query_rank
+    down = read("latent_down", query_rows + latent.page_width, hidden)
+    down_bias = query_norm = query_up = None
+    if config.attention_bias:
+        down_bias = torch.zeros(down.shape[0], dtype=down.dtype, device=device)
+        down_bias[query_rows:] = read("kv_down_bias", latent.page_width)
+        if latent.query_rank is not None:
+            down_bias[:query_rows] = read("query_down_bias", query_rows)
+    if latent.query_rank is not None:
+        query_norm = read("query_latent_norm", query_rows)
+        query_up = read("query_up", all_queries, query_rows)
+    if config.rotary.interleaved:
+        key_rows = down[query_rows:]
+        key_rows.copy_(halves_from_pairs(key_rows, latent.rope_width))
+        if down_bias is not None:
+            down_bias[query_rows:] = halves_from_pairs(down_bias[query_rows:, None], latent.rope_width).squeeze(1)
+        queries = (down[:query_rows] if query_up is None else query_up).view(num_heads, latent.key_width, -1)
+        queries.copy_(halves_from_pairs(queries, latent.rope_width))
+    return _LayerWeights(
+        input_norm_H=read("attention_norm", hidden),
+        down=down,
+        down_bias=down_bias,
+        query_norm=query_norm,
+        query_up=query_up,
+        latent_norm=read("kv_latent_norm", latent.rank),
+        up=read("kv_up", num_heads * (latent.nope_width + latent.value_width), latent.rank).view(num_heads, -1, latent.rank),
+        output=read("attention_output", hidden, num_heads * latent.value_width),
+        output_bias=read("attention_output_bias", hidden) if config.attention_bias else None,
+        mlp_norm_H=read("mlp_norm", hidden),
+    )

@@ -1,0 +1,62 @@
+"""Every model family gives transformers' greedy float32 tokens, in shapes with and without servers, over processes too.
+
+test_exactness.py has all shapes for one family; here each family runs through the graph, so that what only some of them have (latent
+pages, shared experts, dense layers first, windows) is seen from end to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_models import NEW_TOKENS, Served, make_served
+
+import flowrt
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"architecture": "mixtral", "seed": 4, "config": {"sliding_window": 24}},
+    "deepseek_v3": {"architecture": "deepseek_v3", "seed": 4, "config": {"rope_parameters": YARN}},
+    "deepseek_v2": {"architecture": "deepseek_v2", "seed": 4, "config": {"topk_method": "group_limited_greedy"}},
+    "dbrx": {"architecture": "dbrx", "seed": 3},
+}
+APART: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "copies": 2}}
+INSIDE: dict[str, Any] = {"attention": {"groups": 2}, "experts": {"servers": 0}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return make_served(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param])
+
+
+async def answers(graph: Path, prompts: list[list[int]]) -> list[list[int]]:
+    parameters = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+    async with flowrt.open(graph) as running:
+        completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in prompts))
+    return [list(each.token_ids) for each in completions]
+
+
+@pytest.mark.parametrize("shape", ["apart over shm, small steps", "inside"])
+async def test_in_one_process(family: Served, tmp_path: Path, shape: str) -> None:
+    assert min(len(set(tokens)) for tokens in family.expected) >= 12, "the checkpoint repeats itself; equal tokens would prove little"
+    deploy, limits = (INSIDE if shape == "inside" else APART) | {"processes": "one"}, {}
+    if "shm" in shape:
+        deploy |= {"links": {"attention-experts": {"transport": "shm"}}}
+        limits = {"kv_pages": 20, "page_tokens": 16, "max_step_tokens": 24, "max_batch": 4}
+    graph = family.write(tmp_path, deploy, limits=limits)
+    assert await answers(graph, family.prompts) == family.expected
+
+
+async def test_between_processes(tmp_path: Path) -> None:
+    """Latent pages and shared experts in attention processes, routed experts in others."""
+    served = make_served(tmp_path / "model", **FAMILIES["deepseek_v3"])
+    assert await answers(served.write(tmp_path, APART | {"processes": "many"}), served.prompts) == served.expected
