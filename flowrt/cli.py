@@ -70,9 +70,7 @@ def run(
     ] = None,
     json: Annotated[
         str | None,
-        Parameter(
-            group=_OTHER, allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.'
-        ),
+        Parameter(group=_OTHER, allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.'),
     ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="What processes write to standard error.")

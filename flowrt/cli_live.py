@@ -49,7 +49,6 @@ class LiveView:
         self._records: Sequence[Record] = ()
         self._num_ticks = 0
         self._note = ""
-        self._streamed = False  # the one answer has begun
         self._num_ended = 0
         self._in_place = False  # every request has its place on the screen
         self._live: Live | None = self._new_live()
@@ -85,19 +84,14 @@ class LiveView:
         self._records = records
         self._in_place = 2 * len(records) <= self._most_lines  # each can have its prompt and at least one line of its answer
         self._console.print()
-        if len(records) == 1:
-            self._console.print(self._head(records[0], status=False))
-            return
         self._live = self._new_live()
         self._live.start()
 
     def on_text(self, record: Record, new: str) -> None:
-        if len(self._records) == 1:
-            self._stream(record, new)
-        elif record.is_ended:
+        if record.is_ended:
             self._num_ended += 1
             if not self._in_place:
-                self._print(self._block(record, None))
+                self._console.print(self._block(record, None))
 
     def note(self, text: str) -> None:
         self._note = text
@@ -115,10 +109,7 @@ class LiveView:
             if self._in_place:
                 self._console.print(Group(*(self._block(record, None) for record in self._records)))
             if self._note:
-                self._console.print(Text(self._note, "yellow"))
-        elif self._streamed:
-            self._streamed = False
-            self._console.print()
+                self._console.print(Text("interrupted", "yellow"))
 
     # The live part.
 
@@ -139,11 +130,11 @@ class LiveView:
         rows: list[RenderableType] = [*(self._blocks() if self._in_place else self._counts())]
         if self._note:
             rows.append(Text(self._note, "yellow", no_wrap=True, overflow="ellipsis"))
-        return Group(*rows)
+        return Group(*rows, "")  # the cursor rests on an empty line, where the terminal's echo of ^C moves nothing
 
     def _print(self, what: RenderableType) -> None:
-        """Above the live part."""
-        self._console.print(what)
+        """Above the live part. Long lines are the terminal's to break, so that they can be copied whole."""
+        self._console.print(what, soft_wrap=True)
 
     # The start.
 
@@ -169,7 +160,7 @@ class LiveView:
                 table.add_row("", Text(f"… and {len(self._workers) - number} more", "dim"))
                 break
             table.add_row(f"  {name}", _state(worker), _bar(worker), size_text(worker.resident_bytes) if worker.resident_bytes else "")
-        return Group(head, table)
+        return Group(head, table, "")
 
     # Answers.
 
@@ -195,10 +186,10 @@ class LiveView:
         shown = lines if most is None else lines[-most:]
         return Group(self._head(record), *shown)
 
-    def _head(self, record: Record, status: bool = True) -> Text:
+    def _head(self, record: Record) -> Text:
         """One line: number, prompt, and how far it is."""
         number = f"[{record.index}] "
-        state, style = self._status(record) if status else ("", "")
+        state, style = self._status(record)
         prompt = prompt_text(record)
         room = max(8, self._width - len(number) - len(state) - (2 if state else 0))
         if cell_len(prompt) > room:
@@ -243,20 +234,6 @@ class LiveView:
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
         return rows
-
-    def _stream(self, record: Record, new: str) -> None:
-        if not self._has_tokenizer:
-            new = f"{record.token_ids[-1]} " if not record.is_ended else ""
-        text = visible(new)
-        if not self._streamed:
-            text = text.lstrip()
-        self._streamed = self._streamed or bool(text)
-        self._console.out(text, end="", highlight=False)
-        if record.is_ended:
-            state, style = self._status(record)
-            self._console.print()
-            self._console.print(Text(" ".join(filter(None, (state, ending_text(record)))), style))
-            self._streamed = False
 
 
 def _state(worker: _Worker) -> Text:

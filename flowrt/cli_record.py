@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrt.cli_prompts import Asked
 from flowrt.cli_text import Output
-from flowrt.cluster.gateway import ClientEvent, EndEvent
+from flowrt.cluster.gateway import ClientEvent, EndEvent, TokenEvent
 from flowrt.errors import UserError
 
 STDOUT = "-"
@@ -64,7 +64,7 @@ class Record:
         self.text += event.text
         if isinstance(event, EndEvent):
             self.finish_reason, self.error, self.ended_seconds = event.finish_reason, event.error, now
-        else:
+        elif isinstance(event, TokenEvent):
             self.token_ids.append(event.token_id)
             self.token_seconds.append(now)
 

@@ -220,7 +220,7 @@ class _Running:
         if number == signal.SIGINT and not self._draining and num_running:
             self._draining = True
             words = "1 running request finishes" if num_running == 1 else f"{num_running} running requests finish"
-            self._note(f"interrupted: {words}, nothing new begins; press Ctrl-C again to end at once")
+            self._note(f"interrupted: {words}; press Ctrl-C again to end at once")
         else:
             self._note("interrupted: ending at once")
             self._end_now()

@@ -36,7 +36,7 @@ class View(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Something to know about the run itself, such as what an interrupt will do."""
+        """What an interrupt will do."""
         ...
 
     def tick(self) -> None:

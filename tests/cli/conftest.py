@@ -91,7 +91,10 @@ class Started:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.fixture

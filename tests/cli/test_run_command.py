@@ -145,7 +145,7 @@ def test_a_worker_that_is_killed_ends_the_run(graph_file: Path, tmp_path: Path, 
 
 
 def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
-    words = ("--prompt", "finishes", "--max-tokens", "400", "--json", tmp_path / "record.json")
+    words = ("--prompt", "finishes", "--max-tokens", "200", "--json", tmp_path / "record.json")
     running = Started("run", graph_file, *words)
     started.append(running)
     running.read_answer()
