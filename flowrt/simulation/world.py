@@ -27,11 +27,12 @@ WALL_SECONDS = 1_700_000_000.0  # what the calendar says when a run begins
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Virtual seconds a call takes, drawn between these; `inline_one_in` calls take none and do not give way to others."""
+    """Virtual seconds a call takes, drawn between these. After each call one label in `short_one_in` passes for short: its next call
+    takes no time and gives way to nobody. 0: none ever does."""
 
     least_seconds: float = 50e-6
     most_seconds: float = 2e-3
-    inline_one_in: int = 4
+    short_one_in: int = 3
 
 
 class SimulatedClock:
@@ -60,29 +61,29 @@ class SimulatedCompute:
         self._cost = cost
         self._running: Running | None = None
         self._closed = False
+        self._short: dict[str, bool] = {}  # label -> whether its next call passes for short
 
     @property
     def running(self) -> Running | None:
         return self._running
 
     def is_short(self, label: str) -> bool:
-        """Never: what takes no time here is the seed's choice, in `run`."""
-        return False
+        return self._running is None and self._short.get(label, False)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        raise RuntimeError(f"{label} is not known to be short")
+        self._begin(label, 60.0)
+        try:
+            return call()
+        finally:
+            self._end(label)
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
-        if self._running is not None:
-            raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
-        if self._closed:
-            raise RuntimeError(f"{label} after the end of this worker's computing")
-        cost = self._cost
-        self._running = Running(label, self._loop.time(), bound_seconds)
+        short = self.is_short(label)
+        self._begin(label, bound_seconds)
         try:
-            if cost.inline_one_in and self._random.randrange(cost.inline_one_in) == 0:
+            if short:
                 return call()
-            seconds = self._random.uniform(cost.least_seconds, cost.most_seconds)
+            seconds = self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
             late = self._random.random() < 0.5
             if late:
                 await self._pass(seconds)
@@ -91,7 +92,19 @@ class SimulatedCompute:
                 await self._pass(seconds)
             return result
         finally:
-            self._running = None
+            self._end(label)
+
+    def _begin(self, label: str, bound_seconds: float) -> None:
+        if self._running is not None:
+            raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
+        if self._closed:
+            raise RuntimeError(f"{label} after the end of this worker's computing")
+        self._running = Running(label, self._loop.time(), bound_seconds)
+
+    def _end(self, label: str) -> None:
+        self._running = None
+        one_in = self._cost.short_one_in
+        self._short[label] = one_in > 0 and self._random.randrange(one_in) == 0
 
     async def aclose(self) -> None:
         self._closed = True

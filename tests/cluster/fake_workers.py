@@ -51,7 +51,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         get_logger(start.name).info("too quiet to be heard")
         await asyncio.sleep(3600)
     if role == "block":
-        time.sleep(3600)
+        time.sleep(3600)  # noqa: ASYNC251
     if role == "leave":
         return
     if role == "raise":
@@ -92,6 +92,6 @@ async def run_worker(control: Channel, seams: Seams) -> None:
             case Stop():
                 if role == "stubborn":
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    time.sleep(3600)
+                    time.sleep(3600)  # noqa: ASYNC251
                 await say(Statistics(num_steps=8))
                 return
