@@ -82,11 +82,20 @@ def _all_seeds(graph: Graph, requests: Sequence[SimulatedRequest], given: argpar
         except Exception as error:
             failed.append(seed)
             options = f"--first {seed} --seeds 1 --requests {given.requests} --max-tokens {given.max_tokens}"
-            print(f"seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
+            for leaf in _leaves(error):
+                print(f"seed {seed}: {type(leaf).__name__}: {leaf}", file=sys.stderr)
             print(f"  again: python -m flowrt.simulation {given.graph} {options}", file=sys.stderr, flush=True)
         if number % REPORT_EVERY == 0 or number == given.seeds:
             print(f"{number} seeds, {len(failed)} failed, {steps} steps", flush=True)
     return 1 if failed else 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside of groups of groups; of those that the same fault brought up several times, one."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return list({(type(leaf), str(leaf)): leaf for leaf in found}.values())
+    return [error]
 
 
 def _check(served: Served, expected: tuple[tuple[int, ...], ...]) -> None:
