@@ -1,7 +1,7 @@
-"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`.
+"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`.
 
 Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(cli_run.py, cli_graph.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the entry point.
+(cli_run.py, cli_graph.py, cli_bench.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the entry point.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 
 import flowrt
+from flowrt.cli_bench import bench_app
 from flowrt.cli_graph import graph_app
 from flowrt.errors import UserError
 
@@ -27,6 +28,7 @@ app = App(
     help_format="plaintext",  # the others load a Markdown parser
 )
 app.command(graph_app)
+app.command(bench_app)
 
 _SAMPLING = Group("Sampling", help="For every prompt; a line of --prompts may say otherwise for its own.", sort_key=2)
 _PROMPTS = Group("Prompts", sort_key=1)

@@ -86,7 +86,7 @@ def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         assert f"{option} " in out
 
 
-@pytest.mark.parametrize("command", ["run", "graph", "doctor"])
+@pytest.mark.parametrize("command", ["run", "graph", "bench", "doctor"])
 def test_each_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(monkeypatch, capsys, command, "--help")
     assert code == 0
