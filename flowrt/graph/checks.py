@@ -264,6 +264,9 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
         if layers != facts.num_layers:
             text = f"the graph was made for {layers} layers, the model has {facts.num_layers}; expand it again for this model"
             yield Problem((*path, "num_layers"), text)
+        if node.operator == "combine" and facts.shared_experts != _adds_shared_experts(graph, node):
+            has, lacks = ("model", "graph has no node for them") if facts.shared_experts else ("graph", "model has none")
+            yield Problem(("nodes", node.name), f"the {has} has shared experts, the {lacks}; expand it again for this model")
         if node.operator == "experts":
             try:
                 held[node.name] = held_experts(node.options["experts"], facts.moe_layers)
@@ -274,6 +277,12 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
     for node in built_in:
         if node.operator == "dispatch":
             yield from _check_dispatch(graph, node, held, facts)
+
+
+def _adds_shared_experts(graph: Graph, combine: Node) -> bool:
+    """Whether what `combine` adds to comes from a node of shared experts."""
+    into = [edge for edge in graph.edges if edge.target == combine.name and edge.target_port == "residual"]
+    return any(graph.nodes[edge.source].operator == "shared" for edge in into)
 
 
 def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: ModelFacts) -> Iterator[Problem]:

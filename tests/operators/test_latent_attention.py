@@ -1,0 +1,103 @@
+"""Latent attention: both forms give the same, pages hold latents only, and what others left in pages does not leak in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_prompts, truth_logits
+from fast_model import FastModel
+
+from operators.kv_pages import KvPages
+from operators.latent_attention import Form, LatentAttentionBlock, expanding_pays
+from operators.model_config import LatentConfig, read_model_config
+from operators.step_layout import StepLayout
+from operators.weights import Checkpoint
+
+NAMES = ["deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2 limited"]
+
+
+@torch.inference_mode()
+def attend(directory: Any, form: Form, cuts: list[list[int]]) -> list[torch.Tensor]:
+    """Residuals and normed rows of steps in which several sequences bring rows, in float64."""
+    config = read_model_config(directory, "float64")
+    block = LatentAttentionBlock(config, Checkpoint(directory), [0], chunk_form=form)
+    pages = KvPages.for_model(config, 64, 4)
+    generator = torch.Generator().manual_seed(5)
+    lengths, results = [0] * len(cuts), []
+    for turn in range(max(map(len, cuts))):
+        active = [index for index in range(len(cuts)) if turn < len(cuts[index])]
+        for index in active:
+            lengths[index] += cuts[index][turn]
+        tables = [list(range(20 * index, 20 * index + 20)) for index in active]
+        layout = StepLayout.from_lists([cuts[index][turn] for index in active], [lengths[index] for index in active], tables, 4)
+        x_TH = torch.randn(layout.num_rows, config.hidden_size, dtype=torch.float64, generator=generator)
+        results += block.forward(0, x_TH, layout, pages)
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_absorbed_and_expanded_chunks_agree(models: Any, name: str) -> None:
+    cuts = [[40, 1, 9], [2, 3, 1], [1, 30, 2]]
+    absorbed, expanded = attend(models[name], "absorbed", cuts), attend(models[name], "expanded", cuts)
+    torch.testing.assert_close(absorbed, expanded, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(attend(models[name], "cheaper", cuts), expanded, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str) -> None:
+    """The same rows, one per step, always absorbed, or in one expanded chunk."""
+    config = read_model_config(models[name], "float64")
+    block = LatentAttentionBlock(config, Checkpoint(models[name]), [0], chunk_form="expanded")
+    x_TH = torch.randn(12, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    with torch.inference_mode():
+        whole, _ = block.forward(0, x_TH, StepLayout.from_lists([12], [12], [[3, 1, 2]], 4), KvPages.for_model(config, 4, 4))
+        pages = KvPages.for_model(config, 4, 4)
+        for row in range(12):
+            layout = StepLayout.from_lists([1], [row + 1], [[3, 1, 2]], 4)
+            one, _ = block.forward(0, x_TH[row : row + 1], layout, pages)
+            torch.testing.assert_close(one, whole[row : row + 1], rtol=1e-11, atol=1e-11)
+
+
+def test_pages_hold_one_latent_and_one_rotary_key_per_token(models: Any) -> None:
+    config = read_model_config(models["deepseek_v3"])
+    assert config.latent is not None
+    pages = KvPages.for_model(config, 10, 4)
+    assert [block.shape for block in pages.blocks(0)] == [(10, 4, 1, config.latent.rank + config.latent.rope_width)]
+    assert pages.nbytes == config.num_layers * 10 * 4 * config.kv_width * 4
+    grouped = KvPages.for_model(read_model_config(models["plain"]), 10, 4)
+    assert grouped.nbytes == 3 * 10 * 4 * read_model_config(models["plain"]).kv_width * 4
+    assert len(grouped.blocks(0)) == 2
+
+
+def test_long_chunks_are_expanded_and_short_ones_are_not() -> None:
+    """With the widths of DeepSeek-V3 the two meet at 512 * 256 / (2 * (576 - 192)) = 170.7 rows."""
+    latent = LatentConfig(query_rank=1536, rank=512, nope_width=128, rope_width=64, value_width=128, scale=1.0)
+    assert [expanding_pays(latent, rows) for rows in (1, 170, 171, 4096)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral window"])
+def test_pages_of_another_sequence_do_not_leak_in(models: Any, name: str) -> None:
+    """Pages full of NaN that belong to nobody, or lie before the window, change nothing."""
+    ids = random_prompts([60, 21], seed=6)
+    fast = FastModel(models[name])
+    tables = [fast.new_sequence(61), fast.new_sequence(22)]
+    fast.step(ids, [60, 21], tables)
+    owned = {page for table in tables for page in table}
+    window = fast.config.sliding_window
+    if window is not None:
+        owned -= set(tables[0][: (61 - window) // 4])
+    for page in range(fast.pages.num_pages):
+        if page not in owned:
+            for layer in range(fast.pages.num_layers):
+                for block in fast.pages.blocks(layer):
+                    block[page] = float("nan")
+    logits = fast.step([[5], [6]], [61, 22], tables)
+    for got, text in zip(logits, ([*ids[0], 5], [*ids[1], 6]), strict=True):
+        torch.testing.assert_close(got, truth_logits(models.truth(name), text)[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_latents_is_refused(models: Any) -> None:
+    with pytest.raises(ValueError, match="a qwen3_moe model without latent attention"):
+        LatentAttentionBlock(read_model_config(models["plain"]), Checkpoint(models["plain"]), [0])
