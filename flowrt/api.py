@@ -20,7 +20,7 @@ import msgspec
 from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.cluster import events
-from flowrt.cluster.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel, TokenEvent
+from flowrt.cluster.gateway import ChoiceEvent, ClientEvent, EndEvent, Gateway, Parameters, SendCancel, TokenEvent
 from flowrt.cluster.launcher import Launcher
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
@@ -33,14 +33,40 @@ from operators.model_config import ModelConfig, read_model_config
 Prompt = str | Sequence[int]
 
 
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str = ""
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A request from end to end. `error` says why when finish_reason is "error"."""
+    """A request from end to end, with its `n` choices. `error` says why when finish_reason is "error"."""
 
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
+    choices: tuple[Choice, ...]
+    finish_reason: str  # of the whole request: the first choice's, or error
     error: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first choice, like `text`, `logprobs` and `top_logprobs`."""
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        return self.choices[0].top_logprobs
 
 
 def read_graph(path: Path | str, overrides: Iterable[str] = (), model: Path | str | None = None) -> Graph:
@@ -108,6 +134,11 @@ class RunningGraph:
         return self._tokenizer
 
     @property
+    def max_requests(self) -> int:
+        """How many requests may be unfinished at once; one more is refused."""
+        return self._model_gateway().max_requests
+
+    @property
     def pids(self) -> Mapping[str, int]:
         """Process ids by worker name."""
         return self._launcher.pids
@@ -136,29 +167,42 @@ class RunningGraph:
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
+        min_tokens: int = 0,
+        n: int = 1,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
         chat: bool = False,
     ) -> AsyncIterator[ClientEvent]:
-        """Events of one request: a TokenEvent per token, then one EndEvent, whatever happens. Leaving early cancels it.
+        """Events of one request: a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then one EndEvent,
+        whatever happens. Leaving early cancels it.
 
         `prompt` is text or token ids; `chat` puts text through the model's chat template. A request that cannot be served ends
         with finish_reason "error" and the reason. Raises WorkerDiedError when a process of the graph dies.
         """
         parameters = Parameters(
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            n=n,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             seed=seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
+            logprobs=logprobs,
         )
         async for event in self.follow(await self.submit(prompt, parameters, chat=chat)):
             yield event
@@ -206,23 +250,12 @@ class RunningGraph:
         """As `generate`, all at once."""
         index = await self.submit(prompt, parameters, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
-        token_ids: list[int] = []
-        text: list[str] = []
-        end: EndEvent | None = None
-        async for event in self.follow(index):
-            text.append(event.text)
-            if isinstance(event, TokenEvent):
-                token_ids.append(event.token_id)
-            else:
-                end = event
-        assert end is not None
-        return Completion(
-            prompt_token_ids=prompt_token_ids,
-            token_ids=tuple(token_ids),
-            text="".join(text),
-            finish_reason=end.finish_reason,
-            error=end.error,
-        )
+        events = [event async for event in self.follow(index)]
+        end = events[-1]
+        assert isinstance(end, EndEvent)
+        num_choices = 1 + max((event.choice for event in events if not isinstance(event, EndEvent)), default=0)
+        choices = tuple(_choice(choice, events, end) for choice in range(num_choices))
+        return Completion(prompt_token_ids=prompt_token_ids, choices=choices, finish_reason=end.finish_reason, error=end.error)
 
     # --- a graph of your own -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +382,8 @@ def generate(
     chat: bool = False,
     **parameters: Any,
 ) -> list[Completion]:
-    """Start the graph, answer all prompts at once, stop it. Blocks; works inside a notebook's running loop too.
+    """Start the graph, answer all prompts at once (as many as the gateway takes, the others after them), stop it. Blocks; works
+    inside a notebook's running loop too.
 
     `parameters` are those of RunningGraph.generate. Completions come in the order of the prompts.
     """
@@ -360,7 +394,13 @@ def generate(
 
     async def run() -> list[Completion]:
         async with open_graph(graph, overrides=overrides, model=model) as running:
-            return list(await asyncio.gather(*(running.complete(prompt, asked, chat=chat) for prompt in many)))
+            places = asyncio.Semaphore(running.max_requests)
+
+            async def answer(prompt: Prompt) -> Completion:
+                async with places:
+                    return await running.complete(prompt, asked, chat=chat)
+
+            return list(await asyncio.gather(*(answer(prompt) for prompt in many)))
 
     try:
         asyncio.get_running_loop()
@@ -368,6 +408,20 @@ def generate(
         return asyncio.run(run())
     with ThreadPoolExecutor(1, "flowrt generate") as executor:
         return executor.submit(asyncio.run, run()).result()
+
+
+def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice:
+    """One choice's part of a request's events."""
+    own = [event for event in events if not isinstance(event, EndEvent) and event.choice == choice]
+    tokens = [event for event in own if isinstance(event, TokenEvent)]
+    reasons = [event.finish_reason for event in own if isinstance(event, ChoiceEvent)]
+    return Choice(
+        token_ids=tuple(event.token_id for event in tokens),
+        text="".join(event.text for event in own) + end.text,
+        finish_reason=reasons[0] if reasons else end.finish_reason,
+        logprobs=tuple(event.logprob for event in tokens if event.logprob is not None),
+        top_logprobs=tuple(event.top_logprobs for event in tokens if event.logprob is not None),
+    )
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -5,7 +5,7 @@ tasks and control lines (flowrt/cluster/launcher carries decisions out), text to
 (flowrt/engine). No torch, no clock.
 
 A token is committed when it is appended here. Only the next index from the current attempt is appended, so whatever a worker
-repeats, or an older attempt still says, changes nothing. Each request ends in exactly one EndEvent.
+repeats, or an older attempt still says, changes nothing. Each request ends in exactly one EndEvent, when all its choices have ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, Request, Sampling, Token
+from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Sampling, Token
 from flowrt.cluster.stop_strings import StopStrings
 from flowrt.engine.routing import GroupLoad, choose_group
-from flowrt.engine.validation import most_new_tokens
+from flowrt.engine.validation import choices_refusal, most_new_tokens
 from flowrt.graph.model import GraphLimits
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -29,29 +29,51 @@ _NO_GROUP = "no attention group is left to serve the request"
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """What a user asks of one request. max_tokens None: as many as the graph's limits and the model's positions leave; seed None:
-    the gateway draws one."""
+    the gateway draws one. The other numbers are those of control.Sampling and control.Request; `n` is the number of choices, and
+    `logprobs` how many of the likeliest tokens are told with each token (0: its own logprob alone, None: none)."""
 
     max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """One committed token. `text` is what may be shown now: it can be empty, or hold text of earlier tokens that was held back."""
+    """One committed token. `text` is what may be shown now: it can be empty, or hold text of earlier tokens that was held back.
+    With `logprobs`: the token's own, and (token id, logprob) of the likeliest at its place, best first (control.Logprobs)."""
 
     request: int
     index: int
     token_id: int
     text: str
+    choice: int = 0
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class ChoiceEvent(msgspec.Struct, frozen=True):
+    """One of several choices has ended (a request with n = 1 has no such event). finish_reason and `text` as in EndEvent."""
+
+    request: int
+    choice: int
+    finish_reason: str
+    text: str = ""
 
 
 class EndEvent(msgspec.Struct, frozen=True):
-    """The request's one last event. finish_reason: stop, length, cancelled, error (then `error` says why). `text` is the rest."""
+    """The request's one last event. finish_reason: stop, length, cancelled, error (then `error` says why). `text` is the rest.
+
+    With n > 1 each choice had its own ChoiceEvent: `text` is empty, and finish_reason that of the first choice unless it is error."""
 
     request: int
     finish_reason: str
@@ -59,7 +81,7 @@ class EndEvent(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-ClientEvent = TokenEvent | EndEvent
+ClientEvent = TokenEvent | ChoiceEvent | EndEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +114,51 @@ class Detokenizer(Protocol):
 
 
 @dataclass(slots=True)
+class ChoiceLog:
+    """One of a request's outputs."""
+
+    index: int
+    detokenizer: Detokenizer | None = None  # none: no tokenizer, or no more text is wanted
+    stops: StopStrings | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # None while it goes on
+
+    def push(self, token_id: int, looks_for_stops: bool) -> tuple[str, bool]:
+        """The text that the token sets free, and whether a stop string was completed: then no more text will come."""
+        text = self.detokenizer.push(token_id) if self.detokenizer is not None else ""
+        if self.stops is None or not looks_for_stops:
+            return text, False
+        text, stopped = self.stops.push(text)
+        if stopped:
+            self.detokenizer = self.stops = None
+        return text, stopped
+
+    def end(self, reason: str) -> str:
+        """The choice is over; returns the text that was held back."""
+        text = self.detokenizer.flush() if self.detokenizer is not None else ""
+        if self.stops is not None:
+            text, stopped = self.stops.push(text)
+            if stopped and reason == "length":
+                reason = "stop"
+            text += self.stops.flush()
+        self.finish_reason, self.detokenizer, self.stops = reason, None, None
+        return text
+
+
+@dataclass(slots=True)
 class RequestLog:
-    """All that is known of a request. `events` is what its client has been or can be told: at most max_tokens + 1."""
+    """All that is known of a request. `events` is what its client has been or can be told: at most max_tokens + 1 for each choice,
+    and the end."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
     parameters: Parameters
+    choices: list[ChoiceLog] = field(default_factory=lambda: [ChoiceLog(0)])
     max_tokens: int = 0
     seed: int = 0
     attempt: int = 0
     group: str | None = None  # None: nowhere, it has ended
-    token_ids: list[int] = field(default_factory=list)
     events: list[ClientEvent] = field(default_factory=list)
-    detokenizer: Detokenizer | None = None
-    stops: StopStrings | None = None
 
     @property
     def id(self) -> str:
@@ -117,8 +170,14 @@ class RequestLog:
         return last if isinstance(last, EndEvent) else None
 
     @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events)
+        """Of the first choice."""
+        return "".join(event.text for event in self.events if isinstance(event, EndEvent) or event.choice == 0)
 
 
 class Gateway:
@@ -149,6 +208,10 @@ class Gateway:
     @property
     def num_unfinished(self) -> int:
         return len(self._alive)
+
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
 
     @property
     def full(self) -> bool:
@@ -187,14 +250,15 @@ class Gateway:
             return self._refuse(log, f"{len(self._alive)} requests are unfinished, more are not taken (max_requests: {self._max_requests})")
         if parameters.stop and self._new_detokenizer is None:
             return self._refuse(log, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
+        if (refusal := choices_refusal(parameters.n)) is not None:
+            return self._refuse(log, refusal)
         try:
-            log.stops = StopStrings(parameters.stop) if parameters.stop else None
+            log.choices = [self._new_choice(choice, parameters) for choice in range(parameters.n)]
         except ValueError as error:
             return self._refuse(log, str(error))
         log.seed = self._draw_seed() if parameters.seed is None else parameters.seed
         room = most_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if parameters.max_tokens is None else parameters.max_tokens
-        log.detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
         group = choose_group(self._loads)
         if group is None:
             return self._refuse(log, _NO_GROUP)
@@ -221,23 +285,36 @@ class Gateway:
         if log is None or token.attempt != log.attempt:
             return []
         decisions: list[ClientEvent | SendCancel] = []
-        for index, token_id in enumerate(token.token_ids, token.index):
-            if index < len(log.token_ids):
+        choice = log.choices[token.choice] if token.choice < len(log.choices) else None
+        for at, token_id in enumerate(token.token_ids):
+            index = token.index + at
+            if choice is not None and (choice.finish_reason is not None or index < len(choice.token_ids)):
                 continue
-            if index > len(log.token_ids) or index >= log.max_tokens:
-                error = f"{log.group} sent token {index} of {log.id} where {len(log.token_ids)} of {log.max_tokens} were committed"
+            if choice is None or index > len(choice.token_ids) or index >= log.max_tokens:
+                num_committed = 0 if choice is None else len(choice.token_ids)
+                which = f"{log.id} (choice {token.choice})" if token.choice else log.id
+                error = f"{log.group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
                 return decisions + self._end(log, "error", error, tell_worker=True)
-            decisions += self._commit(log, token_id)
-            if log.group is None:
-                break
+            decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None)
         return decisions
 
     def on_ended(self, ended: Ended) -> list[ClientEvent | SendCancel]:
-        """The current attempt is over, and with it the request."""
+        """A choice of the current attempt is over; with the last one, or with an error, the request.
+
+        A choice that ends with fewer tokens than its group drew has lost some: the request ends with an error.
+        """
         log = self._alive.get(ended.request_id)
         if log is None or ended.attempt != log.attempt:
             return []
-        return self._end(log, ended.reason, ended.error)
+        if ended.reason == "error":
+            return self._end(log, "error", ended.error)
+        choice = log.choices[ended.choice] if ended.choice < len(log.choices) else None
+        if choice is None or choice.finish_reason is not None:
+            return []
+        if ended.num_tokens is not None and ended.num_tokens != len(choice.token_ids):
+            error = f"{log.group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
+            return self._end(log, "error", error, tell_worker=True)
+        return self._end_choice(log, choice, ended.reason)
 
     # When something was lost
 
@@ -282,55 +359,89 @@ class Gateway:
             attempt=log.attempt,
             prompt_token_ids=log.prompt_token_ids,
             max_tokens=log.max_tokens,
-            sampling=Sampling(temperature=parameters.temperature, top_k=parameters.top_k, top_p=parameters.top_p, seed=log.seed),
+            min_tokens=parameters.min_tokens,
+            num_choices=len(log.choices),
+            sampling=Sampling(
+                temperature=parameters.temperature,
+                top_k=parameters.top_k,
+                top_p=parameters.top_p,
+                seed=log.seed,
+                repetition_penalty=parameters.repetition_penalty,
+                presence_penalty=parameters.presence_penalty,
+                frequency_penalty=parameters.frequency_penalty,
+                num_logprobs=parameters.logprobs,
+            ),
             stop_token_ids=parameters.stop_token_ids,
             ignore_eos=parameters.ignore_eos,
-            committed_token_ids=tuple(log.token_ids),
+            committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
+            ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
         )
         return Placed(group, request, log.index)
 
     def _load(self, log: RequestLog, sign: int) -> None:
         assert log.group is not None
-        load = self._loads[log.group]
-        num_tokens = len(log.prompt_token_ids) + log.max_tokens
-        self._loads[log.group] = GroupLoad(load.num_requests + sign, load.num_tokens + sign * num_tokens)
+        load, num_choices = self._loads[log.group], len(log.choices)
+        num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
+        self._loads[log.group] = GroupLoad(load.num_sequences + sign * num_choices, load.num_tokens + sign * num_tokens)
 
-    def _commit(self, log: RequestLog, token_id: int) -> list[ClientEvent | SendCancel]:
-        index = len(log.token_ids)
-        log.token_ids.append(token_id)
+    def _new_choice(self, index: int, parameters: Parameters) -> ChoiceLog:
+        detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
+        return ChoiceLog(index, detokenizer, StopStrings(parameters.stop) if parameters.stop else None)
+
+    def _commit(self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None) -> list[ClientEvent | SendCancel]:
+        index = len(choice.token_ids)
+        choice.token_ids.append(token_id)
         text, stopped = "", False
-        if log.detokenizer is not None and not self._is_stop_token(log, token_id):
-            text = log.detokenizer.push(token_id)
-            if log.stops is not None:
-                text, stopped = log.stops.push(text)
-        event = TokenEvent(log.index, index, token_id, text)
+        if not self._is_stop_token(log, token_id):
+            text, stopped = choice.push(token_id, looks_for_stops=index >= log.parameters.min_tokens)
+        event = TokenEvent(log.index, index, token_id, text, choice.index)
+        if logprobs is not None:
+            event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)
-        if stopped:
-            log.detokenizer = log.stops = None  # whatever they hold lies behind the stop string
-            return [event, *self._end(log, "stop", tell_worker=True)]
-        return [event]
+        return [event, *(self._end_choice(log, choice, "stop", tell_worker=True) if stopped else ())]
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
         """Stop tokens belong to the token ids of an output, not to its text."""
         parameters = log.parameters
         return token_id in parameters.stop_token_ids or (token_id in self._eos_token_ids and not parameters.ignore_eos)
 
-    def _end(self, log: RequestLog, reason: str, error: str | None = None, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: str, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+        """One choice is over; when it was the last, so is the request."""
+        if len(log.choices) == 1:
+            return self._end(log, reason, tell_worker=tell_worker)
         assert log.group is not None
-        text = log.detokenizer.flush() if log.detokenizer is not None else ""
-        if log.stops is not None:
-            text, stopped = log.stops.push(text)
-            if stopped and reason == "length":
-                reason = "stop"
-            text += log.stops.flush()
-        event = EndEvent(log.index, reason, text, error)
+        text = choice.end(reason)
+        assert choice.finish_reason is not None
+        event = ChoiceEvent(log.index, choice.index, choice.finish_reason, text)
         log.events.append(event)
         decisions: list[ClientEvent | SendCancel] = [event]
+        if tell_worker:
+            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
+        if all(each.finish_reason is not None for each in log.choices):
+            decisions += self._end(log, log.choices[0].finish_reason or reason)
+        return decisions
+
+    def _end(self, log: RequestLog, reason: str, error: str | None = None, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+        """The request is over, and every choice that was not."""
+        assert log.group is not None
+        events: list[ClientEvent] = []
+        text = ""
+        for choice in log.choices:
+            if choice.finish_reason is None:
+                text = choice.end(reason)
+                if len(log.choices) > 1:
+                    events.append(ChoiceEvent(log.index, choice.index, choice.finish_reason or reason, text))
+        if len(log.choices) == 1:
+            events.append(EndEvent(log.index, log.choices[0].finish_reason or reason, text, error))
+        else:
+            events.append(EndEvent(log.index, reason, "", error))
+        log.events += events
+        decisions: list[ClientEvent | SendCancel] = [*events]
         if tell_worker:
             decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
         self._load(log, -1)
         del self._alive[log.id]
-        log.group = log.detokenizer = log.stops = None
+        log.group = None
         return decisions
 
 
@@ -341,7 +452,8 @@ def _unsendable(log: RequestLog) -> str | None:
         return f"prompt of {len(prompt)} tokens is longer than any that is taken ({MAX_PROMPT_TOKENS})"
     numbers = [("prompt token", token_id) for token_id in prompt]
     numbers += [("stop token", token_id) for token_id in parameters.stop_token_ids]
-    named = (("max_tokens", parameters.max_tokens), ("top_k", parameters.top_k), ("seed", parameters.seed))
+    names = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs")
+    named = ((name, getattr(parameters, name)) for name in names)
     numbers += [(name, number) for name, number in named if number is not None]
     for name, number in numbers:
         if not _LEAST_NUMBER <= number <= _MOST_NUMBER:

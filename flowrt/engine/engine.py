@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from flowrt.actors.control import Ended, Request, Token
+from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import Part, build_batch, produces_token
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.scheduler import Scheduler
@@ -44,6 +44,7 @@ class _Step:
     number: int
     parts: list[Part]
     num_samples: int
+    num_logprobs: int  # samples whose logprobs are wanted
 
 
 class Engine:
@@ -66,16 +67,16 @@ class Engine:
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._scheduler = Scheduler(limits, num_lanes, chunk_tokens)
-        self._alive: dict[str, Sequence] = {}  # by request: its one attempt that has not ended
-        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its end was told; oldest first, bounded
+        self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
+        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were told; oldest first, bounded
         self._num_remembered = num_remembered
         self._steps: list[_Step | None] = [None] * num_lanes
         self._next_step = [0] * num_lanes
         self._epoch = 0
         self._draining = False
-        self._num_requests = self._num_steps = self._num_rows = self._num_tokens = 0
+        self._num_requests = self._num_sequences = self._num_steps = self._num_rows = self._num_tokens = 0
 
     @property
     def epoch(self) -> int:
@@ -100,36 +101,46 @@ class Engine:
     def submit(self, request: Request) -> list[Decision]:
         """Take a request. One that cannot be served ends at once with reason error; a repeated one is ignored."""
         key = (request.id, request.attempt)
-        known = self._alive.get(request.id)
-        if self._over.get(key) or (known is not None and known.request.attempt == request.attempt):
+        known = self._alive.get(request.id, [])
+        attempt = known[0].request.attempt if known else None
+        if self._over.get(key) or attempt == request.attempt:
             return []
-        if key in self._over or (known is not None and known.request.attempt > request.attempt):
-            return [self._tell_end(request, "cancelled")]
-        decisions: list[Decision] = []
-        if known is not None:  # the gateway has placed it again: nobody listens to the older attempt any more
-            decisions += self._end(known, "cancelled")
+        if key in self._over or (attempt is not None and attempt > request.attempt):
+            return [self._refuse(request, "cancelled")]
+        # Of a request placed again nobody listens to the older attempt any more.
+        decisions: list[Decision] = [self._end(sequence, "cancelled") for sequence in list(known)]
         self._num_requests += 1
-        sequence = Sequence(request, order=self._num_requests)
         error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
         if error is None and self._draining:
             error = "the group is draining and takes no new requests"
         if error is not None:
-            return [*decisions, self._tell_end(request, "error", error)]
-        if (reason := sequence.end_reason(self._eos_token_ids)) is not None:  # the committed tokens were all of it
-            return [*decisions, self._tell_end(request, reason)]
-        self._alive[request.id] = sequence
-        self._scheduler.add(sequence)
+            return [*decisions, self._refuse(request, "error", error)]
+        return decisions + self._begin(request)
+
+    def _begin(self, request: Request) -> list[Decision]:
+        choices = [choice for choice in range(request.num_choices) if choice not in request.ended_choices]
+        siblings: list[Sequence] = []
+        for choice in choices:
+            self._num_sequences += 1
+            siblings.append(Sequence(request, self._num_sequences, choice, self._eos_token_ids, siblings))
+        self._alive[request.id] = siblings
+        decisions: list[Decision] = []
+        for sequence in list(siblings):
+            self._scheduler.add(sequence)
+            if (reason := sequence.end_reason()) is not None:  # its committed tokens were all of it
+                decisions.append(self._end(sequence, reason))
         return decisions
 
-    def cancel(self, request_id: str, attempt: int) -> list[Decision]:
-        """End an attempt with reason cancelled. After its end: nothing. Before its Submit has come: it will end when it comes.
+    def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> list[Decision]:
+        """End an attempt, or one choice of it, with reason cancelled. After its end: nothing. Before its Submit has come: it will end
+        when it comes.
 
         Its pages are free at once, or when the step that it takes part in is over.
         """
-        sequence = self._alive.get(request_id)
-        if sequence is not None and sequence.request.attempt == attempt:
-            return self._end(sequence, "cancelled")
-        if (request_id, attempt) not in self._over:
+        siblings = self._alive.get(request_id, [])
+        if siblings and siblings[0].request.attempt == attempt:
+            return [self._end(sequence, "cancelled") for sequence in list(siblings) if choice in (None, sequence.choice)]
+        if choice is None and (request_id, attempt) not in self._over:
             self._remember((request_id, attempt), told=False)
         return []
 
@@ -149,7 +160,8 @@ class Engine:
         batch = build_batch(parts, self._limits.page_tokens)
         number = self._next_step[lane]
         self._next_step[lane] += 1
-        self._steps[lane] = _Step(number, parts, len(batch.samples))
+        num_logprobs = sum(each.sampling.num_logprobs is not None for each in batch.samples)
+        self._steps[lane] = _Step(number, parts, len(batch.samples), num_logprobs)
         return StartStep(self._epoch, lane, number, batch)
 
     def next_steps(self) -> list[StartStep]:
@@ -158,29 +170,34 @@ class Engine:
         steps = (self.next_step(lane) for lane in range(len(self._steps)))
         return [step for step in steps if step is not None]
 
-    def step_done(self, lane: int, step: int, token_ids: ListLike[int]) -> list[Decision]:
-        """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens.
+    def step_done(self, lane: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = ()) -> list[Decision]:
+        """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
+        one entry for each of these sequences that asks for them.
 
-        A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens.
+        A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
         running = self._steps[lane]
         if running is None or running.number != step:
             return []
         if len(token_ids) != running.num_samples:
             raise ValueError(f"step {step} of lane {lane} has {running.num_samples} sample rows, {len(token_ids)} tokens were given")
+        if len(logprobs) != running.num_logprobs:
+            raise ValueError(f"step {step} of lane {lane} has {running.num_logprobs} samples with logprobs, {len(logprobs)} were given")
         self._steps[lane] = None
         self._num_steps += 1
         decisions: list[Decision] = []
-        tokens = iter(token_ids)
+        tokens, told = iter(token_ids), iter(logprobs)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
             self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
+            asks = token_id is not None and sequence.request.sampling.num_logprobs is not None
+            own = next(told) if asks else None
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
             elif token_id is not None:
-                decisions += self._append(sequence, token_id)
+                decisions += self._append(sequence, token_id, own)
         return decisions
 
     def roll_back(self) -> list[Decision]:
@@ -215,24 +232,33 @@ class Engine:
 
     # Ends
 
-    def _append(self, sequence: Sequence, token_id: int) -> list[Decision]:
+    def _append(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> list[Decision]:
         request = sequence.request
-        decisions: list[Decision] = [Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,)))]
-        sequence.tokens.append(token_id)
+        told: tuple[Logprobs, ...] = ()
+        if logprobs is not None:
+            told = (Logprobs(logprobs.token, logprobs.top[: request.sampling.num_logprobs]),)
+        decisions: list[Decision] = [
+            Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, told))
+        ]
+        sequence.append(token_id)
         self._num_tokens += 1
-        if (reason := sequence.end_reason(self._eos_token_ids)) is not None:
-            decisions += self._end(sequence, reason)
+        if (reason := sequence.end_reason()) is not None:
+            decisions.append(self._end(sequence, reason))
         return decisions
 
-    def _end(self, sequence: Sequence, reason: Reason) -> list[Decision]:
-        del self._alive[sequence.request.id]
+    def _end(self, sequence: Sequence, reason: Reason) -> End:
         if sequence.in_step:
             sequence.cancelled = True
         else:
             self._scheduler.remove(sequence)
-        return [self._tell_end(sequence.request, reason)]
+        request = sequence.request
+        sequence.siblings.remove(sequence)
+        if not sequence.siblings:
+            del self._alive[request.id]
+            self._remember((request.id, request.attempt), told=True)
+        return End(Ended(request.id, request.attempt, reason, None, sequence.choice, sequence.num_output_tokens))
 
-    def _tell_end(self, request: Request, reason: Reason, error: str | None = None) -> End:
+    def _refuse(self, request: Request, reason: Reason, error: str | None = None) -> End:
         self._remember((request.id, request.attempt), told=True)
         return End(Ended(request.id, request.attempt, reason, error))
 

@@ -1,10 +1,11 @@
-"""Which KV pages are free and who owns the others.
+"""Which KV pages are free and who holds the others.
 
 Here: PageAllocator, pure bookkeeping over page numbers. Not here: the pages' memory (operators/kv_pages), who may have how many
 (scheduler.py). Called by the scheduler only.
 
-A page has at most one owner at each moment, and free + owned = total. Each re-use of a page counts its generation up, so that
-whoever kept a page number past its time can be told from the owner.
+A page is free or held: by one holder, who may write to it, or by several, who only read. It is free again when its last holder has
+given it back, once; free + held = total. Each re-use of a page counts its generation up, so that whoever kept a page number past
+its time can be told from a holder.
 """
 
 from __future__ import annotations
@@ -19,45 +20,63 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}, it must be at least 1")
         self._free = list(range(num_pages - 1, -1, -1))
-        self._owner: list[str | None] = [None] * num_pages
+        self._holders: list[set[str]] = [set() for _ in range(num_pages)]
         self._generation = [0] * num_pages
 
     @property
     def num_pages(self) -> int:
-        return len(self._owner)
+        return len(self._holders)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self, num_pages: int, owner: str) -> list[int] | None:
-        """That many pages, now owned by `owner`; None, and nothing changed, when so many are not free."""
+    def allocate(self, num_pages: int, holder: str) -> list[int] | None:
+        """That many pages, now `holder`'s alone; None, and nothing changed, when so many are not free."""
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
         if num_pages > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
-            self._owner[page] = owner
+            self._holders[page].add(holder)
             self._generation[page] += 1
         return pages
 
-    def free(self, pages: Sequence[int], owner: str) -> None:
-        """Give pages back. ValueError, and nothing changed, unless every page is `owner`'s and named once."""
+    def share(self, pages: Sequence[int], holder: str) -> None:
+        """`holder` holds these pages too. ValueError, and nothing changed, unless each is held by others and not by `holder`."""
         for page in pages:
-            if not 0 <= page < len(self._owner):
-                raise ValueError(f"page {page} does not exist, there are {len(self._owner)}")
-            if self._owner[page] != owner:
-                raise ValueError(f"page {page} belongs to {self._owner[page] or 'nobody'}, not to {owner}")
-        if len(set(pages)) != len(pages):
-            raise ValueError(f"pages freed twice in one call: {list(pages)}")
+            if not self.holders_of(page):
+                raise ValueError(f"page {page} is free, it cannot be shared")
+            if holder in self._holders[page]:
+                raise ValueError(f"page {page} is held by {holder} already")
+        self._check_once(pages, "shared")
         for page in pages:
-            self._owner[page] = None
-        self._free.extend(reversed(pages))
+            self._holders[page].add(holder)
 
-    def owner_of(self, page: int) -> str | None:
-        return self._owner[page]
+    def free(self, pages: Sequence[int], holder: str) -> None:
+        """Give pages back. ValueError, and nothing changed, unless `holder` holds every page and each is named once."""
+        for page in pages:
+            if holder not in self.holders_of(page):
+                raise ValueError(f"page {page} is held by {', '.join(sorted(self._holders[page])) or 'nobody'}, not by {holder}")
+        self._check_once(pages, "freed")
+        for page in reversed(pages):
+            holders = self._holders[page]
+            holders.remove(holder)
+            if not holders:
+                self._free.append(page)
+
+    def holders_of(self, page: int) -> frozenset[str]:
+        """Nobody, when it is free. ValueError when there is no such page."""
+        if not 0 <= page < len(self._holders):
+            raise ValueError(f"page {page} does not exist, there are {len(self._holders)}")
+        return frozenset(self._holders[page])
 
     def generation_of(self, page: int) -> int:
         """How often the page has been given out: 0 before its first use."""
         return self._generation[page]
+
+    @staticmethod
+    def _check_once(pages: Sequence[int], what: str) -> None:
+        if len(set(pages)) != len(pages):
+            raise ValueError(f"pages {what} twice in one call: {list(pages)}")

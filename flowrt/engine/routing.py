@@ -13,14 +13,14 @@ from dataclasses import dataclass
 class GroupLoad:
     """What a group has been given and has not ended: pending and running together."""
 
-    num_requests: int = 0
-    num_tokens: int = 0  # their prompt tokens and the most new tokens they may have
+    num_sequences: int = 0  # choices of requests
+    num_tokens: int = 0  # the prompts' tokens and the most new tokens they may have
 
 
 def choose_group(loads: Mapping[str, GroupLoad], avoid: Collection[str] = ()) -> str | None:
-    """The group with the fewest requests, then the fewest tokens, then the first in the mapping's order. None: there is none.
+    """The group with the fewest sequences, then the fewest tokens, then the first in the mapping's order. None: there is none.
 
-    Requests before tokens: while decoding, a request costs a row of every step whatever its length is.
+    Sequences before tokens: while decoding, a sequence costs a row of every step whatever its length is.
     """
     names = [name for name in loads if name not in avoid]
-    return min(names, key=lambda name: (loads[name].num_requests, loads[name].num_tokens), default=None)
+    return min(names, key=lambda name: (loads[name].num_sequences, loads[name].num_tokens), default=None)

@@ -6,6 +6,9 @@ Here: Scheduler: the queue, admission, lanes, pages, preemption, chunks. Not her
 Nobody waits for ever, because everything goes by `order` (age):
 - Admission is first come, first served, from free pages only, with the pages of all its tokens and one page of head-room for
   each running sequence that may still grow (which keeps a preempted sequence from being re-admitted only to be preempted again).
+- Choices of one request share the pages that the prompt fills. A choice comes in when one of its siblings has computed them, takes
+  part in holding them, and computes what is left of the prompt in a page of its own: at most a page (strict: or a chunk) of rows.
+  While it waits for that, others may be admitted; it is the next to be asked once the sibling is through.
 - A decoding sequence that needs a page takes it from the youngest sequence that is younger than itself and in no step; that one
   goes back to its place in the queue and is computed again later.
 - When all younger ones are in steps, it claims: until it has its page, no younger one gets any. So the oldest sequence always
@@ -14,6 +17,7 @@ Nobody waits for ever, because everything goes by `order` (age):
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 
 from flowrt.engine.batch import Part
@@ -43,6 +47,8 @@ class Scheduler:
         self._limits = limits
         self._num_lanes = num_lanes
         self._chunk_tokens = chunk_tokens
+        # Prompts are shared up to a multiple of this: in whole pages, and so that what follows is cut as if it were not shared.
+        self._share_tokens = math.lcm(limits.page_tokens, chunk_tokens or 1)
         self._claim: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -82,20 +88,36 @@ class Scheduler:
         return parts
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._limits.max_batch:
-            sequence = self.waiting[0]
+        at = 0
+        while at < len(self.waiting) and len(self.running) < self._limits.max_batch:
+            sequence = self.waiting[at]
+            shared = self._shared_pages(sequence)
+            if shared is None:
+                at += 1
+                continue
             soon = min(len(sequence.tokens) + 1, sequence.most_kv_tokens)
             head_room = sum(len(other.pages) < self._num_pages(other.most_kv_tokens) for other in self.running)
-            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) + head_room:
+            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + head_room:
                 return
-            pages = self.pages.allocate(self._num_pages(len(sequence.tokens)), sequence.name)
-            assert pages is not None
-            sequence.pages = pages
+            own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name)
+            assert own is not None
+            self.pages.share(shared, sequence.name)
+            sequence.pages = shared + own
+            sequence.num_computed_tokens = len(shared) * self._limits.page_tokens
             sequence.state = State.RUNNING
             counts = self._lane_counts()
             sequence.lane = counts.index(min(counts))
-            del self.waiting[0]
+            del self.waiting[at]
             insort(self.running, sequence, key=_age)
+
+    def _shared_pages(self, sequence: Sequence) -> list[int] | None:
+        """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute."""
+        num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
+        running = [other for other in sequence.siblings if other.state is State.RUNNING] if num_tokens else []
+        for other in running:
+            if other.num_computed_tokens >= num_tokens:
+                return other.pages[: num_tokens // self._limits.page_tokens]
+        return None if running else []
 
     def _balance(self) -> None:
         """Move sequences that are in no step from the fullest lane to the emptiest, until the lanes differ by one at most."""

@@ -1,10 +1,12 @@
-"""A sequence: what a group knows of one request while it works on it.
+"""A sequence: what a group knows of one choice of a request while it works on it.
 
 Here: Sequence and its states. Not here: who moves it from state to state (scheduler.py, engine.py). Pure data.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -17,17 +19,24 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One attempt of a request. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
+    """One choice of one attempt. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
 
     WAITING holds no page, RUNNING does. While `in_step` its rows are being computed by `lane`, and neither its pages nor its
     tokens may change. `order` is its place in the queue, for its whole life: a preempted sequence goes back to where it was.
-    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is.
+    `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages, those of whole
+    pages of the prompt, may be held by its `siblings` too: nobody writes to them any more.
     """
 
     request: Request
     order: int
+    choice: int = 0
+    eos_token_ids: Collection[int] = ()
+    siblings: list[Sequence] = field(default_factory=list)  # choices of this attempt that have not ended, itself among them
+    name: str = field(init=False)  # holder of its pages: the request, the attempt, and the choice behind the first
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)  # tokens that end it
+    output_counts: dict[int, int] | None = field(init=False)  # with penalties: each token of `tokens` -> occurrences in the output
     state: State = State.WAITING
     num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
@@ -37,13 +46,15 @@ class Sequence:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = [*self.request.prompt_token_ids, *self.request.committed_token_ids]
-        self.num_prompt_tokens = len(self.request.prompt_token_ids)
-
-    @property
-    def name(self) -> str:
-        """Owner of its pages: the request and the attempt."""
-        return f"{self.request.id}/{self.request.attempt}"
+        request = self.request
+        self.name = f"{request.id}/{request.attempt}" + (f"/{self.choice}" if self.choice else "")
+        committed = request.committed_token_ids[self.choice] if self.choice < len(request.committed_token_ids) else ()
+        self.tokens = [*request.prompt_token_ids, *committed]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.end_token_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(self.eos_token_ids))
+        self.output_counts = None
+        if request.sampling.has_penalties:
+            self.output_counts = {**dict.fromkeys(request.prompt_token_ids, 0), **Counter(committed)}
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,10 +76,18 @@ class Sequence:
         prompts."""
         return self.num_computed_tokens > 0 and self.num_missing_tokens == 1
 
-    def end_reason(self, eos_token_ids: frozenset[int]) -> Reason | None:
+    @property
+    def forbidden_token_ids(self) -> Collection[int]:
+        """Tokens that may not be drawn now."""
+        return self.end_token_ids if self.num_output_tokens < self.request.min_tokens else ()
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.output_counts is not None:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def end_reason(self) -> Reason | None:
         """Why the output ends here, or None. A stop token counts as output."""
-        if self.num_output_tokens:
-            last = self.tokens[-1]
-            if last in self.request.stop_token_ids or (last in eos_token_ids and not self.request.ignore_eos):
-                return "stop"
+        if self.num_output_tokens and self.tokens[-1] in self.end_token_ids:
+            return "stop"
         return "length" if self.num_output_tokens >= self.request.max_tokens else None

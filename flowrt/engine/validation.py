@@ -11,6 +11,9 @@ import math
 from flowrt.actors.control import Request, Sampling
 from flowrt.graph.model import GraphLimits
 
+MOST_CHOICES = 128  # of one request
+MOST_LOGPROBS = 20  # per token, beside its own
+
 
 def num_pages_for(num_tokens: int, page_tokens: int) -> int:
     return -(-num_tokens // page_tokens)
@@ -30,17 +33,30 @@ def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int,
     prompt, new = request.prompt_token_ids, request.max_tokens
     if not prompt:
         return "the prompt is empty, it needs at least one token"
-    for part, token_ids in (("prompt", prompt), ("committed", request.committed_token_ids)):
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                return f"{part} token {token_id} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
+    for part, token_ids in (("prompt", prompt), *(("committed", committed) for committed in request.committed_token_ids)):
+        if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
+            position, token_id = next((at, each) for at, each in enumerate(token_ids) if not 0 <= each < vocab_size)
+            return f"{part} token {token_id} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
+        if part == "committed" and len(token_ids) > new:
+            return f"{len(token_ids)} committed tokens are more than max_tokens {new}"
     if new < 1:
         return f"max_tokens is {new}, it must be at least 1"
     if new > limits.max_tokens:
         return f"max_tokens {new} is more than the graph allows ({limits.max_tokens}, limits.max_tokens)"
-    if len(request.committed_token_ids) > new:
-        return f"{len(request.committed_token_ids)} committed tokens are more than max_tokens {new}"
+    if not 0 <= request.min_tokens <= new:
+        return f"min_tokens is {request.min_tokens}, it must be from 0 to max_tokens ({new})"
+    if (error := choices_refusal(request.num_choices)) is not None:
+        return error
+    if set(request.ended_choices) >= set(range(request.num_choices)):
+        return f"all {request.num_choices} choices have ended already"
+    for token_id in request.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            return f"stop token {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
     return _sampling_refusal(request.sampling) or _room_refusal(len(prompt), new, limits, max_position_embeddings)
+
+
+def choices_refusal(num_choices: int) -> str | None:
+    return None if 1 <= num_choices <= MOST_CHOICES else f"n is {num_choices}, it must be from 1 to {MOST_CHOICES}"
 
 
 def _room_refusal(num_prompt: int, new: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
@@ -68,4 +84,11 @@ def _sampling_refusal(sampling: Sampling) -> str | None:
         return f"top_k is {sampling.top_k}, it must be 0 (off) or more"
     if not 0 <= sampling.seed < 1 << 63:
         return f"seed is {sampling.seed}, it must be from 0 to 2**63 - 1"
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+        return f"repetition_penalty is {sampling.repetition_penalty}, it must be a number above 0; 1 is off"
+    for name, penalty in (("presence", sampling.presence_penalty), ("frequency", sampling.frequency_penalty)):
+        if not -2 <= penalty <= 2:
+            return f"{name}_penalty is {penalty}, it must be from -2 to 2; 0 is off"
+    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= MOST_LOGPROBS:
+        return f"logprobs is {sampling.num_logprobs}, it must be from 0 to {MOST_LOGPROBS}"
     return None

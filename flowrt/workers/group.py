@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from flowrt.actors.control import Cancel, Control, Drain, Drained, Submit, Token, Tokens
+from flowrt.actors.control import Cancel, Control, Drain, Drained, Logprobs, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
+from flowrt.graph.model import Node
 from flowrt.workers.model_nodes import batch_payloads
 from transports.message import Tag
 
@@ -52,8 +53,8 @@ class Group:
         match control:
             case Submit(request):
                 self._carry_out(self._engine.submit(request))
-            case Cancel(request_id, attempt):
-                self._carry_out(self._engine.cancel(request_id, attempt))
+            case Cancel(request_id, attempt, choice):
+                self._carry_out(self._engine.cancel(request_id, attempt, choice))
             case Drain():
                 self._engine.drain()
                 self._drain_asked = True
@@ -62,8 +63,9 @@ class Group:
     def on_step_end(self, firing: Firing) -> None:
         """The tokens of a step have come back to the source. Steps of an older epoch were stopped at the runner's door."""
         tag = firing.tag
-        tokens: list[int] = firing.inputs["tokens"].tensors[0].tolist()
-        self._carry_out(self._engine.step_done(tag.micro_batch, tag.step - 1, tokens))
+        tokens, *logprobs = (tensor.tolist() for tensor in firing.inputs["tokens"].tensors)
+        told = [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in zip(*logprobs, strict=True)]
+        self._carry_out(self._engine.step_done(tag.micro_batch, tag.step - 1, tokens, told))
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         tokens: list[Token] = []

@@ -14,7 +14,7 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction
-from flowrt.engine.batch import Batch
+from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.builtin import SOURCE
@@ -30,7 +30,8 @@ from operators.gate import Gate
 from operators.head import Head
 from operators.kv_pages import KvPages
 from operators.model_config import ModelConfig, read_model_config
-from operators.sampling import sample
+from operators.sampling import log_probabilities, sample
+from operators.sampling_inputs import Draw, SamplingInputs
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint
 from transports.message import Tag
@@ -92,28 +93,33 @@ def build_model_nodes(
 
 
 def batch_payloads(batch: Batch, page_tokens: int, device: torch.device) -> dict[str, Payload]:
-    """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn.
-
-    `sampling` is (sample_rows_S, temperature_S float64, top_p_S float64, top_k_S, seed_S, choice_S, token_index_S int64).
-    """
+    """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn."""
     layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_tokens, device)
-    samples = batch.samples
-    floats = torch.tensor([[each.temperature for each in samples], [each.top_p for each in samples]], dtype=torch.float64)
-    integers = torch.tensor(
-        [
-            batch.sample_rows,
-            [each.top_k for each in samples],
-            [each.seed for each in samples],
-            [each.choice for each in samples],
-            [each.token_index for each in samples],
-        ],
-        dtype=torch.int64,
-    )
+    draws = [_draw(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),
-        "sampling": Payload((integers.to(device), floats.to(device))),
+        "sampling": Payload(SamplingInputs.from_draws(draws, device).to_tensors()),
     }
+
+
+def _draw(row: int, spec: SampleSpec) -> Draw:
+    sampling = spec.sampling
+    return Draw(
+        row,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.seed,
+        spec.choice,
+        spec.token_index,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.num_logprobs,
+        spec.output_counts,
+        spec.forbidden_token_ids,
+    )
 
 
 def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
@@ -173,17 +179,19 @@ class _Mlp:
 
 
 class _Head:
-    """Logits of the sampled rows, and their tokens; a step of unfinished prompts gives an empty message, which ends it too."""
+    """Tokens of the sampled rows, and the logprobs that are wanted: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
+    of unfinished prompts gives empty tensors, which end it too."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:
-        integers, floats = firing.inputs["sampling"].tensors
-        rows_S, top_k_S, seed_S, choice_S, index_S = integers
-        logits_SV = self._head.forward(firing.inputs["x"].tensors[0], rows_S)
-        tokens_S, _ = sample(logits_SV, floats[0], top_k_S, floats[1], seed_S, choice_S, index_S)
-        return {"tokens": Payload((tokens_S,))}
+        inputs = SamplingInputs.from_tensors(firing.inputs["sampling"].tensors)
+        logits_SV = self._head.forward(firing.inputs["x"].tensors[0], inputs.rows_S)
+        token_S = sample(logits_SV, inputs)
+        if not inputs.logprobs_L.numel():
+            return {"tokens": Payload((token_S,))}
+        return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
 
 
 def _copy_tables(graph: Graph, node: Node, config: ModelConfig, device: torch.device) -> dict[int, CopyTable]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Cancel, Ended, Sampling, Token
-from flowrt.cluster.gateway import EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.actors.control import Cancel, Ended, Logprobs, Sampling, Token
+from flowrt.cluster.gateway import ChoiceEvent, EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
 from flowrt.cluster.stop_strings import StopStrings
 from flowrt.engine.decision import Decision, Emit, End
 from flowrt.engine.engine import Engine
@@ -103,7 +103,7 @@ def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     assert door.on_token(tell(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
     again = door.place_again(0)
     assert isinstance(again, Placed)
-    assert (again.request.attempt, again.request.committed_token_ids) == (1, (0, 1, 2, 3))
+    assert (again.request.attempt, again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
     assert door.on_token(tell(placed, "z", 4)) == [], "the older attempt"
     assert door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
     assert door.on_token(tell(again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
@@ -220,6 +220,80 @@ def test_cancelling_tells_client_and_worker_once() -> None:
     assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
 
 
+def test_all_parameters_reach_the_group() -> None:
+    parameters = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    request = place(gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
+    assert (request.min_tokens, request.num_choices) == (2, 3)
+    assert request.sampling == Sampling(seed=1, num_logprobs=5, **parameters)
+
+
+def test_each_choice_has_its_tokens_text_and_end() -> None:
+    door = gateway()
+    placed = place(door, n=2, stop=("lo",))
+    name = placed.request.id
+    assert door.on_token(Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
+    assert door.on_token(Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
+    assert door.on_token(Token(name, 0, 1, letters("ox"))) == [
+        TokenEvent(0, 1, 14, ""),
+        ChoiceEvent(0, 0, "stop"),
+        SendCancel("g0", Cancel(name, 0, 0)),
+    ], "a stop string ends its choice, and what came behind it is dropped"
+    assert door.on_ended(Ended(name, 0, "cancelled", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
+    again = door.place_again(0)
+    assert isinstance(again, Placed)
+    assert (again.request.committed_token_ids, again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
+    assert door.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
+    assert door.log(0).text == ""
+    assert [choice.finish_reason for choice in door.log(0).choices] == ["stop", "length"]
+    assert door.num_unfinished == 0
+
+
+def test_cancelling_ends_every_choice_that_goes_on() -> None:
+    door = gateway()
+    placed = place(door, n=3)
+    door.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
+    ends = [ChoiceEvent(0, 0, "cancelled"), ChoiceEvent(0, 2, "cancelled"), EndEvent(0, "cancelled")]
+    assert door.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
+    failed = place(door, n=2)
+    assert door.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
+        ChoiceEvent(1, 0, "error"),
+        ChoiceEvent(1, 1, "error"),
+        EndEvent(1, "error", "", "too long"),
+    ]
+    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+
+
+def test_a_lost_last_token_is_an_error() -> None:
+    door = gateway()
+    placed = place(door)
+    door.on_token(tell(placed, "ab"))
+    event, cancel = door.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
+    assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
+    assert isinstance(cancel, SendCancel)
+
+
+@pytest.mark.parametrize("num_choices", [0, 129, 10**9])
+def test_impossible_numbers_of_choices_end_at_the_gateway(num_choices: int) -> None:
+    assert gateway().admit((1,), Parameters(n=num_choices)) == EndEvent(0, "error", "", f"n is {num_choices}, it must be from 1 to 128")
+
+
+def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
+    door = gateway()
+    placed = place(door, stop=("b",), min_tokens=2)
+    events = door.on_token(tell(placed, "abab"))
+    assert door.log(0).text == "aba"
+    assert isinstance(events[-2], EndEvent)
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    door = gateway()
+    placed = place(door, logprobs=2)
+    told = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
+    assert door.on_token(Token(placed.request.id, 0, 0, (1,), 0, (told,))) == [
+        TokenEvent(0, 0, 1, "b", 0, -0.25, ((1, -0.25), (2, -2.0))),
+    ]
+
+
 def test_requests_go_to_the_least_loaded_group() -> None:
     door = gateway(("g0", "g1", "g2"))
     placed = [place(door, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
@@ -230,7 +304,7 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     assert isinstance(again, Placed)
     assert again.group == "g1"
     door.end_all("cancelled")
-    assert {(load.num_requests, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
 
 
 def test_when_no_group_is_left_the_request_ends() -> None:
@@ -294,19 +368,22 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
                         answers = door.on_ended(ended)
                 for answer in answers:
                     if isinstance(answer, SendCancel):
-                        carry_out(engines[answer.group].cancel(answer.cancel.request_id, answer.cancel.attempt))
+                        cancel = answer.cancel
+                        carry_out(engines[answer.group].cancel(cancel.request_id, cancel.attempt, cancel.choice))
 
     def step(name: str) -> None:
         for start in engines[name].next_steps():
             # The token is a function of its place and of the seed, so a replay that goes wrong is seen.
-            running[name].append((start.lane, start.step, [(each.seed * 7 + each.token_index * 3) % 25 for each in start.batch.samples]))
+            tokens = [(each.sampling.seed * 7 + each.token_index * 3 + each.choice) % 25 for each in start.batch.samples]
+            running[name].append((start.lane, start.step, tokens))
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
 
     for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "again", "cancel"]), max_size=50)):
         alive = [index for index in indexes if door.log(index).end is None]
         if event == "admit":
-            placed = place(door, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)))
+            num_choices = data.draw(st.sampled_from([1, 1, 3]))
+            placed = place(door, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)), n=num_choices)
             indexes.append(placed.index)
             carry_out(engines[placed.group].submit(placed.request))
         elif event == "step":
@@ -327,14 +404,17 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
     assert door.num_unfinished == 0
     for index in indexes:
         log = door.log(index)
-        tokens = [each for each in log.events if isinstance(each, TokenEvent)]
-        assert [each.index for each in tokens] == list(range(len(log.token_ids)))
-        assert log.token_ids == [(log.seed * 7 + at * 3) % 25 for at in range(len(tokens))]
+        for choice in log.choices:
+            tokens = [each for each in log.events if isinstance(each, TokenEvent) and each.choice == choice.index]
+            assert [each.index for each in tokens] == list(range(len(choice.token_ids)))
+            assert choice.token_ids == [(log.seed * 7 + at * 3 + choice.index) % 25 for at in range(len(tokens))]
+            assert choice.finish_reason == "cancelled" or (choice.finish_reason, len(tokens)) == ("length", log.max_tokens)
+        ended = [each.choice for each in log.events if isinstance(each, ChoiceEvent)]
+        assert sorted(ended) == (list(range(len(log.choices))) if len(log.choices) > 1 else [])
         assert log.end is not None
         assert log.end.finish_reason in ("length", "cancelled")
-        assert log.end.finish_reason == "cancelled" or len(tokens) == log.max_tokens
     assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
-    assert {load.num_requests for load in door.loads.values()} <= {0}
+    assert {load.num_sequences for load in door.loads.values()} <= {0}
 
 
 def test_what_no_message_could_hold_ends_at_the_gateway() -> None:

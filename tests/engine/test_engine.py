@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
 
-from flowrt.actors.control import Ended, Request, Sampling, Token
+from flowrt.actors.control import Ended, Logprobs, Request, Sampling, Token
 from flowrt.engine.batch import SampleSpec
 from flowrt.engine.decision import Emit, End
 from flowrt.engine.engine import Engine
@@ -30,18 +30,16 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert (first.epoch, first.lane, first.step) == (0, 0, 0)
     batch = first.batch
     assert batch.token_ids == [5, 6, 7, 8, 9]
-    assert batch.positions == [0, 1, 2, 3, 4]
-    (table,) = batch.page_tables
-    assert batch.slots == [table[0] * 4 + offset for offset in range(4)] + [table[1] * 4]
+    assert [len(table) for table in batch.page_tables] == [2]
     assert (batch.query_lengths, batch.kv_lengths, batch.sample_rows) == ([5], [5], [4])
-    assert batch.samples == [SampleSpec(0.0, 0, 1.0, 3, token_index=0)]
+    assert batch.samples == [SampleSpec(Sampling(seed=3), token_index=0)]
     assert group.next_step(0) is None, "a lane runs one step at a time"
     assert group.step_done(0, 0, [11]) == [Emit(Token("a", 0, 0, (11,)))]
     second = group.next_step(0)
     assert second is not None
-    assert (second.step, second.batch.token_ids, second.batch.positions, second.batch.kv_lengths) == (1, [11], [5], [6])
+    assert (second.step, second.batch.token_ids, second.batch.kv_lengths) == (1, [11], [6])
     assert second.batch.samples[0].token_index == 1
-    assert group.step_done(0, 1, [12]) == [Emit(Token("a", 0, 1, (12,))), End(Ended("a", 0, "length"))]
+    assert group.step_done(0, 1, [12]) == [Emit(Token("a", 0, 1, (12,))), End(Ended("a", 0, "length", num_tokens=2))]
     assert group.idle
     assert group.next_step(0) is None
     assert group.statistics().num_free_pages == 8
@@ -114,8 +112,17 @@ REFUSALS = [
     (msgspec.structs.replace(request("x"), sampling=Sampling(top_p=0.0)), "top_p is 0.0"),
     (msgspec.structs.replace(request("x"), sampling=Sampling(top_k=-2)), "top_k is -2"),
     (msgspec.structs.replace(request("x"), sampling=Sampling(seed=-2)), "seed is -2"),
-    (request("x", committed_token_ids=(99,)), "committed token 99 at position 0"),
-    (request("x", max_tokens=1, committed_token_ids=(1, 2)), "2 committed tokens are more than max_tokens 1"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(repetition_penalty=0.0)), "repetition_penalty is 0.0"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(presence_penalty=2.5)), "presence_penalty is 2.5, it must be from -2 to 2"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(frequency_penalty=float("nan"))), "frequency_penalty is nan"),
+    (msgspec.structs.replace(request("x"), sampling=Sampling(num_logprobs=21)), "logprobs is 21, it must be from 0 to 20"),
+    (request("x", num_choices=0), "n is 0, it must be from 1 to 128"),
+    (request("x", num_choices=129), "n is 129"),
+    (request("x", num_choices=2, ended_choices=(0, 1)), "all 2 choices have ended already"),
+    (request("x", min_tokens=6), "min_tokens is 6, it must be from 0 to max_tokens (5)"),
+    (request("x", stop_token_ids=(97,)), "stop token 97 is outside the vocabulary (0 to 96)"),
+    (request("x", committed_token_ids=((99,),)), "committed token 99 at position 0"),
+    (request("x", max_tokens=1, committed_token_ids=((1, 2),)), "2 committed tokens are more than max_tokens 1"),
 ]
 
 
@@ -166,14 +173,14 @@ def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], gi
             else:
                 ends.append(decision.ended)
     assert emitted == given
-    assert ends == [Ended("a", 0, reason)]
+    assert ends == [Ended("a", 0, reason, num_tokens=len(given))]
     assert group.idle
 
 
 def test_committed_tokens_are_replayed_and_not_told_again() -> None:
     whole = request("a", max_tokens=6, seed=4)
     output = expected_output(whole)
-    again = msgspec.structs.replace(whole, attempt=1, committed_token_ids=tuple(output[:4]))
+    again = msgspec.structs.replace(whole, attempt=1, committed_token_ids=(tuple(output[:4]),))
     group = ToyGroup(SMALL)
     group.submit(again)
     group.run()
@@ -185,7 +192,9 @@ def test_committed_tokens_are_replayed_and_not_told_again() -> None:
 @pytest.mark.parametrize(("committed", "more", "reason"), [((1, 2), {}, "length"), ((1,), {"stop_token_ids": (1,)}, "stop")])
 def test_an_attempt_whose_output_is_complete_ends_at_once(committed: tuple[int, ...], more: dict[str, object], reason: str) -> None:
     group = engine()
-    assert group.submit(request("a", max_tokens=2, attempt=1, committed_token_ids=committed, **more)) == [End(Ended("a", 1, reason))]
+    assert group.submit(request("a", max_tokens=2, attempt=1, committed_token_ids=(committed,), **more)) == [
+        End(Ended("a", 1, reason, num_tokens=len(committed)))
+    ]
     assert group.idle
 
 
@@ -194,16 +203,16 @@ def test_one_end_per_attempt_whatever_is_repeated() -> None:
     first = request("a")
     group.submit(first)
     assert group.submit(first) == [], "alive: a repeated Submit does nothing"
-    assert group.cancel("a", 0) == [End(Ended("a", 0, "cancelled"))]
+    assert group.cancel("a", 0) == [End(Ended("a", 0, "cancelled", num_tokens=0))]
     assert group.cancel("a", 0) == group.submit(first) == [], "over: neither does anything"
     assert group.cancel("b", 0) == [], "not come yet"
     assert group.submit(request("b")) == [End(Ended("b", 0, "cancelled"))]
     assert group.submit(request("b")) == []
     assert group.submit(request("c", attempt=1)) == []
     assert group.submit(request("c", attempt=0)) == [End(Ended("c", 0, "cancelled"))], "an older attempt comes late"
-    assert group.submit(request("c", attempt=2)) == [End(Ended("c", 1, "cancelled"))], "a newer one takes over"
+    assert group.submit(request("c", attempt=2)) == [End(Ended("c", 1, "cancelled", num_tokens=0))], "a newer one takes over"
     assert group.cancel("c", 1) == []
-    assert group.cancel("c", 2) == [End(Ended("c", 2, "cancelled"))]
+    assert group.cancel("c", 2) == [End(Ended("c", 2, "cancelled", num_tokens=0))]
     assert group.idle
 
 
@@ -226,6 +235,16 @@ def test_cancelling_in_a_step_keeps_the_pages_until_the_step_is_over() -> None:
     assert ("a", 0) not in group.tokens
     group.run()
     assert group.tokens[("b", 0)] == expected_output(request("b"))
+
+
+def test_a_cancelled_request_in_no_step_frees_its_pages_at_once() -> None:
+    group = engine()
+    group.submit(request("a", range(1, 9), max_tokens=9))
+    group.next_step(0)
+    group.step_done(0, 0, [5])
+    assert group.statistics().num_free_pages == 6
+    group.cancel("a", 0)
+    assert group.statistics().num_free_pages == 8
 
 
 def test_rolling_back_drops_the_running_steps_only() -> None:
@@ -258,6 +277,8 @@ def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
     group.next_step(0)
     with pytest.raises(ValueError, match="step 0 of lane 0 has 1 sample rows, 2 tokens were given"):
         group.step_done(0, 0, [1, 2])
+    with pytest.raises(ValueError, match="step 0 of lane 0 has 0 samples with logprobs, 1 were given"):
+        group.step_done(0, 0, [1], [Logprobs(-1.0)])
     assert group.step_done(0, 0, [1])
     assert group.step_done(0, 0, [1]) == []
     assert group.step_done(0, 7, [1]) == []

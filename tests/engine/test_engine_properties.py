@@ -28,9 +28,19 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
 def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits, num_lanes: int, strict: bool, data: st.DataObject) -> None:
     chunk_tokens = data.draw(st.integers(1, limits.max_step_tokens)) if strict else 0
     group = ToyGroup(limits, num_lanes, EOS, chunk_tokens)
+    drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))
     requests = [
-        request(f"r{number}", prompt, max_tokens, seed=number, ignore_eos=bool(number % 2))
-        for number, (prompt, max_tokens) in enumerate(data.draw(st.lists(st.tuples(PROMPT, st.integers(1, 24)), min_size=1, max_size=12)))
+        request(
+            f"r{number}",
+            prompt,
+            max_tokens,
+            seed=number,
+            ignore_eos=bool(number % 2),
+            num_choices=num_choices,
+            min_tokens=min(min_tokens, max_tokens),
+            sampling={"presence_penalty": 1.0} if number % 3 == 0 else {},
+        )
+        for number, (prompt, max_tokens, num_choices, min_tokens) in enumerate(data.draw(st.lists(drawn, min_size=1, max_size=12)))
     ]
     pending = list(requests)
     cancelled: set[str] = set()
@@ -47,7 +57,7 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
             case "cancel":
                 victim = data.draw(st.sampled_from(requests))
                 cancelled.add(victim.id)
-                group.take(group.engine.cancel(victim.id, 0))
+                group.take(group.engine.cancel(victim.id, 0, data.draw(st.sampled_from([None, 0, 1]))))
             case "roll back":
                 group.roll_back()
             case "repeat":
@@ -56,20 +66,25 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
                     group.submit(data.draw(st.sampled_from(done)))
     group.submit(*pending)
     group.run(max)
-    assert set(group.ends) == {(each.id, 0) for each in requests}
     for each in requests:
-        ended = group.ends[(each.id, 0)]
-        tokens = group.tokens.get((each.id, 0), [])
         num_pages = -(-(len(each.prompt_token_ids) + each.max_tokens - 1) // limits.page_tokens)
-        expected = expected_output(each, EOS)
-        if ended.reason == "cancelled":
-            assert each.id in cancelled
-            assert tokens == expected[: len(tokens)]
-        elif num_pages > limits.kv_pages:
-            assert (ended.reason, tokens) == ("error", [])
-        else:
-            assert tokens == expected
-            assert ended.reason == ("stop" if expected[-1] in EOS and not each.ignore_eos else "length")
+        ends = {key: ended for key, ended in group.ends.items() if key[0] == each.id}
+        if num_pages > limits.kv_pages or len(ends) < each.num_choices:  # refused, or cancelled before it came: one word for all
+            (ended,) = ends.values()
+            assert (ended.reason == "cancelled" and each.id in cancelled) or num_pages > limits.kv_pages
+            continue
+        for choice in range(each.num_choices):
+            key = (each.id, 0, choice)[: 3 if choice else 2]
+            tokens = group.tokens.get(key, [])
+            expected = expected_output(each, EOS, choice)
+            reason = ends[key].reason
+            if reason == "cancelled":
+                assert each.id in cancelled
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected
+                assert ends[key].num_tokens == len(tokens)
+                assert reason == ("stop" if expected[-1] in EOS and not each.ignore_eos else "length")
 
 
 @settings(max_examples=60, deadline=None)

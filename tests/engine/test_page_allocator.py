@@ -1,4 +1,4 @@
-"""PageAllocator: one owner per page, free + owned = total, no double free, generations count re-uses."""
+"""PageAllocator: free + held = total, a page is free again once and only when its last holder is gone, generations count re-uses."""
 
 from __future__ import annotations
 
@@ -9,54 +9,73 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowrt.engine.page_allocator import PageAllocator
 
-OWNERS = ["a", "b", "c"]
+HOLDERS = ["a", "b", "c"]
 
 
 class AllocatorMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(1, 12))
     def begin(self, num_pages: int) -> None:
         self.allocator = PageAllocator(num_pages)
-        self.owned: dict[str, list[int]] = {owner: [] for owner in OWNERS}
+        self.held: dict[str, list[int]] = {holder: [] for holder in HOLDERS}
         self.uses = [0] * num_pages
 
-    @rule(owner=st.sampled_from(OWNERS), wanted=st.integers(0, 14))
-    def allocate(self, owner: str, wanted: int) -> None:
+    @rule(holder=st.sampled_from(HOLDERS), wanted=st.integers(0, 14))
+    def allocate(self, holder: str, wanted: int) -> None:
         num_free = self.allocator.num_free
-        pages = self.allocator.allocate(wanted, owner)
+        pages = self.allocator.allocate(wanted, holder)
         assert (pages is None) == (wanted > num_free)
         for page in pages or []:
             self.uses[page] += 1
-        self.owned[owner] += pages or []
+        self.held[holder] += pages or []
 
-    @precondition(lambda self: any(self.owned.values()))
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def share(self, data: st.DataObject, holder: str) -> None:
+        of_others = sorted({page for pages in self.held.values() for page in pages} - set(self.held[holder]))
+        pages = data.draw(st.lists(st.sampled_from(of_others), unique=True)) if of_others else []
+        num_free = self.allocator.num_free
+        self.allocator.share(pages, holder)
+        assert self.allocator.num_free == num_free
+        self.held[holder] += pages
+
+    @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from([owner for owner in OWNERS if self.owned[owner]]))
-        pages = data.draw(st.lists(st.sampled_from(self.owned[owner]), unique=True))
-        self.allocator.free(pages, owner)
-        self.owned[owner] = [page for page in self.owned[owner] if page not in pages]
+        holder = data.draw(st.sampled_from([holder for holder in HOLDERS if self.held[holder]]))
+        pages = data.draw(st.lists(st.sampled_from(self.held[holder]), unique=True))
+        self.allocator.free(pages, holder)
+        self.held[holder] = [page for page in self.held[holder] if page not in pages]
 
-    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
-    def wrong_free_changes_nothing(self, data: st.DataObject, owner: str) -> None:
-        foreign = [page for page in range(-1, self.allocator.num_pages + 1) if page not in self.owned[owner]]
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def wrong_free_changes_nothing(self, data: st.DataObject, holder: str) -> None:
+        foreign = [page for page in range(-1, self.allocator.num_pages + 1) if page not in self.held[holder]]
         wrong = data.draw(st.sampled_from(foreign))
-        with pytest.raises(ValueError, match=rf"page {wrong} (does not exist|belongs to)"):
-            self.allocator.free([*self.owned[owner], wrong], owner)
+        with pytest.raises(ValueError, match=rf"page {wrong} (does not exist|is held by)"):
+            self.allocator.free([*self.held[holder], wrong], holder)
 
-    @precondition(lambda self: any(self.owned.values()))
-    @rule(data=st.data())
-    def naming_a_page_twice_changes_nothing(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from([owner for owner in OWNERS if self.owned[owner]]))
-        with pytest.raises(ValueError, match="twice"):
-            self.allocator.free([self.owned[owner][0]] * 2, owner)
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def wrong_share_changes_nothing(self, data: st.DataObject, holder: str) -> None:
+        held = {page for pages in self.held.values() for page in pages}
+        good = held - set(self.held[holder])
+        wrong = data.draw(st.sampled_from([page for page in range(-1, self.allocator.num_pages + 1) if page not in good]))
+        with pytest.raises(ValueError, match=rf"page {wrong} (does not exist|is free|is held by {holder} already)"):
+            self.allocator.share([*good, wrong], holder)
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule()
+    def naming_a_page_twice_changes_nothing(self) -> None:
+        holder = next(holder for holder in HOLDERS if self.held[holder])
+        with pytest.raises(ValueError, match="freed twice"):
+            self.allocator.free([self.held[holder][0]] * 2, holder)
+        with pytest.raises(ValueError, match="shared twice"):
+            self.allocator.share([self.held[holder][0]] * 2, "d")
 
     @invariant()
-    def one_owner_each(self) -> None:
-        owner_of = {page: owner for owner, pages in self.owned.items() for page in pages}
-        assert sum(map(len, self.owned.values())) == len(owner_of)
-        assert self.allocator.num_free + len(owner_of) == self.allocator.num_pages
+    def every_page_is_free_or_held(self) -> None:
+        held = {page for pages in self.held.values() for page in pages}
+        assert self.allocator.num_free + len(held) == self.allocator.num_pages
         for page in range(self.allocator.num_pages):
-            assert self.allocator.owner_of(page) == owner_of.get(page)
+            assert self.allocator.holders_of(page) == {holder for holder, pages in self.held.items() if page in pages}
             assert self.allocator.generation_of(page) == self.uses[page]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowrt.engine.routing import GroupLoad, choose_group
 
 
-def test_fewest_requests_then_fewest_tokens_then_the_first_named() -> None:
+def test_fewest_sequences_then_fewest_tokens_then_the_first_named() -> None:
     assert choose_group({"b": GroupLoad(), "a": GroupLoad()}) == "b"
     assert choose_group({"a": GroupLoad(2, 10), "b": GroupLoad(1, 900)}) == "b"
     assert choose_group({"a": GroupLoad(1, 30), "b": GroupLoad(1, 20), "c": GroupLoad(1, 20)}) == "b"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flowrt.actors.control import Ended, Request, Sampling, Token
-from flowrt.engine.batch import Batch
+from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
@@ -24,20 +24,41 @@ def next_token(prefix: Sequence[int], seed: int) -> int:
     return value % VOCABULARY
 
 
-def expected_output(request: Request, eos_token_ids: Sequence[int] = ()) -> list[int]:
-    """The request's whole output, computed alone."""
+def sampled_token(prefix: Sequence[int], spec: SampleSpec) -> int:
+    """Penalties: a token of the prefix that was in the output is stepped over."""
+    token_id = next_token(prefix, spec.sampling.seed + 1000 * spec.choice)
+    counts = spec.output_counts or {}
+    while token_id in spec.forbidden_token_ids or (token_id in counts and counts[token_id] > 1):
+        token_id = (token_id + 1) % VOCABULARY
+    return token_id
+
+
+def expected_output(request: Request, eos_token_ids: Sequence[int] = (), choice: int = 0) -> list[int]:
+    """The whole output of one choice, computed alone."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
+    ends = {*request.stop_token_ids, *(() if request.ignore_eos else eos_token_ids)}
     while len(output) < request.max_tokens:
-        output.append(next_token(tokens, request.sampling.seed))
+        counts = {token: output.count(token) for token in tokens} if request.sampling.has_penalties else None
+        forbidden = ends if len(output) < request.min_tokens else ()
+        output.append(sampled_token(tokens, SampleSpec(request.sampling, len(output), choice, counts, forbidden)))
         tokens.append(output[-1])
-        if output[-1] in request.stop_token_ids or (output[-1] in eos_token_ids and not request.ignore_eos):
+        if output[-1] in ends:
             break
     return output
 
 
-def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 5, seed: int = 0, attempt: int = 0, **more: object) -> Request:
-    return Request(id=name, attempt=attempt, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, sampling=Sampling(seed=seed), **more)  # type: ignore[arg-type]
+def request(
+    name: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 5,
+    seed: int = 0,
+    attempt: int = 0,
+    sampling: dict[str, float] | None = None,
+    **more: object,
+) -> Request:
+    drawn = Sampling(seed=seed, **(sampling or {}))  # type: ignore[arg-type]
+    return Request(id=name, attempt=attempt, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, sampling=drawn, **more)  # type: ignore[arg-type]
 
 
 class ToyGroup:
@@ -49,21 +70,22 @@ class ToyGroup:
         self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_tokens)
         self.running: dict[int, StartStep] = {}
         self.batches: list[tuple[int, Batch]] = []
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.first_index: dict[tuple[str, int], int] = {}
-        self.ends: dict[tuple[str, int], Ended] = {}
+        # By (request, attempt), or (request, attempt, choice) behind the first choice.
+        self.tokens: dict[tuple[str | int, ...], list[int]] = {}
+        self.first_index: dict[tuple[str | int, ...], int] = {}
+        self.ends: dict[tuple[str | int, ...], Ended] = {}
 
     def take(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Emit(Token(request_id, attempt, index, token_ids)):
-                    key = (request_id, attempt)
+                case Emit(Token(request_id, attempt, index, token_ids, choice)):
+                    key = (request_id, attempt, choice)[: 3 if choice else 2]
                     assert key not in self.ends, f"a token of {key} after its end"
                     first = self.first_index.setdefault(key, index)
                     assert index == first + len(self.tokens.setdefault(key, []))
                     self.tokens[key].extend(token_ids)
                 case End(ended):
-                    key = (ended.request_id, ended.attempt)
+                    key = (ended.request_id, ended.attempt, ended.choice)[: 3 if ended.choice else 2]
                     assert key not in self.ends, f"{key} ended twice"
                     self.ends[key] = ended
 
@@ -84,41 +106,42 @@ class ToyGroup:
         """What must hold at every moment, over the batches running now."""
         names = [name for step in self.running.values() for name in step.batch.sequence_names]
         assert len(names) == len(set(names)) <= self.limits.max_batch
-        pages: dict[int, str] = {}
+        writers: dict[int, str] = {}
+        readers: dict[int, set[str]] = {}
         for step in self.running.values():
             batch = step.batch
-            assert 0 < batch.num_rows <= self.limits.max_step_tokens
-            assert len(batch.positions) == len(batch.slots) == batch.num_rows == sum(batch.query_lengths)
-            row = 0
+            assert 0 < batch.num_rows == sum(batch.query_lengths) <= self.limits.max_step_tokens
             for name, num_rows, kv_length, table in zip(
                 batch.sequence_names, batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True
             ):
                 assert len(table) == -(-kv_length // self.limits.page_tokens)
-                for page in table:
-                    assert pages.setdefault(page, name) == name, f"page {page} is in two tables"
-                for position, slot in zip(batch.positions[row : row + num_rows], batch.slots[row : row + num_rows], strict=True):
-                    assert slot == table[position // self.limits.page_tokens] * self.limits.page_tokens + position % self.limits.page_tokens
-                row += num_rows
-                assert batch.positions[row - 1] == kv_length - 1
+                for at, page in enumerate(table):
+                    readers.setdefault(page, set()).add(name)
+                    if (at + 1) * self.limits.page_tokens > kv_length - num_rows:
+                        assert writers.setdefault(page, name) == name, f"page {page} is written to by two"
+        for page, writer in writers.items():
+            assert readers[page] == {writer}, f"page {page} is written to and read by others"
+        for names_of_page in readers.values():
+            assert len({tuple(name.split("/")[:2]) for name in names_of_page}) == 1, "pages are shared within an attempt only"
         statistics = self.engine.statistics()
         assert statistics.num_running <= self.limits.max_batch
 
     def compute(self, lane: int) -> list[int]:
         """Write the batch's rows into the page memory and read the prefixes of the sample rows back from it."""
         batch = self.running[lane].batch
-        for token_id, slot in zip(batch.token_ids, batch.slots, strict=True):
-            self.memory[slot] = token_id
+        page_tokens = self.limits.page_tokens
         sampled: list[int] = []
         samples = iter(zip(batch.sample_rows, batch.samples, strict=True))
         upcoming = next(samples, None)
         row = 0
         for num_rows, kv_length, table in zip(batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True):
+            for position, token_id in enumerate(batch.token_ids[row : row + num_rows], kv_length - num_rows):
+                self.memory[table[position // page_tokens] * page_tokens + position % page_tokens] = token_id
             row += num_rows
             if upcoming is not None and upcoming[0] == row - 1:
-                prefix = [self.memory[page * self.limits.page_tokens + at] for page in table for at in range(self.limits.page_tokens)]
-                prefix = prefix[:kv_length]
+                prefix = [self.memory[page * page_tokens + at] for page in table for at in range(page_tokens)][:kv_length]
                 assert None not in prefix
-                sampled.append(next_token([token for token in prefix if token is not None], upcoming[1].seed))
+                sampled.append(sampled_token([token for token in prefix if token is not None], upcoming[1]))
                 upcoming = next(samples, None)
         assert upcoming is None
         return sampled

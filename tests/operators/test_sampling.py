@@ -9,37 +9,107 @@ import pytest
 import torch
 
 from operators import sampling
-from operators.sampling import filtered_candidates, sample
+from operators.sampling import filtered_candidates, log_probabilities, penalized_logits, sample
+from operators.sampling_inputs import Draw, SamplingInputs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0, 1.5, -3.0, 0.25])
 
 
 def draw(
     logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, choice: int = 0, first: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """One token per row, the rows being consecutive tokens of one sequence."""
-    size = logits.shape[0]
-    return sample(
-        logits,
-        torch.full((size,), temperature),
-        torch.full((size,), top_k),
-        torch.full((size,), top_p),
-        torch.full((size,), seed),
-        torch.full((size,), choice),
-        torch.arange(first, first + size),
-    )
+    draws = [Draw(row, temperature, top_k, top_p, seed, choice, first + row) for row in range(len(logits))]
+    return sample(logits, SamplingInputs.from_draws(draws))
 
 
 def gumbel_noise(seed: torch.Tensor, choice: torch.Tensor, token_index: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return sampling.gumbel_noise(seed, choice, token_index, torch.arange(num_tokens).unsqueeze(0))
 
 
-def test_greedy_and_its_logprob() -> None:
-    logits = torch.stack((LOGITS, -LOGITS))
-    tokens, logprobs = draw(logits, temperature=0.0, top_k=3, top_p=0.5)
-    assert tokens.tolist() == [0, 6]
-    torch.testing.assert_close(logprobs, torch.stack((LOGITS.log_softmax(0)[0], (-LOGITS).log_softmax(0)[6])))
-    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
+def test_greedy_and_its_logprobs() -> None:
+    logits = torch.stack((LOGITS, -LOGITS, LOGITS))
+    inputs = SamplingInputs.from_draws(
+        [Draw(0, top_k=3, top_p=0.5, num_logprobs=2), Draw(1, num_logprobs=3, presence_penalty=2.0, output_counts={6: 1}), Draw(2)]
+    )
+    tokens = sample(logits, inputs)
+    assert tokens.tolist() == [0, 4, 0]
+    assert tokens.dtype == torch.int64
+    own, top_ids, top = log_probabilities(logits, tokens, inputs)
+    truth = logits.log_softmax(-1)
+    torch.testing.assert_close(own, torch.stack((truth[0, 0], truth[1, 4])))
+    assert top_ids.tolist() == [[0, 5, 1], [6, 4, 2]], "the likeliest of the raw logits, whatever penalties say"
+    torch.testing.assert_close(top, truth[:2].gather(1, top_ids))
+
+
+def test_logprobs_of_more_tokens_than_there_are() -> None:
+    inputs = SamplingInputs.from_draws([Draw(0, num_logprobs=20)])
+    _, top_ids, _ = log_probabilities(LOGITS.unsqueeze(0), torch.tensor([0]), inputs)
+    assert sorted(top_ids[0].tolist()) == list(range(8))
+
+
+def test_penalties_are_what_they_are_called() -> None:
+    """Repetition as transformers has it, over prompt and output; presence and frequency over the output, as OpenAI defines them."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 3
+    prompt, output = [3, 4, 4, 5, 6], [7, 4, 7, 7, 9, 3]
+    counts = {token: output.count(token) for token in prompt + output}
+    draws = [Draw(0), Draw(1, repetition_penalty=1.7, output_counts=counts)]
+    draws.append(Draw(2, presence_penalty=0.6, frequency_penalty=-0.4, output_counts=counts, forbidden_token_ids=(1, 7)))
+    before = logits.clone()
+    got = penalized_logits(logits, SamplingInputs.from_draws(draws))
+    assert torch.equal(logits, before)
+    assert torch.equal(got[0], logits[0])
+    assert torch.equal(got[1:2], RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits[1:2].clone()))
+    expected = logits[2].clone()
+    for token in set(output):
+        expected[token] -= 0.6 - 0.4 * output.count(token)
+    expected[[1, 7]] = float("-inf")
+    torch.testing.assert_close(got[2], expected)
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([[9.0, 8.0, 1.0, 0.0]]).repeat(200, 1)
+    for settings in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}):
+        draws = [Draw(row, token_index=row, forbidden_token_ids={0, 1}, **settings) for row in range(200)]
+        assert set(sample(logits, SamplingInputs.from_draws(draws)).tolist()) <= {2, 3}
+
+
+def test_rough_noise_rules_out_no_winner() -> None:
+    """Draws from all tokens are what exact noise on every token gives: flat and steep logits, two tokens and many, every temperature."""
+    generator = torch.Generator().manual_seed(5)
+    for num_tokens, scale, temperature in (
+        (2, 1.0, 1.0),
+        (2, 60.0, 3.0),
+        (7, 0.0, 1.0),
+        (4000, 3.0, 0.8),
+        (4000, 0.1, 1e-3),
+        (300, 5.0, 50.0),
+    ):
+        logits = torch.randn(500, num_tokens, generator=generator) * scale
+        numbers = torch.arange(500)
+        noise = gumbel_noise(numbers, numbers % 3, numbers * 7, num_tokens)
+        expected = (logits.double() / temperature + noise).argmax(dim=-1)
+        draws = [Draw(row, temperature, seed=row, choice=row % 3, token_index=7 * row) for row in range(500)]
+        assert torch.equal(sample(logits, SamplingInputs.from_draws(draws)), expected)
+
+
+def test_tiny_temperatures_are_greedy() -> None:
+    for dtype in (torch.float32, torch.float64):
+        for temperature in (1e-300, 1e-38, 1e-12):
+            assert draw(LOGITS.to(dtype).repeat(20, 1), temperature=temperature).tolist() == [0] * 20
+
+
+def test_inputs_travel_as_tensors() -> None:
+    inputs = SamplingInputs.from_draws([Draw(3, 0.5, seed=2**63 - 1, num_logprobs=2, output_counts={1: 0, 2: 3}, forbidden_token_ids={4})])
+    for sent, got in zip(inputs.to_tensors(), SamplingInputs.from_tensors(inputs.to_tensors()).to_tensors(), strict=True):
+        assert torch.equal(sent, got)
+    assert inputs.rows_S.tolist() == [3]
+    assert inputs.penalized_3N.tolist() == [[0, 0], [1, 2], [0, 3]]
+    assert inputs.forbidden_2M.tolist() == [[0], [4]]
+    none = SamplingInputs.from_draws([])
+    assert sample(torch.zeros(0, 5), none).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -56,16 +126,10 @@ def test_greedy_and_its_logprob() -> None:
 def test_chi_square(settings: dict[str, float], kept: list[int], vary: str) -> None:
     """40 000 draws, each with noise of its own, are spread as the filtered softmax is. Fixed seeds: the result is always the same."""
     size = 40_000
-    counter, zero = torch.arange(size) + 5, torch.zeros(size, dtype=torch.int64)
-    where = {"seed": zero + 12345, "choice": zero, "token_index": zero} | {vary: counter}
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
-    tokens, logprobs = sample(
-        LOGITS.expand(size, 8),
-        *(torch.full((size,), full[key]) for key in ("temperature", "top_k", "top_p")),
-        where["seed"],
-        where["choice"],
-        where["token_index"],
-    )
+    where = {"seed": 12345, "choice": 0, "token_index": 0}
+    draws = [Draw(row, **(full | where | {vary: row + 5})) for row in range(size)]  # type: ignore[arg-type]
+    tokens = sample(LOGITS.expand(size, 8), SamplingInputs.from_draws(draws))
     allowed = torch.tensor(list(kept))
     expected = (LOGITS[allowed] / full["temperature"]).softmax(0) * size
     counts = torch.bincount(tokens, minlength=8)
@@ -73,7 +137,6 @@ def test_chi_square(settings: dict[str, float], kept: list[int], vary: str) -> N
     statistic = float(((counts[allowed] - expected) ** 2 / expected).sum())
     freedom = len(allowed) - 1
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
-    torch.testing.assert_close(logprobs, LOGITS.log_softmax(0)[tokens])
 
 
 def test_neighbouring_noise_is_independent() -> None:
@@ -116,20 +179,20 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     size = 24
     logits = torch.randn(size, 300, generator=generator).mul(2).bfloat16().float()  # bfloat16: many ties
-    columns = (
-        torch.tensor([0.0, 0.7, 1.0, 1.5] * 6),
-        torch.tensor([0, 5, 0, 40, 300, 1] * 4),
-        torch.tensor([1.0, 0.9, 0.3] * 8),
-        torch.randint(-(2**62), 2**62, (size,), generator=generator),
-        torch.arange(size) % 3,
-        torch.randint(0, 500, (size,), generator=generator),
-    )
-    tokens, logprobs = sample(logits, *columns)
+    seeds = torch.randint(0, 2**62, (size,), generator=generator).tolist()
+    indices = torch.randint(0, 500, (size,), generator=generator).tolist()
+    draws = [
+        Draw(
+            row, (0.0, 0.7, 1.0, 1.5)[row % 4], (0, 5, 0, 40, 300, 1)[row % 6], (1.0, 0.9, 0.3)[row % 3], seeds[row], row % 3, indices[row]
+        )
+        for row in range(size)
+    ]
+    draws[5] = draws[5]._replace(frequency_penalty=1.0, output_counts={int(token): 2 for token in logits[5].topk(9).indices})
+    tokens = sample(logits, SamplingInputs.from_draws(draws))
     order = torch.randperm(size, generator=generator)
     for rows in (order, order[:7], *order[:, None]):
-        alone, alone_logprobs = sample(logits[rows], *(column[rows] for column in columns))
+        alone = sample(logits[rows], SamplingInputs.from_draws([draws[row] for row in rows.tolist()]))
         assert torch.equal(alone, tokens[rows])
-        torch.testing.assert_close(alone_logprobs, logprobs[rows])
 
 
 def test_filters_keep_ties_and_at_least_one_token() -> None:
@@ -179,6 +242,9 @@ def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 def test_cuda_draws_the_same_tokens() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3))
-    arguments = (torch.full((64,), 0.8), torch.full((64,), 50), torch.full((64,), 0.9), *(torch.arange(64) for _ in range(3)))
-    here, there = sample(logits, *arguments), sample(logits.cuda(), *(argument.cuda() for argument in arguments))
-    assert torch.equal(here[0], there[0].cpu())
+    draws = [Draw(row, 0.8, (50, 0)[row % 2], (0.9, 1.0)[row % 2], row, row, row, num_logprobs=3) for row in range(64)]
+    here, there = SamplingInputs.from_draws(draws), SamplingInputs.from_draws(draws, "cuda")
+    tokens = sample(logits, here)
+    assert torch.equal(tokens, sample(logits.cuda(), there).cpu())
+    for one, other in zip(log_probabilities(logits, tokens, here), log_probabilities(logits.cuda(), tokens.cuda(), there), strict=True):
+        torch.testing.assert_close(one, other.cpu())
