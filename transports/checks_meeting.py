@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-from transports.checks import MakePair, check_numbered, expect, expect_error, numbered, receive_all, send_all, within
+from transports.checks_basics import MakePair, check_numbered, expect, expect_error, numbered, receive_all, send_all, within
 from transports.contract import Channel, Identity, Limits, Listener
 from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, HandshakeError
 from transports.handshake import KEY_BYTES

@@ -11,7 +11,7 @@ import asyncio
 import sys
 
 from transports.address import parse_address
-from transports.checks import numbered
+from transports.checks_basics import numbered
 from transports.checks_meeting import KEY, SMALL, THERE
 from transports.errors import EndOfChannel
 from transports.registry import get_transport

@@ -50,7 +50,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Tensor(msgspec.Struct, frozen=True, gc=False):
     """A spec and the buffer that holds exactly spec.nbytes bytes.
 
-    `data` is any object with the buffer protocol, C-contiguous. A received buffer may alias the transport's memory, for
+    `data` is any object with the buffer protocol, C-contiguous (over a transport that stays within a process, which passes
+    messages by reference, it may be whatever both ends know how to read). A received buffer may alias the transport's memory, for
     as long as anything still refers to `data` (contract.py).
     """
 

@@ -1,7 +1,7 @@
 """Shared memory between two processes of one host ("shm").
 
 Here: the channel that sleeps and wakes around the two rings, and how the memory gets to the other process. Not here: the rings and
-their protocol (ring.py), the atomic words (_words.c), meeting and authentication (rendezvous.py).
+their protocol (ring.py, ring_writer.py, ring_reader.py), the atomic words (_words.c), meeting and authentication (rendezvous.py).
 
 The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
 name, so there is nothing to leave behind or to squat on; its pages are allocated before anyone touches them, so that a full machine
@@ -26,7 +26,9 @@ from transports.errors import UnavailableError
 from transports.handshake import check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
-from transports.ring import RELEASED, WRITER_SLEEPS, Layout, RingReader, RingWriter
+from transports.ring import RELEASED, WRITER_SLEEPS, Layout
+from transports.ring_reader import RingReader
+from transports.ring_writer import RingWriter
 
 try:
     from transports._words import Ledger, Memory

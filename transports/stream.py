@@ -23,11 +23,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Self
 
-from transports.codec import Envelope, Part, WireError, assemble, decode_envelope, encode, is_repeat
+from transports.codec import Envelope, Part, WireError, decode_envelope, encode, is_repeat
 from transports.contract import LINGER_SECONDS, Identity, Limits
-from transports.endpoint import Endpoint
 from transports.message import Message
-from transports.window import ReceiveWindow, SendWindow
+from transports.windowed import WindowedEndpoint
 
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
@@ -36,7 +35,7 @@ _SCRATCH_BYTES = 1 << 16
 _READ_BYTES_AT_ONCE = 1 << 20  # then the loop turns, and calls again
 
 
-class StreamChannel(Endpoint):
+class StreamChannel(WindowedEndpoint):
     """One end of a socket pair, or of any connected stream socket. Make it with `from_socket`."""
 
     scheme: ClassVar[str] = "pipe"
@@ -48,11 +47,6 @@ class StreamChannel(Endpoint):
         self._fd = sock.fileno()
         self._outbox: deque[memoryview] = deque()  # what the kernel would not take yet; bounded by the window
         self._flushed: asyncio.Future[None] | None = None
-        self._sending = SendWindow(limits)
-        self._asked_for_room = False
-        self._inbox: deque[tuple[Message, int]] = deque()
-        self._receiving = ReceiveWindow(limits)
-        self._expected = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._scratch_start = self._scratch_end = 0
         self._target = memoryview(bytearray(_FRAME.size))
@@ -76,17 +70,15 @@ class StreamChannel(Endpoint):
         size = sum(map(len, parts)) - len(parts[0])
         if not self._sending.fits(size):
             return False
-        self._sending.add(size)
-        self._counters.messages_sent += 1
-        self._counters.bytes_sent += size
+        self._count_sent(size)
         self._write([_FRAME.pack(_MESSAGE_KIND, len(parts[0])), *parts])
         return True
 
-    def _expect_room(self) -> bool:
-        if not self._asked_for_room:
-            self._asked_for_room = True
-            self._write([_FRAME.pack(_WAITING_KIND, 0)])
-        return False
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write([_FRAME.pack(_TAKEN_KIND, _TAKEN.size), _TAKEN.pack(messages, payload_bytes)])
+
+    def _say_waiting(self) -> None:
+        self._write([_FRAME.pack(_WAITING_KIND, 0)])
 
     def _write(self, parts: list[Part]) -> None:
         """Give `parts` to the kernel, keep a copy of what it does not take. A dead peer is noticed by reading, not here."""
@@ -125,20 +117,6 @@ class StreamChannel(Endpoint):
             self._flushed.set_result(None)
 
     # Receiving.
-
-    def _take(self) -> Message | None:
-        if not self._inbox:
-            return None
-        message, size = self._inbox.popleft()
-        if self._receiving.took(size):
-            self._tell_taken()
-        self._counters.messages_received += 1
-        self._counters.bytes_received += size
-        return message
-
-    def _tell_taken(self) -> None:
-        if not self._ended and self._broken is None:
-            self._write([_FRAME.pack(_TAKEN_KIND, _TAKEN.size), _TAKEN.pack(*self._receiving.told())])
 
     def _on_readable(self) -> None:
         budget = _READ_BYTES_AT_ONCE
@@ -200,9 +178,7 @@ class StreamChannel(Endpoint):
         elif kind == _TAKEN_KIND and length == _TAKEN.size:
             self._expect(bytearray(length), self._read_taken)
         elif kind == _WAITING_KIND and not length:
-            self._receiving.sender_waits = True
-            if self._receiving.taken_messages > self._receiving.told_messages:
-                self._tell_taken()
+            self._hear_waiting()
             self._expect(self._frame_buffer, self._read_frame)
         elif kind == _CLOSE_KIND and not length:
             self._stop_reading()
@@ -211,9 +187,7 @@ class StreamChannel(Endpoint):
             raise WireError(f"a frame of kind {kind} and {length} bytes")
 
     def _read_taken(self) -> None:
-        self._sending.update(*_TAKEN.unpack(self._target))
-        self._asked_for_room = False
-        self._wake_sender()
+        self._hear_taken(*_TAKEN.unpack(self._target))
         self._expect(self._frame_buffer, self._read_frame)
 
     def _read_envelope(self) -> None:
@@ -233,12 +207,7 @@ class StreamChannel(Endpoint):
         assert envelope is not None
         self._envelope, self._buffers = None, []
         self._expect(self._frame_buffer, self._read_frame)
-        if is_repeat(envelope.sequence, self._expected):
-            self._counters.messages_dropped += 1
-            return
-        self._expected += 1
-        self._inbox.append((assemble(envelope, buffers), sum(map(len, buffers))))
-        self._wake_receiver()
+        self._deliver(envelope, buffers, sum(map(len, buffers)))
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)

@@ -1,8 +1,8 @@
 """ZeroMQ between two processes ("zmq").
 
-Here: the channel over one PAIR socket, and its transport. Not here: meeting and authentication (rendezvous.py), flow control
-(window.py). The data goes over an abstract ipc endpoint where both sides are on one Linux host, because that is ZeroMQ's fastest way
-there and leaves no file behind; over TCP on 127.0.0.1 where the address says so. Other hosts need encryption first: refused.
+Here: the channel over one PAIR socket, its transport, and libzmq's context. Not here: meeting and authentication (rendezvous.py), flow
+control (windowed.py). The data goes over an abstract ipc endpoint where both sides are on one Linux host, because that is ZeroMQ's
+fastest way there and leaves no file behind; over TCP on 127.0.0.1 where the address says so. Other hosts need encryption first: refused.
 
 The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
 a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other. The first
@@ -25,18 +25,17 @@ import socket
 import struct
 import sys
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from transports.address import expect_scheme
-from transports.codec import Part, WireError, assemble, decode_envelope, encode, is_repeat
+from transports.codec import Part, WireError, decode_envelope, encode, is_repeat
 from transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from transports.endpoint import Endpoint
 from transports.errors import HandshakeError, UnavailableError
 from transports.handshake import check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
-from transports.window import ReceiveWindow, SendWindow
+from transports.windowed import WindowedEndpoint
 
 try:
     import zmq
@@ -44,9 +43,6 @@ except ImportError as error:
     _missing: str | None = str(error)
 else:
     _missing = None
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 INLINE_BYTES = 8192
 DEATH_SECONDS = 0.5  # after the line's end-of-file, how long libzmq may take to hand over what the peer had sent
@@ -58,7 +54,7 @@ _MESSAGES_AT_ONCE = 64  # read, then the loop turns
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
-class _SharedContext:
+class SharedContext:
     """libzmq's context and I/O thread: one per process, alive while any socket of ours is."""
 
     def __init__(self) -> None:
@@ -92,10 +88,10 @@ class _SharedContext:
             context.term()
 
 
-_shared = _SharedContext()
+shared_context = SharedContext()
 
 
-class ZeroMQChannel(Endpoint):
+class ZeroMQChannel(WindowedEndpoint):
     """One end: a PAIR socket, its monitor, and the line of the meeting."""
 
     scheme: ClassVar[str] = "zmq"
@@ -105,11 +101,6 @@ class ZeroMQChannel(Endpoint):
         self._side = side
         self._pair = pair
         self._monitor = monitor
-        self._sending = SendWindow(meeting.limits)
-        self._asked_for_room = False
-        self._inbox: deque[tuple[Message, int]] = deque()
-        self._receiving = ReceiveWindow(meeting.limits)
-        self._expected = 0
         self._frames: list[zmq.Frame] = []
         self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
         self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
@@ -139,9 +130,7 @@ class ZeroMQChannel(Endpoint):
         size = sum(map(len, parts)) - len(parts[0])
         if not self._sending.fits(size):
             return False
-        self._sending.add(size)
-        self._counters.messages_sent += 1
-        self._counters.bytes_sent += size
+        self._count_sent(size)
         head = _FRAME.pack(_MESSAGE_KIND, len(parts[0]))
         if size <= INLINE_BYTES:
             self._send_frames([b"".join((head, *parts))])
@@ -164,27 +153,13 @@ class ZeroMQChannel(Endpoint):
     def _write(self, kind: int, body: bytes = b"") -> None:
         self._send_frames([_FRAME.pack(kind, 0) + body])
 
-    def _expect_room(self) -> bool:
-        if not self._asked_for_room:
-            self._asked_for_room = True
-            self._write(_WAITING_KIND)
-        return False
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
+
+    def _say_waiting(self) -> None:
+        self._write(_WAITING_KIND)
 
     # Receiving.
-
-    def _take(self) -> Message | None:
-        if not self._inbox:
-            return None
-        message, size = self._inbox.popleft()
-        if self._receiving.took(size):
-            self._tell_taken()
-        self._counters.messages_received += 1
-        self._counters.bytes_received += size
-        return message
-
-    def _tell_taken(self) -> None:
-        if not self._ended and self._broken is None:
-            self._write(_TAKEN_KIND, _TAKEN.pack(*self._receiving.told()))
 
     def _read_soon(self) -> None:
         """Look at the socket in the loop's next turn. Its descriptor tells of changes only, and any call on it may eat one."""
@@ -228,13 +203,9 @@ class ZeroMQChannel(Endpoint):
         elif kind == _MESSAGE_KIND:
             self._read_data(body, envelope_bytes, frames)
         elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
-            self._sending.update(*_TAKEN.unpack_from(body, _FRAME.size))
-            self._asked_for_room = False
-            self._wake_sender()
+            self._hear_taken(*_TAKEN.unpack_from(body, _FRAME.size))
         elif kind == _WAITING_KIND:
-            self._receiving.sender_waits = True
-            if self._receiving.taken_messages > self._receiving.told_messages:
-                self._tell_taken()
+            self._hear_waiting()
         elif kind == _CLOSE_KIND:
             self._write(_CLOSED_KIND)
             self._end()
@@ -265,14 +236,9 @@ class ZeroMQChannel(Endpoint):
             if len(body) != end or sizes != [len(frame) for frame in frames[1:]]:
                 raise WireError(f"tensors of {sizes[:16]} bytes were announced, other sizes came")
             buffers = [self._alias(frame, size) for frame, size in zip(frames[1:], sizes, strict=True)]
-        if is_repeat(envelope.sequence, self._expected):
-            self._counters.messages_dropped += 1
-            return
-        self._expected += 1
-        self._receiving.arrived(payload_bytes)
-        if not self._closed:
-            self._inbox.append((assemble(envelope, buffers), payload_bytes))
-            self._wake_receiver()
+        if not is_repeat(envelope.sequence, self._expected):
+            self._receiving.arrived(payload_bytes)
+        self._deliver(envelope, buffers, payload_bytes)
 
     def _alias(self, frame: zmq.Frame, size: int) -> object:
         if size <= INLINE_BYTES:  # small ones lie at odd addresses in libzmq's read buffer and would keep all of it
@@ -340,7 +306,7 @@ class ZeroMQChannel(Endpoint):
             self._lifeline.close()
             self._frames.clear()
             self._pair.disable_monitor()
-            _shared.close([self._pair, self._monitor])
+            shared_context.close([self._pair, self._monitor])
 
 
 class ZeroMQTransport(Transport):
@@ -367,14 +333,14 @@ class ZeroMQTransport(Transport):
         sockets: list[zmq.Socket[Any]] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            sockets.extend(_pair_and_monitor(agreed))
-            return _bind(sockets[0], over_tcp).encode(), []
+            sockets.extend(pair_and_monitor(agreed))
+            return bind(sockets[0], over_tcp).encode(), []
 
         try:
             meeting = await meet(self.scheme, name, limits, key, identity, bring)
         except BaseException as error:
             if sockets:
-                _shared.close(sockets)
+                shared_context.close(sockets)
             if isinstance(error, zmq.ZMQError):
                 raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
             raise
@@ -393,21 +359,21 @@ def _accepted(meeting: Meeting) -> Channel:
     over_tcp = meeting.line.family == socket.AF_INET
     if not _ENDPOINT.fullmatch(endpoint) or endpoint.startswith("tcp") != over_tcp:
         raise WireError(f"{endpoint!r} is no endpoint of this host")
-    pair, monitor = _pair_and_monitor(meeting.limits)
+    pair, monitor = pair_and_monitor(meeting.limits)
     try:
         pair.connect(endpoint)
         return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
     except zmq.ZMQError as error:
-        _shared.close([pair, monitor])
+        shared_context.close([pair, monitor])
         raise WireError(str(error)) from error
 
 
-def _pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
-    pair = _shared.socket(limits)
+def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
+    pair = shared_context.socket(limits)
     return pair, pair.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
 
 
-def _bind(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
+def bind(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
     """Bind to an endpoint that only the peer will know; returns it."""
     if over_tcp:
         pair.bind("tcp://127.0.0.1:*")

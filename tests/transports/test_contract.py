@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from transports import checks, checks_meeting
-from transports.checks import Check, MakePair
+from transports.checks import Check
+from transports.checks_basics import MakePair
 from transports.checks_meeting import TransportCheck
 from transports.contract import Channel, Identity, Limits
 from transports.registry import unavailable_reason

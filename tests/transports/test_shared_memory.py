@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transports import shared_memory
-from transports.checks import check_numbered, numbered, opened, receive_all, send_all
+from transports.checks_basics import check_numbered, numbered, opened, receive_all, send_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
 from transports.codec import WireError
 from transports.contract import ChannelStatistics, Limits
@@ -26,7 +26,9 @@ from transports.handshake import Handshake
 from transports.message import Message, Tensor, TensorSpec
 from transports.registry import get_transport, unavailable_reason
 from transports.rendezvous import socket_address
-from transports.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout, RingReader, RingWriter
+from transports.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
+from transports.ring_reader import RingReader
+from transports.ring_writer import RingWriter
 from transports.shared_memory import SharedMemoryChannel, sealed_memory
 
 if unavailable_reason("shm") is not None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports.checks import check_numbered, numbered, receive_all, send_all
+from transports.checks_basics import check_numbered, numbered, receive_all, send_all
 from transports.codec import encode
 from transports.contract import Identity, Limits
 from transports.errors import BrokenChannelError, EndOfChannel, TransportError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transports import zeromq
-from transports.checks import check_numbered, numbered, opened, receive_all
+from transports.checks_basics import check_numbered, numbered, opened, receive_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
 from transports.contract import Limits
 from transports.errors import AddressError, BrokenChannelError, TransportError
@@ -45,8 +45,8 @@ async def test_large_tensors_alias_the_received_frame(loop_kind: str) -> None:
 
 async def test_the_context_goes_with_the_last_channel() -> None:
     async with opened(pair_maker("zmq")):
-        assert zeromq._shared._context is not None
-    assert zeromq._shared._context is None
+        assert zeromq.shared_context._context is not None
+    assert zeromq.shared_context._context is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PAIR)
     stranger.set(zmq.LINGER, 0)
-    bind = zeromq._bind
+    bind = zeromq.bind
 
     def bind_and_let_in(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
         endpoint = bind(pair, over_tcp)
@@ -90,7 +90,7 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
         time.sleep(0.05)
         return endpoint
 
-    monkeypatch.setattr(zeromq, "_bind", bind_and_let_in)
+    monkeypatch.setattr(zeromq, "bind", bind_and_let_in)
     try:
         async with await get_transport("zmq").listen("zmq://", SMALL, KEY, HERE) as listener, asyncio.timeout(10):
             with pytest.raises(TransportError):
