@@ -9,13 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrt.api import Completion, RunningGraph, generate
+    from flowrt.api import Choice, Completion, RunningGraph, generate
     from flowrt.api import open_graph as open
-    from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+    from flowrt.cluster.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
     from flowrt.errors import GraphError, UserError, WorkerDiedError
 
 __version__ = "0.1.0"
 __all__ = [
+    "Choice",
+    "ChoiceEvent",
     "Completion",
     "EndEvent",
     "GraphError",
@@ -29,10 +31,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Choice": "api:Choice",
     "Completion": "api:Completion",
     "RunningGraph": "api:RunningGraph",
     "generate": "api:generate",
     "open": "api:open_graph",
+    "ChoiceEvent": "cluster.gateway:ChoiceEvent",
     "EndEvent": "cluster.gateway:EndEvent",
     "Parameters": "cluster.gateway:Parameters",
     "TokenEvent": "cluster.gateway:TokenEvent",
