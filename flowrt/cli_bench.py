@@ -26,3 +26,18 @@ def hop(
     from flowrt.bench.commands import hop as measure
 
     measure(pairs, json, within)
+
+
+@bench_app.command
+def start(
+    graph: Annotated[Path, Parameter(help="A graph file with prompts of its own.")],
+    /,
+    *,
+    runs: Annotated[int, Parameter(help="Runs that are counted; one more goes before.")] = 10,
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """From `flowrt run` to its first token, with the files it reads in memory already, and where the time goes."""
+    from flowrt.bench.commands import start as measure
+
+    measure(graph, runs, json, model)

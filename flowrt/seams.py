@@ -9,7 +9,6 @@ takes time, random numbers, ids, computing and transports from a Seams object gi
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import secrets
 import time
@@ -71,8 +70,7 @@ class Compute(Protocol):
 
 
 class RealClock:
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def wall(self) -> float:
         return time.time()
@@ -99,10 +97,14 @@ class ThreadCompute:
         return self._label is None and self._expected_seconds.get(label, 1.0) < INLINE_SECONDS
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        self._begin(label, 60.0)
+        if self._label is not None:
+            raise RuntimeError(f"{label} while {self._label} runs: a worker computes one call at a time")
+        self._bound_seconds, self._label = 60.0, label
+        start = self._since_seconds = time.monotonic()
         try:
-            return self._timed(label, call)
+            return call()
         finally:
+            self._learn(label, time.monotonic() - start)
             self._label = None
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
@@ -134,13 +136,15 @@ class ThreadCompute:
         try:
             return call()
         finally:
-            seconds = time.monotonic() - start
-            expected = self._expected_seconds.get(label, seconds)
-            if seconds > expected:
-                expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
-            else:
-                expected += _WEIGHT_OF_SHORTER * (seconds - expected)
-            self._expected_seconds[label] = expected
+            self._learn(label, time.monotonic() - start)
+
+    def _learn(self, label: str, seconds: float) -> None:
+        expected = self._expected_seconds.get(label, seconds)
+        if seconds > expected:
+            expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
+        else:
+            expected += _WEIGHT_OF_SHORTER * (seconds - expected)
+        self._expected_seconds[label] = expected
 
 
 def resident_bytes() -> int:

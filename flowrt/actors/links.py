@@ -35,7 +35,9 @@ class Link:
     `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
     """
 
-    def __init__(self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None
+    ) -> None:
         self._channel = channel
         self._on_message = on_message
         self._on_pause = on_pause or _nothing
@@ -201,7 +203,9 @@ class Links:
                 await channel.aclose()
                 continue
             missing.discard(peer.name)
-            self._links[peer.name, scheme] = Link(channel, self._plans[peer.name, scheme].capacity_messages, self._on_message, self._on_pause)
+            self._links[peer.name, scheme] = Link(
+                channel, self._plans[peer.name, scheme].capacity_messages, self._on_message, self._on_pause
+            )
 
 
 def _nothing() -> None:

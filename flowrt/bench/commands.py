@@ -9,10 +9,12 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from rich.console import Console
 
 from flowrt.bench import hop as hop_benchmark
+from flowrt.bench import start as start_benchmark
 from flowrt.bench.peers import new_event_loop
 from flowrt.bench.report import Figure, Machine, Report, print_report, write_report
 
@@ -20,6 +22,13 @@ from flowrt.bench.report import Figure, Machine, Report, print_report, write_rep
 def hop(num_pairs: int, json: str | None, within_only: bool = False) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing here is computed; no pool of threads should stand by
     _measure_and_tell("hop", hop_benchmark.measure(num_pairs, between=not within_only), json)
+
+
+def start(graph: Path, num_runs: int, json: str | None, model: Path | None = None) -> None:
+    machine = Machine.here()
+    figures, starts = start_benchmark.measure(graph, num_runs, model)
+    details = {"graph": graph.name, "runs": [{"total_seconds": each.total_seconds, **each.part_seconds} for each in starts]}
+    tell(Report("start", machine.afterwards(), figures, details=details), json)
 
 
 def _measure_and_tell(name: str, results: AsyncIterator[Figure | str], json: str | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from flowrt.api import RunningGraph, open_graph
@@ -20,11 +21,10 @@ from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, LayerSet, No
 from transports.registry import unavailable_reason
 
 ECHO = "flowrt.bench.operators:echo"
-IN_PROCESS_TARGET = Target(1.5)  # DESIGN section 8: hop between two operators in one process, to an asyncio.Queue echo
+ECHO_TARGET = Target(1.5)  # a hop, to an asyncio.Queue echo: there and back, 6 to 8 us
 TRANSPORTS = ("shm", "zmq")
 SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
-# From issue to issue there will be more; none is stated for sizes in between.
-SHM_64_B_TARGET = Target(0.33)
+SHM_64_B_TARGET = Target(0.33)  # a round trip, to pyzmq's asyncio sockets over ipc
 NUM_LAYERS = 50  # rounds a tensor makes for each time that it comes in and goes out
 NUM_FUSED = 64
 BLOCK_SECONDS = 0.05  # of one measurement: long beside a wake-up, short beside the drift of a machine's load
@@ -66,10 +66,12 @@ def chain(num_nodes: int = NUM_FUSED, num_layers: int = NUM_LAYERS) -> Ring:
         *(_echo_node(name, "worker") for name in names),
     ]
     again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
-    ends = [(INPUT, "x", names[0], "x", {}), *((a, "y", b, "x", {}) for a, b in zip(names, names[1:], strict=False))]
-    ends += [(names[-1], "y", names[0], "x", {"layers": again, "tag": TagStep("next_layer")})]
-    ends += [(names[-1], "y", OUTPUT, "y", {"layers": last})]
-    edges = [Edge(number, *end[:4], credits=8, **end[4]) for number, end in enumerate(ends)]  # type: ignore[arg-type]
+    ends = [(INPUT, "x", names[0], "x"), *((a, "y", b, "x") for a, b in pairwise(names))]
+    edges = [Edge(number, *end, credits=8) for number, end in enumerate(ends)]
+    edges += [
+        Edge(len(edges), names[-1], "y", names[0], "x", credits=8, layers=again, tag=TagStep("next_layer")),
+        Edge(len(edges) + 1, names[-1], "y", OUTPUT, "y", credits=8, layers=last),
+    ]
     return Ring(Graph({node.name: node for node in nodes}, edges, processes="one"), num_nodes * num_layers + 1)
 
 
@@ -92,18 +94,18 @@ async def measure(num_pairs: int, between: bool = True) -> AsyncIterator[Figure 
 async def within_a_process(num_pairs: int) -> AsyncIterator[Figure]:
     """Between workers that share a process, and between operators fused in one worker; the echo's tasks run in the same loop."""
     cases = (
-        ("hop, two workers of one process", ring("one"), IN_PROCESS_TARGET),
-        ("hop, two operators fused in one worker", chain(), IN_PROCESS_TARGET),
+        ("hop, two workers of one process", ring("one"), ECHO_TARGET),
+        ("hop, two operators fused in one worker", chain(), ECHO_TARGET),
     )
     for name, made, target in cases:
         async with open_graph(made.graph) as graph:
             ours = _calls(graph, made, _payload(64))
 
             async def theirs() -> float:
-                return 1e6 * await queue_echo_seconds(max(1, int(BLOCK_SECONDS / 10e-6)), object())
+                return 1e6 * await queue_echo_seconds(max(1, int(BLOCK_SECONDS / 7e-6)), object())
 
             values = await take_turns((ours, theirs), num_pairs)
-        yield Figure.paired(name, "us", values[0], "asyncio.Queue", values[1], target)
+        yield Figure.paired(name, "us", values[0], "asyncio.Queue echo", values[1], target)
 
 
 async def between_processes(transport: str, peer: ZeroMQEcho, num_pairs: int) -> AsyncIterator[Figure]:
@@ -151,8 +153,7 @@ def _echoes(peer: ZeroMQEcho, payload: Any) -> Callable[[], Awaitable[float]]:
 
 
 def _echo_node(name: str, process: str) -> Node:
-    ports = {"inputs": {"x": PortSpec("x", (_SPEC,))}, "outputs": {"y": PortSpec("y", (_SPEC,))}}
-    return Node(name, ECHO, process, **ports)
+    return Node(name, ECHO, process, {"x": PortSpec("x", (_SPEC,))}, {"y": PortSpec("y", (_SPEC,))})
 
 
 def _payload(size: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 
 async def queue_echo_seconds(num_rounds: int, item: object) -> float:
-    """Seconds of one hop, half a round trip, between two tasks over two queues."""
+    """Seconds of one echo, there and back, between two tasks over two queues: two wake-ups."""
     there: asyncio.Queue[object] = asyncio.Queue()
     back: asyncio.Queue[object] = asyncio.Queue()
 
@@ -32,7 +32,7 @@ async def queue_echo_seconds(num_rounds: int, item: object) -> float:
             await there.put(item)
             await back.get()
         seconds = time.perf_counter() - start
-    return seconds / num_rounds / 2
+    return seconds / num_rounds
 
 
 class ZeroMQEcho:
@@ -50,7 +50,7 @@ class ZeroMQEcho:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind(address)
-        self._child = subprocess.Popen([sys.executable, "-m", "flowrt.bench.peers", address], stdin=subprocess.PIPE)
+        self._child = _start_child(address)
         await self.round_trip_seconds(1, b"x")
         return self
 
@@ -72,6 +72,10 @@ class ZeroMQEcho:
             await socket.send(payload, copy=False)
             await socket.recv(copy=False)
         return (time.perf_counter() - start) / num_rounds
+
+
+def _start_child(address: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "flowrt.bench.peers", address], stdin=subprocess.PIPE)
 
 
 async def _answer(address: str) -> None:

@@ -109,7 +109,9 @@ class Machine:
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return f"{self.cores} cores of {self.cpu}, {self.system}; load {self.load_before:.1f} before, {self.load_after:.1f} after; {versions}"
+        return (
+            f"{self.cores} cores of {self.cpu}, {self.system}; load {self.load_before:.1f} before, {self.load_after:.1f} after; {versions}"
+        )
 
 
 @dataclass(frozen=True)

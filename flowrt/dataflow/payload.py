@@ -1,11 +1,12 @@
 """Payload: the torch side of a message, and the way to and from a transport's buffers.
 
-Here: Payload, `to_message`, `from_message`. Not here: what the bytes look like on a wire (transports/codec.py), whether a
+Here: Payload, `to_message`, `by_reference`, `from_message`. Not here: what the bytes look like on a wire (transports/codec.py), whether a
 payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a process.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -18,11 +19,7 @@ H = TypeVar("H", bound=msgspec.Struct)
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # Those that numpy has too, less the complex ones, whose tensors may be conjugated lazily.
-_NUMPY_TYPES = {
-    dtype: np.dtype(name)
-    for name, dtype in _TORCH_DTYPES.items()
-    if name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and not dtype.is_complex
-}
+_NUMPY_TYPES = DTYPE_BYTES.keys() - {"bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -43,12 +40,17 @@ class Payload(msgspec.Struct, gc=False):
 
 def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Message:
     """The payload's own bytes only: a view is made contiguous, a tensor on another device is brought to the host."""
-    return Message(kind, tag, edge, payload.header, tuple(_to_buffer(tensor) for tensor in payload.tensors))
+    return Message(kind, tag, edge, payload.header, tuple(map(_to_buffer, payload.tensors)))
+
+
+def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
+    """As `to_message`, for a transport that stays in this process: the tensors themselves, wherever they lie."""
+    return Message("data", tag, edge, payload.header, tuple([Tensor(_spec(each.dtype, each.shape), each) for each in payload.tensors]))
 
 
 def from_message(message: Message, device: torch.device | None = None) -> Payload:
     """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` is another one."""
-    tensors = tuple(_from_buffer(tensor) for tensor in message.tensors)
+    tensors = tuple(map(_from_buffer, message.tensors))
     if device is not None and device.type != "cpu":
         tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
     header = message.header
@@ -57,18 +59,26 @@ def from_message(message: Message, device: torch.device | None = None) -> Payloa
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Raises TypeError for a dtype that no transport carries."""
-    name = _NAMES.get(tensor.dtype)
+    return _spec(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=1024)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    name = _NAMES.get(dtype)
     if name is None:
-        raise TypeError(f"a tensor of {tensor.dtype} cannot travel; possible are {', '.join(DTYPE_BYTES)}")
-    return TensorSpec(name, tuple(tensor.shape))
+        raise TypeError(f"a tensor of {dtype} cannot travel; possible are {', '.join(DTYPE_BYTES)}")
+    return TensorSpec(name, tuple(shape))
 
 
 def _to_buffer(tensor: torch.Tensor) -> Tensor:
-    spec = spec_of(tensor)
+    spec = _spec(tensor.dtype, tensor.shape)
+    if spec.dtype in _NUMPY_TYPES and tensor.layout is torch.strided and tensor.is_contiguous():
+        try:
+            return Tensor(spec, tensor.numpy())  # the usual case: one call instead of eight
+        except (RuntimeError, TypeError):  # on another device, part of autograd, or lazily negated
+            pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel; make it dense first")
-    if tensor.dtype in _NUMPY_TYPES and tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg()):
-        return Tensor(spec, tensor.numpy() if tensor.numel() else b"")  # the usual case: one call instead of eight
     if tensor.numel() == 0:
         return Tensor(spec, b"")
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -76,10 +86,10 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
 
 
 def _from_buffer(tensor: Tensor) -> torch.Tensor:
-    dtype, shape = _TORCH_DTYPES[tensor.spec.dtype], tensor.spec.shape
-    data = tensor.data
-    if type(data) is np.ndarray and data.shape == shape and data.flags.writeable and data.dtype == _NUMPY_TYPES.get(dtype):
-        return torch.from_numpy(data)  # passed on within this process
+    spec, data = tensor.spec, tensor.data
+    dtype, shape = _TORCH_DTYPES[spec.dtype], spec.shape
+    if isinstance(data, torch.Tensor):
+        return data  # passed by reference
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     array = np.frombuffer(data, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer will do

@@ -51,33 +51,44 @@ class Region:
         self._table = table
         self._fused = fused
         self._out: dict[tuple[str, str], list[Edge]] = {}
+        self._gathers = {edge.id for edge in graph.edges if edge.target in fused and table.gathers(edge)}
         self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
         names = {node.name for node in graph.nodes_of(process)}
         for edge in graph.edges:
             if edge.source in names:
                 self._out.setdefault((edge.source, edge.source_port), []).append(edge)
-        self._batches = {node.name for node in graph.nodes_of(process) if node.batches}
 
     def run(self, firings: Sequence[Firing]) -> list[Output]:
         """Fire them (all of one node, more than one only if it `batches`), and what is fused behind. Raises OperatorError."""
+        fused, functions, route = self._fused, self._functions, self.route
         leaving: list[Output] = []
-        queue: deque[Sequence[Firing]] = deque((firings,))
-        fused = self._fused
+        waiting: deque[Sequence[Firing]] = deque()
         with _InferenceMode(True):
-            while queue:
-                batch = queue.popleft()
-                for firing, outputs in zip(batch, self._call(batch[0].node, batch), strict=True):
-                    for output in self.route(firing, outputs):
-                        if output.edge.target not in fused:
+            while True:
+                node = firings[0].node
+                try:
+                    answers = functions[node](firings)
+                except OperatorError:
+                    raise
+                except Exception as error:
+                    raise _failed(firings[0], error) from error
+                if len(answers) != len(firings):
+                    raise OperatorError(f"{node} was given {len(firings)} tags and answered {len(answers)}")
+                for firing, outputs in zip(firings, answers, strict=True):
+                    for output in route(firing, outputs):
+                        if not fused or output.edge.target not in fused:
                             leaving.append(output)
                         elif (next_firing := self.arrive(output)) is not None:
-                            queue.append((next_firing,))
-        return leaving
+                            waiting.append((next_firing,))
+                if not waiting:
+                    return leaving
+                firings = waiting.popleft()
 
     def arrive(self, output: Output) -> Firing | None:
         """Match a message for a fused node of this process."""
-        part = part_of(output.payload) if self._table.gathers(output.edge) else None
-        return self._table.arrive(output.edge, output.tag, output.payload, part).firing
+        edge, payload = output.edge, output.payload
+        part = part_of(payload) if edge.id in self._gathers else None
+        return self._table.arrive(edge, output.tag, payload, part).firing
 
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
         """Which edges the outputs of a firing take. Raises OperatorError for a port the node does not have."""
@@ -103,17 +114,10 @@ class Region:
     def is_fused(self, node: str) -> bool:
         return node in self._fused
 
-    def batches(self, node: str) -> bool:
-        return node in self._batches
 
-    def _call(self, node: str, firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
-        try:
-            return self._functions[node](firings)
-        except OperatorError:
-            raise
-        except Exception as error:
-            tag = firings[0].tag
-            raise OperatorError(f"{node} failed at step {tag.step}, layer {tag.layer}: {type(error).__name__}: {error}") from error
+def _failed(firing: Firing, error: Exception) -> OperatorError:
+    tag = firing.tag
+    return OperatorError(f"{firing.node} failed at step {tag.step}, layer {tag.layer}: {type(error).__name__}: {error}")
 
 
 def part_of(payload: Payload) -> int | None:

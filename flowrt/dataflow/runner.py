@@ -6,7 +6,8 @@ worker; model graphs and users' graphs run through it alike.
 
 Credits. An edge that leaves the process has `credits` messages that may be on the way or unconsumed. The credit of a request
 comes back with its answer, so whoever answers never waits for whoever asked; other credits are returned when the firing that
-consumed the message has ended, several in one message where the sender cannot need one sooner. A firing starts only when every edge that it can reach has a credit left.
+consumed the message has ended, several in one message where the sender cannot need one sooner. A firing starts only when every
+edge that it can reach has a credit left.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import torch
 
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PlanHeader
-from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.dataflow.payload import Payload, by_reference, from_message, to_message
 from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
 from transports.message import Message, Tag
-
 
 MOST_INLINE = 16  # short firings in a row before the loop gets a turn
 
@@ -76,7 +76,8 @@ class _Owed:
 
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to
-    `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits.
+    `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits. `staying`: the edges that leave for
+    another worker of the same OS process; their messages carry the tensors themselves.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -92,12 +93,14 @@ class Runner:
         post: Callable[[Edge, Message], None],
         on_sink: Callable[[Firing], None],
         device: torch.device | None = None,
+        staying: Collection[int] = (),
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._edges = list(graph.edges)
         self._device = device
+        self._staying = frozenset(staying)
         self._compute = compute
         self._clock = clock
         self._post = post
@@ -105,7 +108,7 @@ class Runner:
         self._table = MatchingTable(nodes, graph.edges, _plan_of)
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
-        self._local = local
+        self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
         self._windows = {edge.id: _Window(edge.credits) for edge in leaving if edge.answers is None}
@@ -117,7 +120,8 @@ class Runner:
         self._ready: dict[str, deque[Firing]] = {}
         self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
-        self.statistics = RunnerStatistics(sent={edge.id: [0, 0] for edge in leaving})
+        self._sent = {edge.id: [0, 0] for edge in leaving}
+        self.statistics = RunnerStatistics(sent=self._sent)
 
     # --- what comes in -------------------------------------------------------------------------------------------------
 
@@ -141,10 +145,10 @@ class Runner:
         if edge_id not in self._incoming or tag is None:
             raise ValueError(f"a {message.kind!r} message for edge {edge_id}, which does not lead here")
         edge = self._edges[edge_id]
-        if edge.answers is not None:
+        if (owed := self._owed.get(edge_id)) is not None:
+            owed.here += 1
+        elif edge.answers is not None:
             self._release(edge.answers, 1)
-        else:
-            self._owed[edge_id].here += 1
         if self._epochs and tag.epoch < self._epochs.get(tag.source, 0):
             self._drop(edge)
             return
@@ -157,12 +161,13 @@ class Runner:
         """
         if not self._ready or self._failure is not None:
             return
+        now = self._clock.now
         try:
             for _ in range(MOST_INLINE):
                 batch = self._take(inline=True)
                 if batch is None:
                     break
-                start = self._clock.now()
+                start = now()
                 outputs = self._compute.run_inline(batch[0].node, partial(self._region.run, batch))
                 self._finish(batch, outputs, start)
         except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
@@ -223,27 +228,35 @@ class Runner:
     def _take(self, inline: bool = False) -> list[Firing] | None:
         """The next node to fire, oldest first, with all its tags that may go in one call. `inline`: only a short one of one tag."""
         for node, firings in self._ready.items():
-            batches = self._region.batches(node)
-            room = len(firings) if batches else 1
+            room = len(firings)
+            if node in self._batching:
+                if inline:
+                    continue
+            elif inline and not self._compute.is_short(node):
+                continue
+            elif room > 1:
+                room = 1
             for window in self._reach[node]:
                 if window.free < room:
                     room = window.free
-            if room < 1 or (inline and (batches or not self._compute.is_short(node))):
+            if room < 1:
                 continue
+            del self._ready[node]
             if room == len(firings):
-                del self._ready[node]
                 return list(firings)
             batch = [firings.popleft() for _ in range(room)]
-            del self._ready[node]
             self._ready[node] = firings  # at the end: the others' turn comes first
             return batch
         return None
 
     def _finish(self, batch: Sequence[Firing], outputs: Sequence[Output], start_seconds: float) -> None:
-        self.statistics.compute_seconds += self._clock.now() - start_seconds
-        self.statistics.num_firings += len(batch)
-        answered = {(output.edge.answers, output.tag) for output in outputs if output.edge.answers is not None}
+        statistics = self.statistics
+        statistics.compute_seconds += self._clock.now() - start_seconds
+        statistics.num_firings += len(batch)
+        answered: set[tuple[int, Tag]] = set()
         for output in outputs:
+            if output.edge.answers is not None:
+                answered.add((output.edge.answers, output.tag))
             self._emit(output)
         for firing in batch:
             self._consumed(firing, answered)
@@ -282,7 +295,7 @@ class Runner:
 
     def _emit(self, output: Output) -> None:
         edge = output.edge
-        if edge.target in self._local:
+        if edge.id not in self._sent:  # it stays in this process
             if self._region.is_fused(edge.target):
                 self._region.arrive(output)
             else:
@@ -298,11 +311,12 @@ class Runner:
 
     def _send(self, output: Output) -> None:
         edge, payload = output.edge, output.payload
-        counters = self.statistics.sent[edge.id]
+        counters = self._sent[edge.id]
         counters[0] += 1
         for tensor in payload.tensors:
             counters[1] += tensor.nbytes
-        self._post(edge, to_message(payload, edge.id, output.tag))
+        made = by_reference if edge.id in self._staying else to_message
+        self._post(edge, made(payload, edge.id, output.tag))
 
     def _release(self, edge_id: int, count: int) -> None:
         window = self._windows.get(edge_id)

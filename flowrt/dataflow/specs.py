@@ -12,6 +12,7 @@ import torch
 
 from flowrt.dataflow.payload import spec_of
 from flowrt.graph.notation import parse_tensor_spec
+from transports.message import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ def parse_spec(text: str) -> Spec:
 def check_tensor(spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> str | None:
     """None when `tensor` fits, else what it is. `sizes` holds the free dimensions known so far in this firing, and grows."""
     actual = spec_of(tensor)
-    text = f"{actual.dtype}[{','.join(map(str, actual.shape))}]"
     if actual.dtype != spec.dtype or len(actual.shape) != len(spec.dimensions):
-        return text
+        return _text(actual)
     for size, dimension in zip(actual.shape, spec.dimensions, strict=True):
-        expected = dimension if isinstance(dimension, int) else sizes.setdefault(dimension, size)
+        expected = sizes.setdefault(dimension, size) if isinstance(dimension, str) else dimension
         if size != expected:
-            return text if isinstance(dimension, int) else f"{text}, where {dimension} is {expected}"
+            return _text(actual) if isinstance(dimension, int) else f"{_text(actual)}, where {dimension} is {expected}"
     return None
+
+
+def _text(actual: TensorSpec) -> str:
+    return f"{actual.dtype}[{','.join(map(str, actual.shape))}]"

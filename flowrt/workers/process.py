@@ -108,6 +108,7 @@ class Worker:
         self._group: Group | None = None
         self._on_sink = on_sink or self._on_step_end
         self._link_of: dict[int, tuple[str, str]] = {}
+        self._posts: dict[int, Callable[[Message], None]] = {}  # by edge, once its link is up
 
     @property
     def incarnation(self) -> str:
@@ -192,7 +193,19 @@ class Worker:
     def _make_runner(self, functions: dict[str, NodeFunction]) -> None:
         graph, name, seams = self._graph, self._start.name, self._seams
         identity = Identity(name, self._start.incarnation)
-        self._runner = Runner(graph, name, functions, self._compute, seams.clock, self._post, self._on_sink, self._device)
+        leaving = {edge.transport for edge in graph.edges if graph.nodes[edge.source].process == name != graph.nodes[edge.target].process}
+        staying = {scheme for scheme in leaving if not seams.transport(scheme).capabilities.between_processes}
+        self._runner = Runner(
+            graph,
+            name,
+            functions,
+            self._compute,
+            seams.clock,
+            self._post,
+            self._on_sink,
+            self._device,
+            {edge.id for edge in graph.edges if edge.transport in staying},
+        )
         self._links = Links(identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.accept, self._runner.settle)
         process_of = {node.name: node.process for node in graph.nodes.values()}
         for edge in graph.edges:
@@ -234,8 +247,11 @@ class Worker:
         self._group.on_step_end(firing)
 
     def _post(self, edge: Edge, message: Message) -> None:
-        assert self._links is not None
-        self._links[self._link_of[edge.id]].post(message)
+        post = self._posts.get(edge.id)
+        if post is None:
+            assert self._links is not None
+            post = self._posts[edge.id] = self._links[self._link_of[edge.id]].post
+        post(message)
 
     def _send(self, control: Control) -> None:
         self.line.post(as_message(control))

@@ -64,28 +64,28 @@ class _UserNode:
     def _fire(self, firing: Firing) -> dict[str, Payload]:
         arguments: dict[str, Any] = {}
         for port, value in firing.inputs.items():
-            many = isinstance(value, list)
-            tensors = [self._one(port, payload) for payload in (value if many else [value])]
-            arguments[port] = tensors if many else tensors[0]
+            if isinstance(value, list):
+                arguments[port] = [self._one(port, payload) for payload in value]
+            else:
+                arguments[port] = self._one(port, value)
         sizes: dict[str, int] = {}
-        for port, spec in self._in.items():
-            if isinstance(arguments.get(port), torch.Tensor):
-                self._check("input", port, spec, arguments[port], sizes)
+        self._check("input", self._in, arguments, sizes)
         given = self._named(self._function(**arguments))
-        for port, spec in self._out.items():
-            if port in given:
-                self._check("output", port, spec, given[port], sizes)
+        self._check("output", self._out, given, sizes)
         return {port: Payload((tensor,)) for port, tensor in given.items()}
+
+    def _check(self, way: str, specs: Mapping[str, Spec], tensors: Mapping[str, Any], sizes: dict[str, int]) -> None:
+        """Raises OperatorError for a tensor that does not fit. `sizes`: the free dimensions known in this firing; it grows."""
+        for port, spec in specs.items():
+            tensor = tensors.get(port)
+            if isinstance(tensor, torch.Tensor) and (fault := check_tensor(spec, tensor, sizes)):
+                raise OperatorError(f"{way} {self._node.name}.{port} is {fault}; {spec} is declared")
 
     def _one(self, port: str, payload: Payload) -> torch.Tensor:
         if len(payload.tensors) != 1:
             raise OperatorError(f"{self._node.name}.{port} takes one tensor per message, got {len(payload.tensors)}")
-        return payload.tensors[0].to(self._device)
-
-    def _check(self, way: str, port: str, spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> None:
-        fault = check_tensor(spec, tensor, sizes)
-        if fault:
-            raise OperatorError(f"{way} {self._node.name}.{port} is {fault}; {spec} is declared")
+        tensor = payload.tensors[0]
+        return tensor if tensor.device == self._device else tensor.to(self._device)
 
     def _named(self, result: Any) -> dict[str, torch.Tensor]:
         """The function's result by output port: a tensor, a tuple in port order, or a dict. None sends nothing."""
@@ -93,6 +93,8 @@ class _UserNode:
         if result is None:
             return {}
         if isinstance(result, torch.Tensor):
+            if len(ports) == 1:
+                return {ports[0]: result}
             result = (result,)
         if isinstance(result, Mapping):
             named = dict(result)
