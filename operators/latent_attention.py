@@ -20,7 +20,7 @@ from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
 from operators.kv_pages import KvPages
 from operators.model_config import LatentConfig, ModelConfig
 from operators.normalization import rms_norm, row_norm
-from operators.rotary import RotaryTable, halves_from_pairs, rotate
+from operators.rotary import RotaryTable, pairs_to_halves_, rotate
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint, torch_dtype
 
@@ -190,12 +190,11 @@ def _read_layer(config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoin
         query_norm = read("query_latent_norm", query_rows)
         query_up = read("query_up", all_queries, query_rows)
     if config.rotary.interleaved:
-        key_rows = down[query_rows:]
-        key_rows.copy_(halves_from_pairs(key_rows, latent.rope_width))
+        pairs_to_halves_(down[query_rows:], latent.rope_width)
         if down_bias is not None:
-            down_bias[query_rows:] = halves_from_pairs(down_bias[query_rows:, None], latent.rope_width).squeeze(1)
-        queries = (down[:query_rows] if query_up is None else query_up).view(num_heads, latent.key_width, -1)
-        queries.copy_(halves_from_pairs(queries, latent.rope_width))
+            pairs_to_halves_(down_bias[query_rows:, None], latent.rope_width)
+        queries = down[:query_rows] if query_up is None else query_up
+        pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
     return _LayerWeights(
         input_norm_H=read("attention_norm", hidden),
         down=down,

@@ -84,11 +84,11 @@ def rotate(x_TND: Tensor, cos_T1D: Tensor, signed_sin_T1D: Tensor) -> Tensor:
     return x_TND * cos_T1D + torch.cat((second, first), dim=-1) * signed_sin_T1D
 
 
-def halves_from_pairs(rows: Tensor, width: int) -> Tensor:
-    """Reorder weight rows that give interleaved pairs (2i, 2i + 1), so that `rotate` turns what they give: even ones, then odd ones.
+def pairs_to_halves_(rows: Tensor, width: int) -> None:
+    """Reorder, in place, weight rows that give interleaved pairs (2i, 2i + 1), so that `rotate` turns what they give.
 
-    The last `width` rows of each block (dim 0 of what is left after dim -2 is blocks' rows) are reordered: rows is [..., block, H].
-    Done to queries and keys alike it changes no score.
+    Of `rows` [..., rows of a head, H] the last `width` of each head become the even ones, then the odd ones. Done to queries and keys
+    alike it changes no score.
     """
-    kept, turned = rows[..., :-width, :], rows[..., -width:, :]
-    return torch.cat((kept, turned[..., 0::2, :], turned[..., 1::2, :]), dim=-2)
+    turned = rows[..., -width:, :]
+    turned.copy_(torch.cat((turned[..., 0::2, :], turned[..., 1::2, :]), dim=-2))

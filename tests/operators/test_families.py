@@ -160,6 +160,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 20, "beta_slow": 2, "truncate": False},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.5},
     {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
 ]
 
