@@ -50,7 +50,8 @@ def run(
             group=_PROMPTS,
             allow_leading_hyphen=True,
             help='JSON lines, "-" for standard input: {"prompt": text} or {"prompt_token_ids": [...]} each, with optional max_tokens, '
-            "temperature, top_p, top_k, seed, stop, ignore_eos. With neither option, the graph file's own prompts are answered.",
+            "temperature, top_p, top_k, seed, stop, ignore_eos and the other options of Sampling. With neither option, the graph "
+            "file's own prompts are answered.",
         ),
     ] = None,
     chat: Annotated[
@@ -65,6 +66,22 @@ def run(
     ] = None,
     top_k: Annotated[int | None, Parameter(group=_SAMPLING, help="Draw from this many of the likeliest tokens. [default: 0, off]")] = None,
     seed: Annotated[int | None, Parameter(group=_SAMPLING, help="The same seed gives the same answer. [default: a new one each]")] = None,
+    min_tokens: Annotated[int | None, Parameter(group=_SAMPLING, help="No answer ends before it has so many tokens. [default: 0]")] = None,
+    n: Annotated[
+        int | None, Parameter(group=_SAMPLING, help="Answers to each prompt; the first is shown, all are in --json. [default: 1]")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, Parameter(group=_SAMPLING, help="Taken off the logit of each token that the answer holds. [default: 0]")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, Parameter(group=_SAMPLING, help="Taken off once for each time that the answer holds it. [default: 0]")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, Parameter(group=_SAMPLING, help="Divides the logits of tokens in prompt and answer. [default: 1, off]")
+    ] = None,
+    logprobs: Annotated[
+        int | None, Parameter(group=_SAMPLING, help="For --json: each token's logprob, and so many of the likeliest, up to 20.")
+    ] = None,
     model: Annotated[Path | None, Parameter(group=_OTHER, help="A Hugging Face model directory, instead of the graph's.")] = None,
     overrides: Annotated[
         list[str] | None,
@@ -98,6 +115,12 @@ def run(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
+        min_tokens=min_tokens,
+        n=n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logprobs=logprobs,
         chat=chat,
         model=model,
         overrides=tuple(overrides or ()),

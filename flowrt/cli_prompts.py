@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from flowrt.cluster.gateway import Parameters
+from flowrt.engine.validation import MOST_CHOICES, MOST_LOGPROBS
 from flowrt.errors import UserError
 
 STDIN = "-"
@@ -81,6 +82,36 @@ def stop(value: Any) -> tuple[str, ...]:
     return tuple(text(each) for each in texts)
 
 
+def min_tokens(value: Any) -> int:
+    return _whole(value, 0, None)
+
+
+def n(value: Any) -> int:
+    return _whole(value, 1, MOST_CHOICES)
+
+
+def logprobs(value: Any) -> int:
+    return _whole(value, 0, MOST_LOGPROBS)
+
+
+def presence_penalty(value: Any) -> float:
+    number = _number(value)
+    if not -2 <= number <= 2:
+        raise ValueError(f"is {value}, must be from -2 to 2; 0 is off")
+    return number
+
+
+def frequency_penalty(value: Any) -> float:
+    return presence_penalty(value)
+
+
+def repetition_penalty(value: Any) -> float:
+    number = _number(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"is {value}, must be above 0; 1 is off")
+    return number
+
+
 def ignore_eos(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -88,7 +119,22 @@ def ignore_eos(value: Any) -> bool:
 
 
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
-    check.__name__: check for check in (max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos)
+    check.__name__: check
+    for check in (
+        max_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        stop,
+        ignore_eos,
+        min_tokens,
+        n,
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+        logprobs,
+    )
 }
 KEYS: dict[str, Callable[[Any], Any]] = {"prompt": text, "prompt_token_ids": token_ids, **PARAMETERS}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrt.cli_prompts import Asked
 from flowrt.cli_text import Output
-from flowrt.cluster.gateway import ClientEvent, EndEvent, TokenEvent
+from flowrt.cluster.gateway import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.errors import UserError
 
 STDOUT = "-"
@@ -45,27 +45,65 @@ class Durations:
 
 
 @dataclass
+class Answer:
+    """One of a request's answers. With --logprobs: each token's own, and [token id, logprob] of the likeliest at its place."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None  # None while it goes on
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+    def note(self, event: TokenEvent | ChoiceEvent) -> None:
+        self.text += event.text
+        if isinstance(event, ChoiceEvent):
+            self.finish_reason = event.finish_reason
+            return
+        self.token_ids.append(event.token_id)
+        if event.logprob is not None:
+            self.logprobs.append(event.logprob)
+            self.top_logprobs.append(event.top_logprobs)
+
+    def as_json(self) -> dict[str, Any]:
+        told = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs} if self.logprobs else {}
+        return {"token_ids": self.token_ids, "text": self.text, "finish_reason": self.finish_reason, **told}
+
+
+@dataclass
 class Record:
-    """One request: what was asked and what came of it. Times are Clock.now, in seconds."""
+    """One request: what was asked and what came of it. Times are Clock.now, in seconds, those of tokens of the first answer."""
 
     index: int
     asked: Asked
     prompt_token_ids: tuple[int, ...] = ()
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
     finish_reason: str | None = None  # None while it runs
     error: str | None = None
     submitted_seconds: float | None = None
     token_seconds: list[float] = field(default_factory=list)
     ended_seconds: float | None = None
+    answers: list[Answer] = field(init=False)  # as many as were asked for
+
+    def __post_init__(self) -> None:
+        self.answers = [Answer() for _ in range(self.asked.parameters.n)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first answer, the one that people see."""
+        return self.answers[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Of the first answer."""
+        return self.answers[0].text
 
     def note(self, event: ClientEvent, now: float) -> None:
         """Take in the next event of the request, which came at `now`."""
-        self.text += event.text
         if isinstance(event, EndEvent):
+            self.answers[0].text += event.text
             self.finish_reason, self.error, self.ended_seconds = event.finish_reason, event.error, now
-        elif isinstance(event, TokenEvent):
-            self.token_ids.append(event.token_id)
+            return
+        self.answers[event.choice].note(event)
+        if isinstance(event, TokenEvent) and event.choice == 0:
             self.token_seconds.append(now)
 
     def end(self, reason: str, error: str | None = None) -> None:
@@ -91,11 +129,12 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         itl = Durations.of(self.itl_seconds)
+        choices = [{**answer.as_json(), "finish_reason": answer.finish_reason or self.finish_reason} for answer in self.answers]
         return {
             "index": self.index,
             "prompt_token_ids": list(self.prompt_token_ids),
-            "token_ids": self.token_ids,
-            "text": self.text,
+            **self.answers[0].as_json(),
+            **({"choices": choices} if len(choices) > 1 else {}),
             "finish_reason": self.finish_reason,
             "error": self.error,
             "ttft_seconds": self.ttft_seconds,
@@ -125,7 +164,7 @@ class Figures:
             num_requests=len(records),
             num_ended={reason: reasons.count(reason) for reason in ("stop", "length", "error", "cancelled")},
             num_prompt_tokens=sum(len(record.prompt_token_ids) for record in records),
-            num_tokens=sum(len(record.token_ids) for record in records),
+            num_tokens=sum(len(answer.token_ids) for record in records for answer in record.answers),
             seconds=max(ended) - min(begun) if begun and ended else None,
             ttft=Durations.of(record.ttft_seconds for record in records if record.ttft_seconds is not None),
             itl=Durations.of(seconds for record in records for seconds in record.itl_seconds),

@@ -22,14 +22,14 @@ import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
 from flowrt.cli_live import LiveView
-from flowrt.cli_prompts import Asked, checked_parameters, checked_text, read_prompts
+from flowrt.cli_prompts import PARAMETERS, Asked, checked_parameters, checked_text, read_prompts
 from flowrt.cli_record import STDOUT, Figures, Record, check_writable, write_json
 from flowrt.cli_report import Account, account
 from flowrt.cli_tables import print_tables
 from flowrt.cli_text import Output, visible
 from flowrt.cli_view import PlainView, View
 from flowrt.cluster import events
-from flowrt.cluster.gateway import Parameters
+from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
 from flowrt.cluster.launcher import NotRunningError
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.observe import set_log_level
@@ -54,6 +54,12 @@ class Options:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
     chat: bool = False
     model: Path | None = None
     overrides: Sequence[str] = ()
@@ -64,7 +70,7 @@ class Options:
 def run(options: Options) -> int:
     """The whole command; returns the exit code. Raises UserError for what is wrong before anything has started."""
     set_log_level(options.log_level)
-    parameters = checked_parameters({name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")})
+    parameters = checked_parameters({name: getattr(options, name) for name in PARAMETERS if hasattr(options, name)})
     asked = [Asked(checked_text(prompt), parameters) for prompt in options.prompts]
     if options.prompt_file is not None:
         asked += read_prompts(options.prompt_file, parameters)
@@ -186,7 +192,8 @@ class _Running:
                 record.prompt_token_ids = graph.prompt_token_ids(index)
                 async for event in graph.follow(index):
                     record.note(event, now())
-                    self._view.on_text(record, event.text)
+                    if isinstance(event, EndEvent) or (event.choice == 0 and (event.text or isinstance(event, TokenEvent))):
+                        self._view.on_text(record, event.text)
             except (UserError, WorkerDiedError) as error:
                 self._failure = self._failure or error
             except NotRunningError:  # the run's failure is told to somebody else

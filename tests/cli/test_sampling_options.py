@@ -1,0 +1,64 @@
+"""Options of Sampling beyond the plain ones: what reaches the requests, and what of it is in the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import flowrt as run_flowrt
+
+from flowrt.cli_prompts import Asked, checked_parameters
+from flowrt.cli_record import Figures, Record
+from flowrt.cluster.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
+from flowrt.errors import UserError
+
+
+def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path) -> None:
+    path, lines = tmp_path / "record.json", tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "one", "n": 3, "temperature": 1.0, "seed": 4}\n{"prompt": "two", "ignore_eos": true}\n')
+    words = ("--prompts", lines, "--max-tokens", "6", "--min-tokens", "6", "--logprobs", "2", "--repetition-penalty", "1.3", "--json", path)
+    done = run_flowrt("run", graph_file, *words)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    drawn, greedy = record["requests"]
+    assert len({tuple(choice["token_ids"]) for choice in drawn["choices"]}) == 3
+    assert drawn["token_ids"] == drawn["choices"][0]["token_ids"]
+    assert [choice["finish_reason"] for choice in drawn["choices"]] == ["length"] * 3
+    assert "choices" not in greedy
+    for each in (*drawn["choices"], greedy):
+        assert len(each["token_ids"]) == len(each["logprobs"]) == len(each["top_logprobs"]) == 6
+        assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in each["top_logprobs"])
+    assert record["summary"]["num_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("n", 0, "--n is 0, must be a whole number from 1 to 128"),
+        ("logprobs", 21, "--logprobs is 21, must be a whole number from 0 to 20"),
+        ("min_tokens", -1, "--min-tokens is -1, must be a whole number of at least 0"),
+        ("presence_penalty", 3.0, "--presence-penalty is 3.0, must be from -2 to 2; 0 is off"),
+        ("frequency_penalty", float("nan"), "--frequency-penalty is nan, must be from -2 to 2"),
+        ("repetition_penalty", 0.0, "--repetition-penalty is 0.0, must be above 0; 1 is off"),
+    ],
+)
+def test_impossible_values_are_refused(name: str, value: float, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        checked_parameters({name: value})
+
+
+def test_a_record_keeps_choices_apart() -> None:
+    record = Record(0, Asked("x", Parameters(n=2)), submitted_seconds=0.0)
+    record.note(TokenEvent(0, 0, 7, "a"), 1.0)
+    record.note(TokenEvent(0, 0, 8, "b", 1, -0.5, ((8, -0.5),)), 2.0)
+    record.note(ChoiceEvent(0, 1, "stop", "c"), 3.0)
+    assert (record.text, record.token_ids, record.is_ended) == ("a", [7], False)
+    record.note(ChoiceEvent(0, 0, "length"), 4.0)
+    record.note(EndEvent(0, "length"), 4.0)
+    assert record.as_json()["choices"] == [
+        {"token_ids": [7], "text": "a", "finish_reason": "length"},
+        {"token_ids": [8], "text": "bc", "finish_reason": "stop", "logprobs": [-0.5], "top_logprobs": [((8, -0.5),)]},
+    ]
+    assert Figures.of([record]).num_tokens == 2
+    assert record.ttft_seconds == 1.0
