@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_NONE = torch.zeros(0, dtype=torch.int64)
 
 
 class Draw(NamedTuple):
@@ -59,22 +61,25 @@ class SamplingInputs:
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> SamplingInputs:
         """The tensors of these draws, in order."""
-        wanted = [each.num_logprobs for each in draws if each.num_logprobs is not None]
-        drawn = [sample for sample, each in enumerate(draws) if each.temperature > 0]
-        filtered = [sample for sample in drawn if draws[sample].top_k > 0 or draws[sample].top_p < 1]
-        unfiltered = [sample for sample in drawn if not (draws[sample].top_k > 0 or draws[sample].top_p < 1)]
-        integers = [[each.row, each.top_k, each.seed, each.choice, each.token_index] for each in draws]
-        floats = [[each[1], each[3], each.repetition_penalty, each.presence_penalty, each.frequency_penalty] for each in draws]
-        penalized, forbidden = _ragged(draws)
+        fields: list[tuple[Any, ...]] = list(zip(*draws, strict=True)) if draws else [()] * len(Draw._fields)
+        row, temperature, top_k, top_p, seed, choice, token_index, repetition, presence, frequency, num_logprobs, counts, ids = fields
+        unfiltered: list[int] = []
+        filtered: list[int] = []
+        if any(temperature):
+            for sample, each in enumerate(draws):
+                if each.temperature > 0:
+                    (filtered if each.top_k > 0 or each.top_p < 1 else unfiltered).append(sample)
+        wanted = [sample for sample, number in enumerate(num_logprobs) if number is not None]
+        most_logprobs = max((number for number in num_logprobs if number is not None), default=0)
         tensors = (
-            torch.tensor(integers, dtype=torch.int64).reshape(-1, 5).t(),
-            torch.tensor(floats, dtype=torch.float64).reshape(-1, 5).t(),
-            torch.tensor(unfiltered, dtype=torch.int64),
-            torch.tensor(filtered, dtype=torch.int64),
-            penalized,
-            forbidden,
-            torch.tensor([sample for sample, each in enumerate(draws) if each.num_logprobs is not None], dtype=torch.int64),
-            torch.arange(max(wanted, default=0)),
+            torch.tensor(row + top_k + seed + choice + token_index, dtype=torch.int64).view(5, -1),
+            torch.tensor(temperature + top_p + repetition + presence + frequency, dtype=torch.float64).view(5, -1),
+            _NONE if not unfiltered else torch.tensor(unfiltered),
+            _NONE if not filtered else torch.tensor(filtered),
+            _penalized(counts) if any(counts) else _NONE.view(3, 0),
+            _forbidden(ids) if any(ids) else _NONE.view(2, 0),
+            _NONE if not wanted else torch.tensor(wanted),
+            _NONE if not most_logprobs else torch.arange(most_logprobs),
         )
         return cls(*(tensor.to(device) for tensor in tensors))
 
@@ -101,16 +106,18 @@ class SamplingInputs:
         return self.integers_5S[0]
 
 
-def _ragged(draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """penalized_3N and forbidden_2M."""
-    penalized: list[list[int]] = [[], [], []]
-    forbidden: list[list[int]] = [[], []]
-    for sample, each in enumerate(draws):
-        if each.output_counts:
-            penalized[0].extend(repeat(sample, len(each.output_counts)))
-            penalized[1].extend(each.output_counts.keys())
-            penalized[2].extend(each.output_counts.values())
-        if each.forbidden_token_ids:
-            forbidden[0].extend(repeat(sample, len(each.forbidden_token_ids)))
-            forbidden[1].extend(each.forbidden_token_ids)
-    return torch.tensor(penalized, dtype=torch.int64), torch.tensor(forbidden, dtype=torch.int64)
+def _penalized(counts: Sequence[Mapping[int, int] | None]) -> Tensor:
+    """penalized_3N."""
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for sample, each in enumerate(counts):
+        if each:
+            columns[0].extend(repeat(sample, len(each)))
+            columns[1].extend(each.keys())
+            columns[2].extend(each.values())
+    return torch.tensor(columns[0] + columns[1] + columns[2]).view(3, -1)
+
+
+def _forbidden(ids: Sequence[Collection[int]]) -> Tensor:
+    """forbidden_2M."""
+    pairs = [(sample, token_id) for sample, each in enumerate(ids) for token_id in each]
+    return torch.tensor(pairs).t()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,14 +64,24 @@ class StepLayout:
                     f"sequence {sequence}: {query} rows of a context of {context} in {len(pages)} pages of {page_tokens} tokens;"
                     " 0 < rows <= context <= room in pages is needed"
                 )
-        starts = torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int64)
-        lengths, contexts = torch.tensor(query_lengths, dtype=torch.int64), torch.tensor(kv_lengths, dtype=torch.int64)
-        width = max((len(pages) for pages in page_tables), default=0)
-        table = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in page_tables], dtype=torch.int64).reshape(-1, width)
-        sequence_T = torch.repeat_interleave(lengths)
-        positions = torch.arange(sequence_T.numel()) - (starts[1:] - contexts)[sequence_T]
+        # numpy, because a torch call on a few numbers takes several times as long, and this comes before every step.
+        lengths, contexts = np.array(query_lengths, dtype=np.int64), np.array(kv_lengths, dtype=np.int64)
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), lengths.cumsum()))
+        table = np.zeros((len(page_tables), max((len(pages) for pages in page_tables), default=0)), dtype=np.int64)
+        for row, pages in zip(table, page_tables, strict=True):
+            row[: len(pages)] = pages
+        sequence_T = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(sequence_T)) - (starts[1:] - contexts)[sequence_T]
         slots = table[sequence_T, positions // page_tokens] * page_tokens + positions % page_tokens
-        return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths)).to(device)
+        return cls(
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+            torch.from_numpy(starts),
+            torch.from_numpy(contexts),
+            torch.from_numpy(table),
+            tuple(query_lengths),
+            tuple(kv_lengths),
+        ).to(device)
 
     def to(self, device: torch.device | str) -> StepLayout:
         """The same layout with its tensors on `device`."""
