@@ -7,6 +7,7 @@ benchmark). Called by flowrt/cli_bench.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -142,7 +143,7 @@ def print_report(report: Report, console: Console) -> None:
     for figure in report.figures:
         peer = f"{_amount(figure.theirs.median)} {figure.unit} {figure.peer}" if figure.theirs is not None else ""
         ours = f"{_amount(figure.ours.median)} {figure.unit}"
-        if figure.ratio is None:
+        if figure.ratio is None and math.isfinite(figure.ours.low):
             ours += f" ({_amount(figure.ours.low)} to {_amount(figure.ours.high)})"
         cells = (figure.name, ours, peer, str(figure.ratio or ""), str(figure.target or ""), figure.verdict or "")
         table.add_row(*cells)
