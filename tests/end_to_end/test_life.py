@@ -22,16 +22,19 @@ async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path)
     async with flowrt.open(graph) as running:
         requests = [await running.submit(prompt, asked) for prompt in served.prompts[:2]]
         tokens: dict[int, list[int]] = {request: [] for request in requests}
+        grown = asyncio.Condition()
 
         async def follow(request: int) -> None:
             async for event in running.follow(request):
                 if isinstance(event, flowrt.TokenEvent):
-                    tokens[request].append(event.token_id)
+                    async with grown:
+                        tokens[request].append(event.token_id)
+                        grown.notify_all()
 
         async def reached(request: int, count: int) -> None:
             async with asyncio.timeout(60):
-                while len(tokens[request]) < count:
-                    await asyncio.sleep(0.005)
+                async with grown:
+                    await grown.wait_for(lambda: len(tokens[request]) >= count)
 
         async with asyncio.TaskGroup() as group:
             for request in requests:
