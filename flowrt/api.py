@@ -1,6 +1,6 @@
 """The Python API: open a graph, ask it, close it.
 
-Here: `open_graph` (flowrt.open), RunningGraph, Completion and the blocking `generate`. Not here: starting processes
+Here: `open_graph` (flowrt.open), RunningGraph and the blocking `generate`. Not here: starting processes
 (flowrt/cluster), the command line (cli.py). No torch is imported here but for a user's own graph, whose tensors are torch's.
 """
 
@@ -15,12 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.cluster import events
-from flowrt.cluster.gateway import ChoiceEvent, ClientEvent, EndEvent, Gateway, Parameters, SendCancel, TokenEvent
+from flowrt.cluster.completion import Choice, Completion
+from flowrt.cluster.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel
 from flowrt.cluster.launcher import Launcher
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
@@ -30,43 +29,9 @@ from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer, TokenizerError
 from operators.model_config import ModelConfig, read_model_config
 
+__all__ = ["Choice", "Completion", "Prompt", "RunningGraph", "generate", "open_graph", "read_graph"]
+
 Prompt = str | Sequence[int]
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each."""
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: str = ""
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A request from end to end, with its `n` choices. `error` says why when finish_reason is "error"."""
-
-    prompt_token_ids: tuple[int, ...]
-    choices: tuple[Choice, ...]
-    finish_reason: str  # of the whole request: the first choice's, or error
-    error: str | None = None
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Of the first choice, like `text`, `logprobs` and `top_logprobs`."""
-        return self.choices[0].token_ids
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        return self.choices[0].logprobs
-
-    @property
-    def top_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        return self.choices[0].top_logprobs
 
 
 def read_graph(path: Path | str, overrides: Iterable[str] = (), model: Path | str | None = None) -> Graph:
@@ -251,11 +216,7 @@ class RunningGraph:
         index = await self.submit(prompt, parameters, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
         events = [event async for event in self.follow(index)]
-        end = events[-1]
-        assert isinstance(end, EndEvent)
-        num_choices = 1 + max((event.choice for event in events if not isinstance(event, EndEvent)), default=0)
-        choices = tuple(_choice(choice, events, end) for choice in range(num_choices))
-        return Completion(prompt_token_ids=prompt_token_ids, choices=choices, finish_reason=end.finish_reason, error=end.error)
+        return Completion.of(prompt_token_ids, events)
 
     # --- a graph of your own -----------------------------------------------------------------------------------------------------
 
@@ -408,20 +369,6 @@ def generate(
         return asyncio.run(run())
     with ThreadPoolExecutor(1, "flowrt generate") as executor:
         return executor.submit(asyncio.run, run()).result()
-
-
-def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice:
-    """One choice's part of a request's events."""
-    own = [event for event in events if not isinstance(event, EndEvent) and event.choice == choice]
-    tokens = [event for event in own if isinstance(event, TokenEvent)]
-    reasons = [event.finish_reason for event in own if isinstance(event, ChoiceEvent)]
-    return Choice(
-        token_ids=tuple(event.token_id for event in tokens),
-        text="".join(event.text for event in own) + end.text,
-        finish_reason=reasons[0] if reasons else end.finish_reason,
-        logprobs=tuple(event.logprob for event in tokens if event.logprob is not None),
-        top_logprobs=tuple(event.top_logprobs for event in tokens if event.logprob is not None),
-    )
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -27,7 +27,7 @@ def truth(served: Served) -> Any:
     return load_truth(served.directory)
 
 
-async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> list[api.Completion]:
+async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> list[flowrt.Completion]:
     """All at once."""
     async with flowrt.open(graph) as running:
         requests = (
