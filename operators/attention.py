@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from operators.latent_attention import LatentAttentionBlock
 from operators.model_config import ModelConfig
 from operators.normalization import rms_norm, row_norm
 from operators.rotary import RotaryTable, rotate
+from operators.row_blocks import WHOLE, RowBlocks
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint, torch_dtype
 
@@ -50,17 +52,30 @@ class Attention(Protocol):
         ...
 
 
-def attention_for(config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> Attention:
+def attention_for(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    layers: Iterable[int],
+    device: torch.device | str = "cpu",
+    blocks: RowBlocks = WHOLE,
+) -> Attention:
     """The attention halves of some layers, of the kind that the model has."""
     block = AttentionBlock if config.latent is None else LatentAttentionBlock
-    return block(config, checkpoint, layers, device)
+    return block(config, checkpoint, layers, device, blocks)
 
 
 class AttentionBlock:
     """The attention halves of some layers, with their weights."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
+    ) -> None:
+        self.config, self._blocks = config, blocks
         self._rotary = RotaryTable(config.head_dim, config.rotary, torch_dtype(config), device)
         self._norm = row_norm(config)
         self._weights = {layer: _read_layer(config, checkpoint, layer, device) for layer in layers}
@@ -71,8 +86,16 @@ class AttentionBlock:
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward; pages take keys and values."""
-        config, weights = self.config, self._weights[layer]
-        plan = self._plan(layout, pages.page_tokens)
+        weights, plan = self._weights[layer], self._plan(layout, pages.page_tokens)
+        project = partial(self._project, weights)
+        q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
+        pages.write(layer, layout.slots_T, k_TKD, v_TKD)
+        mixed = _attend(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks)
+        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
+
+    def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_TND, k_TKD, v_TKD), turned to their positions."""
+        config = self.config
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = F.linear(self._norm(x_TH, weights.input_norm_H), weights.qkv, weights.qkv_bias)
         if config.clip_qkv is not None:
@@ -81,22 +104,22 @@ class AttentionBlock:
         qk, v_TKD = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
-        qk = rotate(qk, plan.cos_T1D, plan.sin_T1D)
-        q_TND, k_TKD = qk[:, :num_heads], qk[:, num_heads:]
-        pages.write(layer, layout.slots_T, k_TKD, v_TKD)
-        mixed = _attend(layer, q_TND, k_TKD, v_TKD, plan, pages)
+        qk = rotate(qk, cos_T1D, sin_T1D)
+        return qk[:, :num_heads], qk[:, num_heads:], v_TKD
+
+    def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
         plan: StepPlan | None = layout.derived.get(self)
         if plan is None:
-            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window)
+            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
             layout.derived[self] = plan
         return plan
 
 
-def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages) -> Tensor:
+def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages, blocks: RowBlocks) -> Tensor:
     """Attention of every row over its sequence's context: [T, N * D].
 
     Query heads that share a key head are never given copies of it: for decode rows they become the rows of one small product,
@@ -121,9 +144,9 @@ def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepP
         keys, values = (k_TKD[rows], v_TKD[rows]) if chunk.slots_L is None else pages.read(layer, chunk.slots_L)
         expanded = (-1, q_TKND.shape[2], -1, -1)
         mixed = F.scaled_dot_product_attention(
-            q_TKND[rows].permute(1, 2, 0, 3),
-            keys.transpose(0, 1).unsqueeze(1).expand(expanded),
-            values.transpose(0, 1).unsqueeze(1).expand(expanded),
+            blocks.settled(q_TKND[rows]).permute(1, 2, 0, 3),
+            blocks.settled(keys).transpose(0, 1).unsqueeze(1).expand(expanded),
+            blocks.settled(values).transpose(0, 1).unsqueeze(1).expand(expanded),
             attn_mask=chunk.mask_TL,
             is_causal=chunk.mask_TL is None,
         )

@@ -3,7 +3,8 @@
 Here: decode groups, chunks, their slots and masks, cosines and sines. Not here: the products (attention.py, latent_attention.py).
 
 A decode group holds sequences with one row each, of similar context length, padded to the longest. A chunk is one sequence with
-several rows. With a sliding window only the slots that some row of the group or chunk can see are read.
+several rows. With a sliding window only the slots that some row of the group or chunk can see are read. In strict numerics each
+decoding sequence is a group of its own, so that no shape depends on another sequence.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
 
 
-def plan_step(layout: StepLayout, page_tokens: int, table: RotaryTable, window: int | None = None) -> StepPlan:
-    """`window`: a row sees at most this many tokens, itself among them; None: its whole context."""
+def plan_step(layout: StepLayout, page_tokens: int, table: RotaryTable, window: int | None = None, *, each_alone: bool = False) -> StepPlan:
+    """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups."""
     cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
-    groups = _decode_groups(layout, page_tokens, cos.dtype, window)
+    groups = _decode_groups(layout, page_tokens, cos.dtype, window, each_alone)
     return StepPlan(cos, sin, groups, _chunks(layout, page_tokens, cos.dtype, window))
 
 
@@ -67,13 +68,16 @@ def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, leng
     return (pages_SL * page_tokens + tokens_SL % page_tokens).flatten()
 
 
-def _decode_groups(layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None) -> tuple[DecodeGroup, ...]:
+def _decode_groups(
+    layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, each_alone: bool
+) -> tuple[DecodeGroup, ...]:
     """Sequences with one row, grouped by power of two of what they see, so that padding at most doubles the work."""
     seen = [context if window is None else min(context, window) for context in layout.kv_lengths]
     by_size: dict[int, list[int]] = {}
     for sequence, query in enumerate(layout.query_lengths):
         if query == 1:
-            by_size.setdefault(max(SHORT_CONTEXT, seen[sequence] - 1).bit_length(), []).append(sequence)
+            size = -sequence if each_alone else max(SHORT_CONTEXT, seen[sequence] - 1).bit_length()
+            by_size.setdefault(size, []).append(sequence)
     device = layout.positions_T.device
     groups = []
     for members in by_size.values():
@@ -85,7 +89,7 @@ def _decode_groups(layout: StepLayout, page_tokens: int, dtype: torch.dtype, win
         if min(lengths) < length:
             hidden = torch.arange(length, device=device) >= torch.tensor(lengths, device=device)[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None, None]
-        rows = None if len(members) == layout.num_rows else layout.query_start_S1[sequences]
+        rows = None if len(members) == layout.num_rows and not each_alone else layout.query_start_S1[sequences]
         groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_tokens), length, mask))
     return tuple(groups)
 

@@ -18,3 +18,20 @@ def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tens
     for rows_R, y_RH in parts:
         total_TH.index_add_(0, rows_R, y_RH)
     return total_TH.add_(residual_TH)
+
+
+def combine_pairs(residual_TH: Tensor, weights_TA: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """x_TH: the residual plus, row by row, the weighted answers in slot order, wherever they come from (numerics: strict).
+
+    Parts are (pair_P = row * A + slot, y_PH) and cover each pair once. Products and sums of two numbers are rounded the one way
+    that IEEE 754 allows, so this needs no blocks.
+    """
+    num_rows, num_active = weights_TA.shape
+    y_PH = residual_TH.new_empty(num_rows * num_active, residual_TH.shape[1])
+    for pair_P, answer_PH in parts:
+        y_PH.index_copy_(0, pair_P, answer_PH)
+    weighted_TAH = y_PH.view(num_rows, num_active, -1).mul_(weights_TA.unsqueeze(2))
+    total_TH = weighted_TAH[:, 0].clone()
+    for slot in range(1, num_active):
+        total_TH.add_(weighted_TAH[:, slot])
+    return total_TH.add_(residual_TH)

@@ -6,12 +6,14 @@ Here too: the activation that experts share. Called by the attention workers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from operators.model_config import ModelConfig
+from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint
 
 
@@ -23,9 +25,17 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 class _GatedMlp:
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str, part: str, width: int
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str,
+        blocks: RowBlocks,
+        part: str,
+        width: int,
     ) -> None:
         hidden = config.hidden_size
+        self._blocks, self._part = blocks, part
         self._weights = {
             layer: (
                 checkpoint.read_part(config, f"{part}_gate_up", (2 * width, hidden), layer=layer, device=device),
@@ -36,19 +46,36 @@ class _GatedMlp:
 
     def forward(self, layer: int, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
         """x_TH: the residual plus the MLP of the normed rows."""
-        gate_up, down = self._weights[layer]
-        return residual_TH + F.linear(gated_silu(F.linear(normed_TH, gate_up)), down)
+        return self._blocks.run(self._part, partial(_gated_mlp, *self._weights[layer]), normed_TH, residual_TH)
+
+
+def _gated_mlp(gate_up: Tensor, down: Tensor, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
+    return residual_TH + F.linear(gated_silu(F.linear(normed_TH, gate_up)), down)
 
 
 class DenseMlp(_GatedMlp):
     """The MLPs of the layers without experts."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
-        super().__init__(config, checkpoint, layers, device, "dense", config.dense_width)
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
+    ) -> None:
+        super().__init__(config, checkpoint, layers, device, blocks, "dense", config.dense_width)
 
 
 class SharedExperts(_GatedMlp):
     """The experts of MoE layers that every row goes through, as one MLP. What routed experts give is added to what `forward` gives."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
-        super().__init__(config, checkpoint, layers, device, "shared", config.shared_expert_width)
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
+    ) -> None:
+        super().__init__(config, checkpoint, layers, device, blocks, "shared", config.shared_expert_width)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from operators.dense import gated_silu
 from operators.model_config import ModelConfig
+from operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from operators.weights import Checkpoint, torch_dtype
 
 
@@ -36,9 +38,11 @@ class Experts:
         checkpoint: Checkpoint,
         held: Mapping[int, Sequence[int]],
         device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
     ) -> None:
         """`held` maps a layer to the ids of the experts to read, in any order. Each is read straight into its place."""
         self.config = config
+        self._blocks, self._device = blocks, device
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts), device) for layer, experts in held.items()}
 
     @property
@@ -77,10 +81,22 @@ class Experts:
         for place, count in enumerate(counts):
             if count:
                 rows = slice(start, start + count)
-                width = gated_silu(F.linear(sorted_PH[rows], experts.gate_up[place]))
-                torch.mm(width, experts.down[place].t(), out=y_sorted_PH[rows])
+                if self._blocks.strict:
+                    expert = partial(_expert, experts.gate_up[place], experts.down[place])
+                    y_sorted_PH[rows] = self._blocks.run("experts", expert, sorted_PH[rows])
+                else:
+                    width = gated_silu(F.linear(sorted_PH[rows], experts.gate_up[place]))
+                    torch.mm(width, experts.down[place].t(), out=y_sorted_PH[rows])
                 start += count
         return torch.empty_like(y_sorted_PH).index_copy_(0, order_P, y_sorted_PH)
+
+    def prove(self) -> None:
+        """Make the proof of strict blocks, with drawn weights: it must come out alike in every process, whichever experts it holds."""
+        config, dtype = self.config, torch_dtype(self.config)
+        generator = torch.Generator().manual_seed(config.hidden_size)
+        shapes = (2 * config.expert_width, config.hidden_size), (config.hidden_size, config.expert_width), (PROOF_ROWS, config.hidden_size)
+        gate_up, down, x_RH = (torch.randn(shape, generator=generator).to(self._device, dtype) for shape in shapes)
+        self._blocks.run("experts", partial(_expert, gate_up.div_(config.hidden_size**0.5), down), x_RH)
 
     def _read_layer(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], device: torch.device | str) -> _LayerExperts:
         config = self.config
@@ -89,11 +105,22 @@ class Experts:
             exist = f"layers {list(config.moe_layers)} have experts 0 to {config.num_experts - 1}, each held once at most"
             raise ValueError(f"layer {layer}, experts {list(expert_ids)} cannot be held: {exist}")
         hidden, width, dtype = config.hidden_size, config.expert_width, torch_dtype(config)
-        gate_up = torch.empty((len(expert_ids), 2 * width, hidden), dtype=dtype, device=device)
-        down = torch.empty((len(expert_ids), hidden, width), dtype=dtype, device=device)
+        gate_up = _aligned_stack(len(expert_ids), (2 * width, hidden), dtype, device)
+        down = _aligned_stack(len(expert_ids), (hidden, width), dtype, device)
         place = torch.zeros(config.num_experts, dtype=torch.int64)
         for index, expert in enumerate(expert_ids):
             checkpoint.read_part(config, "expert_gate_up", (2 * width, hidden), layer=layer, expert=expert, out=gate_up[index])
             checkpoint.read_part(config, "expert_down", (hidden, width), layer=layer, expert=expert, out=down[index])
             place[expert] = index + 1
         return _LayerExperts(expert_ids, place.to(device), gate_up, down)
+
+
+def _expert(gate_up: Tensor, down: Tensor, x_RH: Tensor) -> Tensor:
+    return F.linear(gated_silu(F.linear(x_RH, gate_up)), down)
+
+
+def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """[count, *shape], each matrix beginning where an allocation of its own would: whether others lie before it must not show."""
+    size = shape[0] * shape[1]
+    room = -(-size * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+    return torch.empty((count, room), dtype=dtype, device=device)[:, :size].view(count, *shape)

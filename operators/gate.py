@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from operators.model_config import ModelConfig
+from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint, torch_dtype
 
 
 class Gate:
     """Scores over all experts, the best A of them (GateConfig says which scores, out of which groups, and how they are weighed)."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layers: Iterable[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
+    ) -> None:
+        self._blocks = blocks
         self._gate, self._num_active = config.gate, config.num_experts_per_token
         self._wide = torch.promote_types(torch_dtype(config), torch.float32)
         held = self._wide if config.gate.wide else torch_dtype(config)
@@ -31,6 +41,9 @@ class Gate:
 
     def forward(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(expert_ids_TA int64, best first; weights_TA in the rows' dtype). Scores are taken in float32 at least."""
+        return self._blocks.run("gate", partial(self._choose, layer), normed_TH)
+
+    def _choose(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         gate, weight_EH = self._gate, self._weight_EH[layer]
         logits = F.linear(normed_TH.to(weight_EH.dtype), weight_EH)
         if gate.scores == "softmax":

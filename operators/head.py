@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from operators.embedding import Embedding
 from operators.model_config import ModelConfig
 from operators.normalization import row_norm
+from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint
 
 
@@ -21,8 +22,10 @@ class Head:
         checkpoint: Checkpoint,
         device: torch.device | str = "cpu",
         embedding: Embedding | None = None,
+        blocks: RowBlocks = WHOLE,
     ) -> None:
         """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
+        self._blocks = blocks
         self._norm = row_norm(config)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
         if config.tie_word_embeddings and embedding is not None:
@@ -33,6 +36,8 @@ class Head:
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
         """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""
-        rows = self._norm(x_TH.index_select(0, sample_rows_S), self._norm_H)
-        logits = F.linear(rows, self.weight_VH)
+        return self._blocks.run("head", self._logits, x_TH.index_select(0, sample_rows_S))
+
+    def _logits(self, x_SH: Tensor) -> Tensor:
+        logits = F.linear(self._norm(x_SH, self._norm_H), self.weight_VH)
         return logits if logits.dtype == torch.float64 else logits.float()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from operators.kv_pages import KvPages
 from operators.model_config import LatentConfig, ModelConfig
 from operators.normalization import rms_norm, row_norm
 from operators.rotary import RotaryTable, pairs_to_halves_, rotate
+from operators.row_blocks import WHOLE, RowBlocks
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint, torch_dtype
 
@@ -50,6 +52,7 @@ class LatentAttentionBlock:
         checkpoint: Checkpoint,
         layers: Iterable[int],
         device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
         *,
         chunk_form: Form = "cheaper",
     ) -> None:
@@ -57,7 +60,7 @@ class LatentAttentionBlock:
         if config.latent is None:
             raise ValueError(f"a {config.family} model without latent attention was given to LatentAttentionBlock")
         self.config, self._latent = config, config.latent
-        self._chunk_form = chunk_form
+        self._chunk_form, self._blocks = chunk_form, blocks
         self._rotary = RotaryTable(config.latent.rope_width, config.rotary, torch_dtype(config), device)
         self._norm = row_norm(config)
         self._weights = {layer: _read_layer(config, config.latent, checkpoint, layer, device) for layer in layers}
@@ -68,31 +71,40 @@ class LatentAttentionBlock:
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward in attention.py; pages take latents and rotary keys."""
-        weights, latent = self._weights[layer], self._latent
-        plan = self._plan(layout, pages.page_tokens)
+        weights, plan = self._weights[layer], self._plan(layout, pages.page_tokens)
+        project = partial(self._project, weights)
+        q_nope, q_rope, kept_T1D = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
+        pages.write(layer, layout.slots_T, kept_T1D)
+        mixed = self._attend(layer, q_nope, q_rope, kept_T1D, plan, pages)
+        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
+
+    def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries without and with position [T, N, D], and what pages keep of a token [T, 1, rank + rope]."""
+        latent = self._latent
         down = F.linear(self._norm(x_TH, weights.input_norm_H), weights.down, weights.down_bias)
         queries, compressed, key_rope = down.split((down.shape[1] - latent.page_width, latent.rank, latent.rope_width), dim=1)
         if weights.query_up is not None and weights.query_norm is not None:
             queries = F.linear(rms_norm(queries, weights.query_norm, latent.norm_epsilon), weights.query_up)
         q_TND = queries.reshape(-1, self.config.num_heads, latent.key_width)
         q_nope, q_rope = q_TND.split((latent.nope_width, latent.rope_width), dim=2)
-        q_rope = rotate(q_rope, plan.cos_T1D, plan.sin_T1D)
+        q_rope = rotate(q_rope, cos_T1D, sin_T1D)
         kept_T1D = torch.cat(
             (
                 rms_norm(compressed, weights.latent_norm, latent.norm_epsilon).unsqueeze(1),
-                rotate(key_rope.unsqueeze(1), plan.cos_T1D, plan.sin_T1D),
+                rotate(key_rope.unsqueeze(1), cos_T1D, sin_T1D),
             ),
             dim=2,
         )
-        pages.write(layer, layout.slots_T, kept_T1D)
-        mixed = self._attend(layer, q_nope, q_rope, kept_T1D, plan, pages)
+        return q_nope, q_rope, kept_T1D
+
+    def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
         plan: StepPlan | None = layout.derived.get(self)
         if plan is None:
-            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window)
+            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
             layout.derived[self] = plan
         return plan
 
@@ -113,7 +125,8 @@ class LatentAttentionBlock:
             expanded = self._chunk_form == "expanded" or (
                 self._chunk_form == "cheaper" and expanding_pays(self._latent, chunk.stop - chunk.start)
             )
-            out[rows] = (self._expanded if expanded else self._absorbed)(q_nope[rows], q_rope[rows], kept, chunk, up)
+            q_rows = self._blocks.settled(q_nope[rows]), self._blocks.settled(q_rope[rows])
+            out[rows] = (self._expanded if expanded else self._absorbed)(*q_rows, self._blocks.settled(kept), chunk, up)
         return out.flatten(1)
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor, up: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ class RotaryTable:
         return self._cos.index_select(0, positions_T).unsqueeze(1), self._sin.index_select(0, positions_T).unsqueeze(1)
 
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequency
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        pieces = (torch.arange(start, start + FIRST_LENGTH, dtype=torch.float32) for start in range(0, length, FIRST_LENGTH))
+        angles = [piece[:, None] * self._inverse_frequency for piece in pieces]  # so that a row's bits do not depend on the length
+        cos, sin = (torch.cat([turn(each) for each in angles]) * self._attention_factor for turn in (torch.cos, torch.sin))
         return (
             torch.cat((cos, cos), dim=-1).to(dtype=self._dtype, device=self._device),
             torch.cat((-sin, sin), dim=-1).to(dtype=self._dtype, device=self._device),

@@ -1,0 +1,64 @@
+"""Making the proofs of strict blocks (row_blocks.py): every function of rows that a module has is run once, on drawn rows.
+
+Here: `prove`, for a module that is loaded, and `prove_model`, for all functions of a model, of which it reads the first layer of each
+kind. Called by the attention and expert workers while they load, and by `flowrt doctor --model`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from operators.attention import Attention, attention_for
+from operators.dense import DenseMlp, SharedExperts
+from operators.experts import Experts
+from operators.gate import Gate
+from operators.head import Head
+from operators.kv_pages import KvPages
+from operators.model_config import ModelConfig, read_model_config
+from operators.row_blocks import PROOF_ROWS, StrictBlocks
+from operators.step_layout import StepLayout
+from operators.weights import Checkpoint, torch_dtype
+
+
+@torch.inference_mode()
+def prove(
+    module: Attention | Gate | DenseMlp | SharedExperts | Experts | Head, config: ModelConfig, device: torch.device | str = "cpu"
+) -> None:
+    """Run the module's functions once on PROOF_ROWS rows. ModelError when no block size will do on this machine."""
+    x_TH = _drawn_rows(config, device)
+    match module:
+        case Experts():
+            module.prove()
+        case Head():
+            module.forward(x_TH, torch.arange(PROOF_ROWS, device=device))
+        case Gate():
+            module.forward(config.moe_layers[0], x_TH)
+        case DenseMlp():
+            if config.dense_layers:
+                module.forward(config.dense_layers[0], x_TH, x_TH)
+        case SharedExperts():
+            module.forward(config.moe_layers[0], x_TH, x_TH)
+        case _:
+            layout = StepLayout.from_lists([PROOF_ROWS], [PROOF_ROWS], [[0]], PROOF_ROWS, device)
+            module.forward(module.layers[0], x_TH, layout, KvPages.for_model(config, 1, PROOF_ROWS, device))
+
+
+def prove_model(directory: Path, dtype: str | None = None) -> StrictBlocks:
+    """The blocks that strict numerics of this model use on this machine, with the threads that torch has now."""
+    config, checkpoint, blocks = read_model_config(directory, dtype), Checkpoint(directory), StrictBlocks()
+    prove(attention_for(config, checkpoint, [0], blocks=blocks), config)
+    prove(Gate(config, checkpoint, config.moe_layers[:1], blocks=blocks), config)
+    prove(DenseMlp(config, checkpoint, config.dense_layers[:1], blocks=blocks), config)
+    if config.shared_expert_width:
+        prove(SharedExperts(config, checkpoint, config.moe_layers[:1], blocks=blocks), config)
+    prove(Experts(config, checkpoint, {}, blocks=blocks), config)
+    prove(Head(config, checkpoint, blocks=blocks), config)
+    return blocks
+
+
+def _drawn_rows(config: ModelConfig, device: torch.device | str) -> Tensor:
+    generator = torch.Generator().manual_seed(config.hidden_size + 1)
+    return torch.randn((PROOF_ROWS, config.hidden_size), generator=generator).to(device, torch_dtype(config))

@@ -1,0 +1,178 @@
+"""How functions of rows are run: all rows at once, or in blocks of fixed sizes, so that no row's bits depend on the others.
+
+Here: RowBlocks (numerics: fast), StrictBlocks (numerics: strict) and the proof that picks its sizes. Not here: the functions (every
+operator gives its own), attention over a sequence's context, which strict runs sequence by sequence (attention_plan.py). An operator
+gets one of the two when it is made; flowrt/workers chooses.
+
+Why blocks: libraries choose another order of additions for another number of rows, and loops treat what does not fill a vector, or
+lies where threads meet, in another way. In a block of a proven size a row's bits depend on the row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from operators.model_config import ModelError
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROOF_ROWS = SIZES[-1]  # rows that a proof is given
+PROOF_ELEMENTS = 1 << 14  # results to compare at least, if there are as many: an unlike order of additions shows in many of them
+FEWEST_PROOF_ROWS = 8  # so many are compared even when one row has more results than that
+ALIGNMENT_BYTES = 64  # where torch's own memory begins; products may treat what lies elsewhere in another order
+
+Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
+
+
+class RowBlocks:
+    """All rows at once, as they come (numerics: fast)."""
+
+    strict = False
+
+    def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
+        """What `function` gives for tensors of T rows each: one tensor of T rows, or several.
+
+        It must treat each row by itself. `name` stands for the function and the shapes of its weights.
+        """
+        return function(*rows)
+
+    def settled(self, x: Tensor) -> Tensor:
+        """The tensor, or a copy whose place in memory does not tell where it was cut from."""
+        return x
+
+
+WHOLE = RowBlocks()
+
+
+class StrictBlocks(RowBlocks):
+    """Blocks of sizes in which a row's bits are proven to be the same in every place, with any neighbours, and in every size.
+
+    The proof is made by the first call under a name, which must bring PROOF_ROWS rows: workers make it while they load.
+    """
+
+    strict = True
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """The sizes in use by name of function, ascending."""
+        return self._sizes
+
+    def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
+        """As RowBlocks.run. ModelError from a proof when there is no size that will do."""
+        sizes = self._sizes.get(name)
+        if sizes is None:
+            sizes = self._sizes[name] = _proven_sizes(name, function, rows)
+        num_rows = rows[0].shape[0]
+        if not num_rows:
+            return function(*rows)
+        found = [_as_tuple(function(*(_block(x, start, size) for x in rows))) for start, size in _cuts(num_rows, sizes)]
+        joined = tuple(_joined(pieces, num_rows) for pieces in zip(*found, strict=True))
+        return cast("Result", joined if len(joined) > 1 else joined[0])
+
+    def settled(self, x: Tensor) -> Tensor:
+        return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """One line for people: which functions run in which blocks."""
+    by_sizes: dict[tuple[int, ...], list[str]] = {}
+    for name, each in sizes.items():
+        by_sizes.setdefault(each, []).append(name)
+    return "; ".join(f"blocks of {_range(each)} rows: {', '.join(names)}" for each, names in sorted(by_sizes.items()))
+
+
+def _range(sizes: tuple[int, ...]) -> str:
+    doubling = len(sizes) > 2 and all(large == 2 * small for small, large in pairwise(sizes))
+    return f"{sizes[0]}, {sizes[1]} to {sizes[-1]}" if doubling else " or ".join(map(str, sizes))
+
+
+def _cuts(num_rows: int, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """(start, size) of each block: the largest as long as they are full, then the smallest that holds the rest."""
+    start = 0
+    while start < num_rows:
+        size = next((size for size in sizes if size >= num_rows - start), sizes[-1])
+        yield start, size
+        start += size
+
+
+def _block(x: Tensor, start: int, size: int) -> Tensor:
+    """Rows start to start + size, contiguous and aligned, with zeros behind the last row."""
+    piece = x[start : start + size]
+    if piece.shape[0] == size and piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
+        return piece
+    block = x.new_zeros((size, *x.shape[1:]))
+    block[: piece.shape[0]] = piece
+    return block
+
+
+def _joined(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
+    return (pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))[:num_rows].contiguous()
+
+
+def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
+
+
+# --- the proof ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _proven_sizes(name: str, function: Callable[..., Tensor | tuple[Tensor, ...]], rows: Sequence[Tensor]) -> tuple[int, ...]:
+    """The largest set of sizes that all give the same bits, each in every place and beside any neighbours."""
+    if rows[0].shape[0] != PROOF_ROWS:
+        raise RuntimeError(f"{name} was not proven when it was loaded: the first call must bring {PROOF_ROWS} rows, not {rows[0].shape[0]}")
+    row_bytes = _bits(function, [x[:1] for x in rows])
+    row_elements = row_bytes.shape[1] // 4
+    num_compared = next((size for size in SIZES if size >= FEWEST_PROOF_ROWS and size * row_elements >= PROOF_ELEMENTS), PROOF_ROWS)
+    classes: list[tuple[Tensor, list[int]]] = []
+    for size in SIZES:
+        bits = _bits_in_blocks(function, rows, size, max(num_compared, size))
+        if not _place_does_not_matter(function, rows, size, bits):
+            continue
+        for known, members in classes:
+            if torch.equal(known, bits[:num_compared]):
+                members.append(size)
+                break
+        else:
+            classes.append((bits[:num_compared], [size]))
+    if not classes:
+        raise ModelError(
+            f"strict numerics are not possible on this machine: in no block size up to {PROOF_ROWS} are a row's bits the same in every"
+            f" place ({name}); write numerics: fast"
+        )
+    best = max((members for _, members in classes), key=lambda members: (len(members), members[-1]))
+    return tuple(best)
+
+
+def _place_does_not_matter(function: Callable[..., Tensor | tuple[Tensor, ...]], rows: Sequence[Tensor], size: int, bits: Tensor) -> bool:
+    """Whether rows computed in another order, beside others, or alone among zeros, are what they were."""
+    generator = torch.Generator().manual_seed(size)
+    orders = [torch.arange(size).flip(0), torch.arange(size).roll(1), torch.arange(size).roll(size // 2 + 1)]
+    orders += [torch.randperm(bits.shape[0], generator=generator)[:size] for _ in range(3)]
+    for order in orders:
+        if not torch.equal(_bits(function, [x[order.to(x.device)].contiguous() for x in rows]), bits[order]):
+            return False
+    for place in {0, size // 2, size - 1}:
+        alone = [torch.zeros_like(x[:size]) for x in rows]
+        for block, x in zip(alone, rows, strict=True):
+            block[place] = x[0]
+        if not torch.equal(_bits(function, alone)[place], bits[0]):
+            return False
+    return True
+
+
+def _bits_in_blocks(function: Callable[..., Tensor | tuple[Tensor, ...]], rows: Sequence[Tensor], size: int, num_rows: int) -> Tensor:
+    return torch.cat([_bits(function, [_block(x, start, size) for x in rows]) for start in range(0, num_rows, size)])
+
+
+def _bits(function: Callable[..., Tensor | tuple[Tensor, ...]], rows: Sequence[Tensor]) -> Tensor:
+    """The results' bytes, row by row [T, bytes]. Inputs are copied: a function may overwrite them."""
+    results = _as_tuple(function(*(x.clone(memory_format=torch.contiguous_format) for x in rows)))
+    return torch.cat([each.reshape(each.shape[0], -1).contiguous().view(torch.uint8) for each in results], dim=1).cpu()
