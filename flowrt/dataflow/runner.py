@@ -211,8 +211,8 @@ class Runner:
                 num_inline = 0
                 await asyncio.sleep(0)
             start = self._clock.now()
-            outputs = await self._compute.run(node, partial(self._region.run, batch))
-            self._finish(batch, outputs, start)
+            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch)), start)
+            del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
 
     def waiting(self) -> list[str]:
         """What every unfinished tag waits for, a line each: the answer to "why is it stuck?"."""

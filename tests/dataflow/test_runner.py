@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -257,3 +258,60 @@ def test_payloads_survive_the_way_through_buffers(dtype, shape):
 def test_a_sparse_tensor_cannot_travel():
     with pytest.raises(TypeError, match="dense"):
         to_message(Payload((torch.eye(2).to_sparse(),)), 0, tag())
+
+
+async def test_a_runner_that_sleeps_holds_no_tensor():
+    """One held for no reason would keep its transport's memory, and all that was received after it."""
+    bench = Bench(PIPE, "q", {"b": each(lambda firing: {"y": firing.inputs["x"]})})
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    bench.runner.deliver(to_message(Payload((tensor,)), 1, tag()))
+    task = asyncio.get_running_loop().create_task(bench.runner.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [edge.id for edge, message in bench.posted] == [2, 1]
+    bench.posted.clear()
+    del tensor
+    assert gone() is None
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_settle_fires_what_is_short_without_a_turn_of_the_loop():
+    bench = Bench(PIPE, "q", {"b": double})
+    for step in range(3):
+        bench.runner.accept(to_message(number(step), 1, tag(step)))
+        assert bench.posted == []
+        bench.runner.settle()
+        bench.runner.deliver(Message("credit", edge=2, header=CreditHeader(1)))
+        assert bench.data() == [(2, 2 * step)]
+        bench.posted.clear()
+
+
+async def test_what_fails_in_settle_is_raised_by_run():
+    bench = Bench(PIPE, "q", {"b": lambda firings: 1 / 0})
+    bench.runner.accept(to_message(number(1), 1, tag()))
+    bench.runner.settle()
+    with pytest.raises(OperatorError, match="b failed at step 0"):
+        await bench.settle()
+
+
+async def test_credits_go_back_together_but_never_later_than_a_sender_could_need_one():
+    """Of eight credits half may gather; with all eight out, each one is needed at once."""
+    nodes = [node("in", "p", outputs=["x"]), node("b", "q", ["x"], ["y"]), node("end", "p", ["x"])]
+    graph = graph_of(nodes, [Edge(0, "in", "x", "b", "x", credits=8), Edge(1, "b", "y", "end", "x", credits=100)])
+    bench = Bench(graph, "q", {"b": double})
+
+    def returned():
+        return [message.header.count for edge, message in bench.posted if message.kind == "credit"]
+
+    for step in range(8):
+        bench.runner.accept(to_message(number(step), 0, tag(step)))
+        bench.runner.settle()
+    assert returned() == [4, 4]
+    bench.posted.clear()
+    for step in range(8, 16):
+        bench.runner.accept(to_message(number(step), 0, tag(step)))
+    bench.runner.settle()
+    assert returned() == [1, 4]  # three wait: the sender has five
