@@ -94,7 +94,7 @@ def _drawn_from_all(logits_SV: Tensor, temperature_S: Tensor, key_S: Tensor) -> 
     rest_SV = bits_SV.bitwise_xor_((1 << 52) - 1).float().add_(0.5)  # 1 - u, times 2^52
     lost_SV = rest_SV.mul_(-(2.0**-52)).clamp_(min=2.0**-24 - 1).log1p_().neg_().log_()  # the noise, negative
     below_SV = (logits_SV - logits_SV.amax(dim=-1, keepdim=True)).float()
-    rough_SV = below_SV.div_(temperature_S.float().clamp(min=1e-37).unsqueeze(1)).sub_(lost_SV)
+    rough_SV = below_SV.mul_(temperature_S.float().clamp(min=1e-37).reciprocal().unsqueeze(1)).sub_(lost_SV)
     sample_N, id_N = (rough_SV >= rough_SV.amax(dim=-1, keepdim=True) - ROUGH_MARGIN).nonzero(as_tuple=True)
     sum_N = logits_SV[sample_N, id_N].double() / temperature_S[sample_N] + _noise(key_S[sample_N], id_N)
     best_S = sum_N.new_full((num_samples,), float("-inf")).scatter_reduce_(0, sample_N, sum_N, "amax")
