@@ -59,7 +59,7 @@ class _UserNode:
             raise UserError(f"node {node.name}: {node.operator} gives {', '.join(returned)}, but an edge takes {missing}")
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
-        return [self._fire(firing) for firing in firings]
+        return [self._fire(firings[0])] if len(firings) == 1 else [self._fire(firing) for firing in firings]
 
     def _fire(self, firing: Firing) -> dict[str, Payload]:
         arguments: dict[str, Any] = {}
@@ -72,7 +72,10 @@ class _UserNode:
         self._check("input", self._in, arguments, sizes)
         given = self._named(self._function(**arguments))
         self._check("output", self._out, given, sizes)
-        return {port: Payload((tensor,)) for port, tensor in given.items()}
+        answer: dict[str, Payload] = {}
+        for port, tensor in given.items():
+            answer[port] = Payload((tensor,))
+        return answer
 
     def _check(self, way: str, specs: Mapping[str, Spec], tensors: Mapping[str, Any], sizes: dict[str, int]) -> None:
         """Raises OperatorError for a tensor that does not fit. `sizes`: the free dimensions known in this firing; it grows."""
