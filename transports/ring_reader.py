@@ -122,6 +122,10 @@ class RingReader:
         self._memory.raise_flag(self._words + READER_SLEEPS)
         return self.has_records()
 
+    def flag_is_up(self) -> bool:
+        """Whether the writer has yet to notice that we sleep; lowering the flag is its promise to wake us."""
+        return self._memory.load(self._words + READER_SLEEPS) == 1
+
     def has_records(self) -> bool:
         return self._memory.load(self._words + HEAD) != self._tail
 

@@ -99,6 +99,10 @@ class RingWriter:
         self._memory.raise_flag(self._words + WRITER_SLEEPS)
         return self.has_more_room()
 
+    def flag_is_up(self) -> bool:
+        """Whether the reader has yet to notice that we sleep; lowering the flag is its promise to wake us."""
+        return self._memory.load(self._words + WRITER_SLEEPS) == 1
+
     def has_more_room(self) -> bool:
         """Whether the reader has moved since the last attempt to send."""
         return self._memory.load(self._words + TAIL) != self._tail or self._memory.load(self._words + RELEASED) != self._released

@@ -38,6 +38,7 @@ else:
     _missing = None
 
 RECHECK_SECONDS = 0.25  # a sleeping side looks by itself this often, and counts when that was needed
+PATIENT_LOOKS = 20  # looks for which a wake-up that the peer has promised may be on its way: the peer may be without a processor
 _CONNECTOR, _LISTENER = 0, 1
 
 
@@ -62,7 +63,7 @@ class SharedMemoryChannel(Endpoint):
         self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, self._wake_peer)
         self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, self._wake_peer)
         self._unreadable = False
-        self._unwoken = False  # at the last look something was there that nobody had woken us for
+        self._looks = 0  # in a row at which something was there that nobody had woken us for
         self._lifeline = Lifeline(meeting.line, self._on_gone)
         self._loop.add_reader(own_wake, self._on_wake)
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
@@ -116,21 +117,25 @@ class SharedMemoryChannel(Endpoint):
             os.eventfd_read(self._own_wake)
         except BlockingIOError:
             return
-        self._unwoken = False
+        self._looks = 0
         self._wake_receiver()
         self._wake_sender()
 
     def _recheck(self) -> None:
-        """The bounded look of a sleeping side. Twice in a row, because once may be a wake-up that is just on its way."""
+        """The bounded look of a sleeping side. Something there at two looks in a row was lost if the peer has not lowered our flag:
+        once may be the moment between its store and its look. A lowered flag is a promise to wake us, which is kept a long time."""
         if self._broken is not None or self._ended:
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
-        missed = (self._receiver is not None and self._reader.has_records()) or (self._room is not None and self._writer.has_more_room())
-        if missed and self._unwoken:
+        unread = self._receiver is not None and self._reader.has_records()
+        room = self._room is not None and self._writer.has_more_room()
+        self._looks = self._looks + 1 if unread or room else 0
+        unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up())
+        if self._looks > (1 if unpromised else PATIENT_LOOKS):
             self._counters.late_wakeups += 1
+            self._looks = 0
             self._wake_receiver()
             self._wake_sender()
-        self._unwoken = missed
 
     def _on_gone(self, reason: str | None) -> None:
         if reason is None and self._reader.peer_has_closed():

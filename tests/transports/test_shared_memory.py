@@ -299,7 +299,8 @@ async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
 
 
 async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
-    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)
+    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)  # a promise not kept
+    monkeypatch.setattr(shared_memory, "PATIENT_LOOKS", 1)
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
         receiving = asyncio.ensure_future(two.recv())
