@@ -327,7 +327,7 @@ def test_the_end_of_the_run_ends_every_request() -> None:
     assert door.end_all("error") == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), pieces=st.lists(st.text("ab", max_size=5), max_size=8))
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pieces: list[str]) -> None:
     watch = StopStrings(stops)
@@ -348,7 +348,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pie
         assert shown == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_groups=st.integers(1, 3))
 def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:
     """Requests that are placed again, cancelled and told twice still have indexes 0..n-1, one end, and nothing left anywhere."""

@@ -23,7 +23,7 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(limits=drawn_limits(), num_lanes=st.integers(1, 4), strict=st.booleans(), data=st.data())
 def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits, num_lanes: int, strict: bool, data: st.DataObject) -> None:
     chunk_tokens = data.draw(st.integers(1, limits.max_step_tokens)) if strict else 0
@@ -87,7 +87,7 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
                 assert reason == ("stop" if expected[-1] in EOS and not each.ignore_eos else "length")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(limits=drawn_limits(), num_lanes=st.integers(1, 3), data=st.data())
 def test_an_old_request_ends_while_new_ones_keep_coming(limits: GraphLimits, num_lanes: int, data: st.DataObject) -> None:
     """No starvation: with one new request per step, the first one still ends within a bound that only its elders set."""

@@ -79,7 +79,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.generation_of(page) == self.uses[page]
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AllocatorMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 
 
