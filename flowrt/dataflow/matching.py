@@ -34,11 +34,13 @@ class Firing(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What `arrive` decided: at most one firing, and whether the message was dropped (late, or a duplicate)."""
+    """What `arrive` decided: what can fire now (a stateful node may let go of later steps too), or that the message was dropped."""
 
-    firing: Firing | None = None
+    firings: tuple[Firing, ...] = ()
     dropped: bool = False
 
+
+FINISHED_TAGS = 1024  # of gather rows are remembered, so that what comes too late opens no new row
 
 _WAITS = Arrival()
 _DROPPED = Arrival(dropped=True)
@@ -77,7 +79,7 @@ class MatchingTable:
         self._rows: dict[tuple[str, Tag], _Row] = {}
         self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, lane) -> step
         self._held: dict[tuple[str, str, int, int], dict[int, list[Firing]]] = {}
-        self._released: list[Firing] = []
+        self._finished: dict[tuple[str, Tag], None] = {}  # gather rows that have fired, oldest first
 
     def __len__(self) -> int:
         """Rows that wait for something, and firings held back for their turn."""
@@ -92,14 +94,15 @@ class MatchingTable:
         node = self._nodes[edge.target]
         if shape.alone:
             only = Firing(edge.target, tag, {edge.target_port: value}, (edge.id,))
-            turn = self._in_turn(only) if node.stateful else only
-            return _WAITS if turn is None else Arrival(turn)
+            return Arrival(self._in_turn(only) if node.stateful else (only,))
         key = (edge.target, tag)
         row = self._rows.get(key)
         port = node.inputs[edge.target_port]
         if row is None:
             if part is not None and port.takes == "gather":
                 return _DROPPED  # its plan is minted before it is asked for: no row means the tag is over
+            if port.takes == "gather" and key in self._finished:
+                return _DROPPED  # more came than were counted
             row = self._rows[key] = _Row()
         if port.takes == "gather":
             cover = row.covers.get(port.name)
@@ -116,7 +119,13 @@ class MatchingTable:
             if count == port.name:
                 self._expect(row, gather, value)
         firing = self._complete(key, row, shape)
-        return _WAITS if firing is None else Arrival(firing)
+        if firing is None:
+            return _WAITS
+        if shape.gathers:
+            self._finished[key] = None
+            if len(self._finished) > FINISHED_TAGS:
+                del self._finished[next(iter(self._finished))]
+        return Arrival(self._in_turn(firing) if node.stateful else (firing,))
 
     def gathers(self, edge: Edge) -> bool:
         """Whether `edge` ends at a gather port, whose messages may carry part ids."""
@@ -130,23 +139,25 @@ class MatchingTable:
         row.covers[port].supersede(part, by)
         return True
 
-    def drop(self, stale: Callable[[Tag], bool]) -> int:
-        """Delete every row whose tag is stale (a roll-back); returns how many rows went."""
-        gone = [key for key in list(self._rows) if stale(key[1])]
-        for key in gone:
-            del self._rows[key]
+    def drop(self, stale: Callable[[Tag], bool]) -> tuple[int, list[int]]:
+        """Forget every tag that is stale (a roll-back). Returns how many rows and held firings went, and the edges of their messages,
+        one entry per message, so that the caller can return the credits."""
+        gone = [self._rows.pop(key).via for key in list(self._rows) if stale(key[1])]
+        via = [edge for edges in gone for edge in edges]
         dropped = len(gone)
-        for lane in list(self._held):
-            for step, firings in list(self._held[lane].items()):
-                kept = [firing for firing in firings if not stale(firing.tag)]
-                dropped += len(firings) - len(kept)
-                self._held[lane][step] = kept
-        return dropped
-
-    def released(self) -> list[Firing]:
-        """Firings of stateful nodes that an earlier firing has let go. Empties the list."""
-        released, self._released = self._released, []
-        return released
+        for lane, steps in list(self._held.items()):
+            for step, firings in list(steps.items()):
+                old = [firing for firing in firings if stale(firing.tag)]
+                via += [edge for firing in old for edge in firing.via]
+                dropped += len(old)
+                steps[step] = [firing for firing in firings if not stale(firing.tag)]
+                if not steps[step]:
+                    del steps[step]
+            if not steps:
+                del self._held[lane]
+        for lane in [lane for lane in self._next_step if stale(Tag(lane[1], lane[2], lane[3]))]:
+            del self._next_step[lane]
+        return dropped, via
 
     def waiting(self) -> list[tuple[str, Tag, list[str]]]:
         """(node, tag, ports still empty) of every row: what a stuck graph waits for."""
@@ -179,26 +190,27 @@ class MatchingTable:
             inputs[gather] = values
         del self._rows[key]
         node, tag = key
-        firing = Firing(node, tag, inputs, tuple(row.via))
-        return self._in_turn(firing) if self._nodes[node].stateful else firing
+        return Firing(node, tag, inputs, tuple(row.via))
 
-    def _in_turn(self, firing: Firing) -> Firing | None:
+    def _in_turn(self, firing: Firing) -> tuple[Firing, ...]:
         """A stateful node fires in step order per lane: step s only after step s-1. A new epoch begins where its first step is."""
         tag = firing.tag
         lane = (firing.node, tag.source, tag.epoch, tag.micro_batch)
         expected = self._next_step.get(lane, tag.step if tag.epoch else 0)
         if tag.step > expected:
             self._held.setdefault(lane, {}).setdefault(tag.step, []).append(firing)
-            return None
+            return ()
+        firings = [firing]
         if tag.step == expected:
-            self._next_step[lane] = expected + 1
             held = self._held.get(lane, {})
-            while self._next_step[lane] in held:
-                self._released.extend(held.pop(self._next_step[lane]))
-                self._next_step[lane] += 1
+            expected += 1
+            while expected in held:
+                firings += held.pop(expected)
+                expected += 1
+            self._next_step[lane] = expected
             if not held:
                 self._held.pop(lane, None)
-        return firing
+        return tuple(firings)
 
     def _shape(self, node: str, layer: int) -> _Shape:
         shape = self._shapes.get((node, layer))

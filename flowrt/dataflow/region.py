@@ -78,17 +78,17 @@ class Region:
                     for output in route(firing, outputs):
                         if not fused or output.edge.target not in fused:
                             leaving.append(output)
-                        elif (next_firing := self.arrive(output)) is not None:
-                            waiting.append((next_firing,))
+                        else:
+                            waiting.extend((next_firing,) for next_firing in self.arrive(output))
                 if not waiting:
                     return leaving
                 firings = waiting.popleft()
 
-    def arrive(self, output: Output) -> Firing | None:
+    def arrive(self, output: Output) -> tuple[Firing, ...]:
         """Match a message for a fused node of this process."""
         edge, payload = output.edge, output.payload
         part = part_of(payload) if edge.id in self._gathers else None
-        return self._table.arrive(edge, output.tag, payload, part).firing
+        return self._table.arrive(edge, output.tag, payload, part).firings
 
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
         """Which edges the outputs of a firing take. Raises OperatorError for a port the node does not have."""

@@ -149,7 +149,7 @@ class Runner:
             owed.here += 1
         elif edge.answers is not None:
             self._release(edge.answers, 1)
-        if self._epochs and tag.epoch < self._epochs.get(tag.source, 0):
+        if self._is_stale(tag):
             self._drop(edge)
             return
         self._arrive(edge, tag, from_message(message, self._device))
@@ -176,20 +176,21 @@ class Runner:
             self._wake()
 
     def roll_back(self, source: str, epoch: int) -> int:
-        """From now on only `epoch` and later of `source` count; rows and waiting firings of older ones are deleted."""
+        """From now on only `epoch` and later of `source` count. Older rows and waiting firings are deleted, their credits go back;
+        what an older firing that runs now will give is dropped when it ends. Returns how many rows and firings went."""
         self._epochs[source] = epoch
-
-        def stale(tag: Tag) -> bool:
-            return tag.source == source and tag.epoch < epoch
-
-        dropped = self._table.drop(stale)
-        for node, firings in self._ready.items():
-            kept = deque(firing for firing in firings if not stale(firing.tag))
-            for firing in firings:
-                if stale(firing.tag):
-                    self._consumed(firing, answered=())
-            dropped += len(firings) - len(kept)
-            self._ready[node] = kept
+        dropped, via = self._table.drop(self._is_stale)
+        for node, firings in list(self._ready.items()):
+            old = [firing for firing in firings if self._is_stale(firing.tag)]
+            via += [edge for firing in old for edge in firing.via]
+            dropped += len(old)
+            kept = deque(firing for firing in firings if not self._is_stale(firing.tag))
+            del self._ready[node]
+            if kept:
+                self._ready[node] = kept
+        for edge_id in via:
+            if (owed := self._owed.get(edge_id)) is not None:
+                self._return_credit(edge_id, owed)
         return dropped
 
     # --- the one task ---------------------------------------------------------------------------------------------------
@@ -200,16 +201,16 @@ class Runner:
         while True:
             if self._failure is not None:
                 raise self._failure
-            batch = self._take()
+            if num_inline >= MOST_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
+                num_inline = 0
+                await asyncio.sleep(0)
+            batch = self._take()  # after giving way: what is taken must fire before anything that comes later
             if batch is None:
                 num_inline = 0
                 await self._sleep()
                 continue
             node = batch[0].node
             num_inline = num_inline + 1 if self._compute.is_short(node) else 0
-            if num_inline > MOST_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
-                num_inline = 0
-                await asyncio.sleep(0)
             start = self._clock.now()
             self._finish(batch, await self._compute.run(node, partial(self._region.run, batch)), start)
             del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
@@ -224,6 +225,9 @@ class Runner:
         return lines
 
     # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _is_stale(self, tag: Tag) -> bool:
+        return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)
 
     def _take(self, inline: bool = False) -> list[Firing] | None:
         """The next node to fire, oldest first, with all its tags that may go in one call. `inline`: only a short one of one tag."""
@@ -255,6 +259,8 @@ class Runner:
         statistics.num_firings += len(batch)
         answered: set[tuple[int, Tag]] = set()
         for output in outputs:
+            if self._is_stale(output.tag):
+                continue
             if output.edge.answers is not None:
                 answered.add((output.edge.answers, output.tag))
             self._emit(output)
@@ -279,10 +285,8 @@ class Runner:
         arrival = self._table.arrive(edge, tag, payload, part)
         if arrival.dropped:
             self._drop(edge)
-        elif arrival.firing is not None:
-            self._fire(arrival.firing)
-            for firing in self._table.released():
-                self._fire(firing)
+        for firing in arrival.firings:
+            self._fire(firing)
 
     def _fire(self, firing: Firing) -> None:
         if firing.node in self._sinks:
@@ -297,7 +301,8 @@ class Runner:
         edge = output.edge
         if edge.id not in self._sent:  # it stays in this process
             if self._region.is_fused(edge.target):
-                self._region.arrive(output)
+                for firing in self._region.arrive(output):
+                    self._fire(firing)
             else:
                 self._arrive(edge, output.tag, output.payload)
             return

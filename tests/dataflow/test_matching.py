@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.dataflow.matching import MatchingTable, arrives_at
+from flowrt.dataflow.matching import Arrival, Firing, MatchingTable, arrives_at
 from flowrt.graph.model import Edge, LayerSet, Node, PortSpec, TagStep
 from transports.message import Tag
+
+
+def fired(arrival: Arrival) -> Firing | None:
+    """The one firing of an arrival, if there is one."""
+    assert len(arrival.firings) <= 1
+    return arrival.firings[0] if arrival.firings else None
 
 
 def node(name, *ports, stateful=False):
@@ -33,9 +39,9 @@ def table(nodes, edges):
 
 def test_a_node_fires_when_its_inputs_for_one_tag_are_there():
     matching = table([JOIN], [A, B])
-    assert matching.arrive(A, tag(0), "a0").firing is None
-    assert matching.arrive(B, tag(1), "b1").firing is None
-    firing = matching.arrive(B, tag(0), "b0").firing
+    assert fired(matching.arrive(A, tag(0), "a0")) is None
+    assert fired(matching.arrive(B, tag(1), "b1")) is None
+    firing = fired(matching.arrive(B, tag(0), "b0"))
     assert firing is not None
     assert (firing.node, firing.tag, firing.inputs, firing.via) == ("join", tag(0), {"a": "a0", "b": "b0"}, (0, 1))
     assert len(matching) == 1
@@ -52,8 +58,8 @@ def test_a_second_message_for_a_port_that_takes_one_is_a_fault():
 @given(st.permutations([(edge, step, lane) for edge in (A, B) for step in range(3) for lane in range(2)]))
 def test_any_order_of_arrival_gives_the_same_firings(arrivals):
     matching = table([JOIN], [A, B])
-    fired = [matching.arrive(edge, tag(step, 0, lane), (edge.id, step, lane)).firing for edge, step, lane in arrivals]
-    done = {firing.tag: firing.inputs for firing in fired if firing}
+    results = [fired(matching.arrive(edge, tag(step, 0, lane), (edge.id, step, lane))) for edge, step, lane in arrivals]
+    done = {firing.tag: firing.inputs for firing in results if firing}
     expected = {tag(step, 0, lane): {"a": (0, step, lane), "b": (1, step, lane)} for step in range(3) for lane in range(2)}
     assert done == expected
     assert len(matching) == 0
@@ -65,9 +71,9 @@ def test_a_port_is_needed_only_at_the_layers_its_edges_reach():
     layout = Edge(1, "source", "layout", "block", "layout", layers=LayerSet(frozenset({0})))
     later = Edge(2, "combine", "y", "block", "x", layers=LayerSet(frozenset({0, 1})), tag=TagStep("next_layer"))
     matching = table([block], [first, layout, later])
-    assert matching.arrive(first, tag(layer=0), "x").firing is None
-    assert matching.arrive(layout, tag(layer=0), "l").firing is not None
-    assert matching.arrive(later, tag(layer=1), "y").firing is not None
+    assert fired(matching.arrive(first, tag(layer=0), "x")) is None
+    assert fired(matching.arrive(layout, tag(layer=0), "l")) is not None
+    assert fired(matching.arrive(later, tag(layer=1), "y")) is not None
     assert len(matching) == 0
 
 
@@ -93,14 +99,14 @@ ANSWERS = [Edge(1 + s, f"e{s}", "results", "combine", "parts", answers=10 + s) f
 @given(st.permutations([0, 1, 2]))
 def test_gather_takes_as_many_as_the_plan_says_in_its_order(order):
     matching = table([GATHER], [PLAN, *ANSWERS])
-    assert matching.arrive(PLAN, tag(), (0, 1, 2)).firing is None
-    firings = [matching.arrive(ANSWERS[part], tag(), f"v{part}", part).firing for part in order]
+    assert fired(matching.arrive(PLAN, tag(), (0, 1, 2))) is None
+    firings = [fired(matching.arrive(ANSWERS[part], tag(), f"v{part}", part)) for part in order]
     assert firings[:2] == [None, None]
     assert firings[2].inputs["parts"] == ["v0", "v1", "v2"]
 
 
 def test_a_plan_without_parts_fires_at_once():
-    firing = table([GATHER], [PLAN, *ANSWERS]).arrive(PLAN, tag(), ()).firing
+    firing = fired(table([GATHER], [PLAN, *ANSWERS]).arrive(PLAN, tag(), ()))
     assert firing is not None
     assert firing.inputs["parts"] == []
 
@@ -108,7 +114,7 @@ def test_a_plan_without_parts_fires_at_once():
 def test_an_answer_to_a_tag_that_is_over_is_dropped_and_leaves_no_row():
     matching = table([GATHER], [PLAN, *ANSWERS])
     matching.arrive(PLAN, tag(), (0,))
-    assert matching.arrive(ANSWERS[0], tag(), "v", 0).firing is not None
+    assert fired(matching.arrive(ANSWERS[0], tag(), "v", 0)) is not None
     assert matching.arrive(ANSWERS[1], tag(), "late", 0).dropped
     assert len(matching) == 0
 
@@ -119,22 +125,22 @@ def test_a_superseded_part_is_answered_by_its_replacements():
     matching.arrive(ANSWERS[0], tag(), "v0", 0)
     assert matching.supersede("combine", "parts", tag(), 1, (2,))
     assert not matching.supersede("combine", "parts", tag(5), 1, (2,))
-    firing = matching.arrive(ANSWERS[2], tag(), "v2", 2).firing
+    firing = fired(matching.arrive(ANSWERS[2], tag(), "v2", 2))
     assert firing.inputs["parts"] == ["v0", "v2"]
 
 
 def test_anonymous_parts_may_come_before_their_count():
     matching = table([GATHER], [PLAN, *ANSWERS])
-    assert matching.arrive(ANSWERS[0], tag(), "a").firing is None
-    assert matching.arrive(ANSWERS[1], tag(), "b").firing is None
-    assert matching.arrive(PLAN, tag(), 2).firing.inputs["parts"] == ["a", "b"]
+    assert fired(matching.arrive(ANSWERS[0], tag(), "a")) is None
+    assert fired(matching.arrive(ANSWERS[1], tag(), "b")) is None
+    assert fired(matching.arrive(PLAN, tag(), 2)).inputs["parts"] == ["a", "b"]
 
 
 def test_rolling_back_deletes_the_rows_of_older_epochs():
     matching = table([JOIN], [A, B])
     for epoch, source in itertools.product((0, 1), ("s", "t")):
         matching.arrive(A, tag(source=source, epoch=epoch), None)
-    assert matching.drop(lambda old: old.source == "s" and old.epoch < 1) == 1
+    assert matching.drop(lambda old: old.source == "s" and old.epoch < 1) == (1, [0])
     assert len(matching) == 3
 
 
@@ -143,12 +149,10 @@ def test_a_stateful_node_fires_in_step_order_per_lane(order):
     state = node("state", one("a"), stateful=True)
     edge = Edge(0, "x", "o", "state", "a")
     matching = table([state], [edge])
-    fired = []
+    released = []
     for step in order:
-        arrival = matching.arrive(edge, tag(step), step)
-        fired += [arrival.firing] if arrival.firing else []
-        fired += matching.released()
-    assert [firing.tag.step for firing in fired] == list(range(5))
+        released += matching.arrive(edge, tag(step), step).firings
+    assert [firing.tag.step for firing in released] == list(range(5))
     assert len(matching) == 0
 
 
@@ -156,6 +160,24 @@ def test_lanes_of_a_stateful_node_do_not_wait_for_each_other():
     state = node("state", one("a"), stateful=True)
     edge = Edge(0, "x", "o", "state", "a")
     matching = table([state], [edge])
-    assert matching.arrive(edge, tag(1, lane=0), None).firing is None
-    assert matching.arrive(edge, tag(0, lane=1), None).firing is not None
+    assert fired(matching.arrive(edge, tag(1, lane=0), None)) is None
+    assert fired(matching.arrive(edge, tag(0, lane=1), None)) is not None
     assert len(matching) == 1
+
+
+def test_more_anonymous_parts_than_were_counted_open_no_new_row():
+    matching = table([GATHER], [PLAN, *ANSWERS])
+    matching.arrive(PLAN, tag(), 1)
+    assert fired(matching.arrive(ANSWERS[0], tag(), "a")) is not None
+    assert matching.arrive(ANSWERS[1], tag(), "late").dropped
+    assert len(matching) == 0
+
+
+def test_rolling_back_forgets_held_firings_and_says_whose_messages_they_were():
+    state = node("state", one("a"), stateful=True)
+    edge = Edge(4, "x", "o", "state", "a")
+    matching = table([state], [edge])
+    matching.arrive(edge, tag(2), None)
+    assert matching.drop(lambda old: old.epoch < 1) == (1, [4])
+    assert len(matching) == 0
+    assert fired(matching.arrive(edge, tag(7, epoch=1), None)) is not None  # a new epoch begins where its first step is
