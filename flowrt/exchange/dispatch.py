@@ -14,17 +14,19 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
-from operators.combine import combine
+from operators.combine import combine, combine_pairs
 from operators.dispatch import CopyTable, cut
 
 
 class Dispatch:
     """Ports in: `x` (normed_TH, positions_T), `routing` (expert_ids_TA, weights_TA). Out: `plan` (rows_R of each part; header: the
-    part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets nothing."""
+    part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets nothing.
 
-    def __init__(self, copies: Mapping[int, CopyTable]) -> None:
+    With strict numerics the plan is (weights_TA, pair_P of each part): the client weighs the answers and adds them by slot."""
+
+    def __init__(self, copies: Mapping[int, CopyTable], strict: bool = False) -> None:
         """`copies[layer]` says which servers hold each expert of that layer."""
-        self._copies = copies
+        self._copies, self._strict = copies, strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         return [self._cut(firing) for firing in firings]
@@ -33,7 +35,8 @@ class Dispatch:
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
         parts = cut(expert_ids_TA, weights_TA, positions_T, self._copies[firing.tag.layer])
-        outputs = {"plan": Payload(tuple(part.rows_R for part in parts), PlanHeader(tuple(range(len(parts)))))}
+        plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
+        outputs = {"plan": Payload(plan, PlanHeader(tuple(range(len(parts)))))}
         for number, part in enumerate(parts):
             tensors = (x_TH.index_select(0, part.rows_R), part.row_P, part.expert_P, part.weight_P)
             outputs[f"server{part.server}"] = Payload(tensors, PartHeader(number))
@@ -43,14 +46,19 @@ class Dispatch:
 class Combine:
     """Ports in: `plan` (rows_R per part), `parts` (gather: y_RH each, in plan order), `residual` (x_TH). Out: `y` (x_TH).
 
-    Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster."""
+    Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster. With strict numerics
+    parts bring one unweighted row per pair, and the sum does not depend on the placement either."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         return [self._add(firing) for firing in firings]
 
     def _add(self, firing: Firing) -> dict[str, Payload]:
-        rows: tuple[torch.Tensor, ...] = firing.inputs["plan"].tensors
+        plan: tuple[torch.Tensor, ...] = firing.inputs["plan"].tensors
         answers: list[Payload] = firing.inputs["parts"]
         (residual_TH,) = firing.inputs["residual"].tensors
-        parts = [(rows_R, answer.tensors[0]) for rows_R, answer in zip(rows, answers, strict=True)]
-        return {"y": Payload((combine(residual_TH, parts),))}
+        where = plan[1:] if self._strict else plan
+        parts = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]
+        return {"y": Payload((combine_pairs(residual_TH, plan[0], parts) if self._strict else combine(residual_TH, parts),))}

@@ -20,10 +20,12 @@ from operators.experts import Experts
 
 
 class ExpertService:
-    """Port in: `rows` (x_RH, row_P, expert_P, weight_P; header: part id). Out: `results` (y_RH, the weighted sums; same header)."""
+    """Port in: `rows` (x_RH, row_P, expert_P, weight_P; header: part id). Out: `results` (y_RH, the weighted sums; same header).
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts = experts
+    With strict numerics the results are y_PH, one row per pair without its weight: which sums are taken here must not show."""
+
+    def __init__(self, experts: Experts, strict: bool = False) -> None:
+        self._experts, self._strict = experts, strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         by_layer: dict[int, list[int]] = {}
@@ -38,12 +40,17 @@ class ExpertService:
 
     def _compute(self, layer: int, requests: Sequence[Payload]) -> Sequence[torch.Tensor]:
         if len(requests) == 1:
-            return [self._experts.forward(layer, *requests[0].tensors)]
+            return [self._answer(layer, *requests[0].tensors)]
         sizes = [request.tensors[0].shape[0] for request in requests]
         offset, row_parts = 0, []
         for request, size in zip(requests, sizes, strict=True):
             row_parts.append(request.tensors[1] + offset)
             offset += size
         x_RH, expert_P, weight_P = (torch.cat([request.tensors[place] for request in requests]) for place in (0, 2, 3))
-        y_RH = self._experts.forward(layer, x_RH, torch.cat(row_parts), expert_P, weight_P)
-        return list(torch.split(y_RH, sizes))
+        y = self._answer(layer, x_RH, torch.cat(row_parts), expert_P, weight_P)
+        return list(torch.split(y, [len(rows) for rows in row_parts] if self._strict else sizes))
+
+    def _answer(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
+        if self._strict:
+            return self._experts.forward_pairs(layer, x_RH, row_P, expert_P)
+        return self._experts.forward(layer, x_RH, row_P, expert_P, weight_P)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,8 @@ def build_graph(
             folder=str(folder),
             **common,
         )
+    if graph.numerics == "strict":
+        graph = _strict(graph, explicit, document)
     _check_schemes(graph, explicit, schemes, document)
     _check_message_size(graph, facts, document)
     problem = next(check(graph, facts), None)
@@ -213,6 +216,26 @@ def _per_process(values: dict[str, Any] | None, key: str, nodes: Any, document: 
 
             document.fail((key, process), f"no node lies in a process {process!r}; {nearest(process, processes)}")
     return dict(values or {})
+
+
+def _strict(graph: Graph, explicit: bool, document: Document) -> Graph:
+    """What strict numerics ask for: one number of compute threads everywhere (`auto` depends on how many processes there are, and
+    bits on the number of threads), CPUs, and chunks that fit into a step."""
+    numbers = sorted({wish for wish in graph.threads.values() if wish != "auto"})
+    if len(numbers) > 1:
+        path: Path_ = ("threads",) if explicit else ("deploy", "experts", "threads")
+        text = f"strict numerics need the same threads everywhere, here are {' and '.join(map(str, numbers))}; write one number"
+        document.fail(path, text)
+    for process, device in graph.devices.items():
+        if device != "cpu":
+            role = "experts" if process.startswith("experts.") else "attention"
+            path = ("devices", process) if explicit else ("deploy", role, "device")
+            document.fail(path, f"strict numerics are for CPUs, {process} computes on {device}; write cpu, or numerics: fast")
+    limits = graph.limits
+    if limits.chunk_tokens > limits.max_step_tokens:
+        text = f"a chunk of {limits.chunk_tokens} tokens does not fit a step of {limits.max_step_tokens} (limits.max_step_tokens)"
+        document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_step_tokens} or less")
+    return replace(graph, threads=dict.fromkeys(graph.process_names(), numbers[0] if numbers else 1))
 
 
 def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], document: Document) -> None:

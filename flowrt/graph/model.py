@@ -138,13 +138,15 @@ class ModelPart:
 @dataclass(frozen=True)
 class GraphLimits:
     """`limits:` of the file. `max_batch` counts sequences per group over all lanes; `kv_pages` is per group; `max_tokens` is the
-    most new tokens of a request; `max_step_tokens` bounds the rows of a step; `in_flight` bounds a user's graph's tags."""
+    most new tokens of a request; `max_step_tokens` bounds the rows of a step; with strict numerics prompts are cut at multiples of
+    `chunk_tokens`; `in_flight` bounds a user's graph's tags."""
 
     max_batch: int = 16
     kv_pages: int = 512
     page_tokens: int = 16
     max_tokens: int = 256
     max_step_tokens: int = 512
+    chunk_tokens: int = 64
     in_flight: int = 8
     max_message_bytes: int = 1 << 26
 

@@ -31,7 +31,6 @@ _NOT_BUILT: tuple[tuple[Path_, _Test, str], ...] = (
     ((*_ATTENTION, "domains"), _above_one, "more than one domain is not built yet; write domains: 1"),
     ((*_ATTENTION, "tensor_parallel"), _above_one, "tensor parallelism is not built yet; write tensor_parallel: 1 and more groups instead"),
     ((*_EXPERTS, "servers"), lambda value: value == "colocated", "colocated servers are not built yet; write servers: 0 or a number"),
-    (("numerics",), lambda value: value == "strict", "strict numerics are not built yet; write numerics: fast"),
     (("hosts",), _present, "several machines are not built yet; remove the key: all processes run on this one"),
     (("deploy", "hosts"), _present, "several machines are not built yet; remove the key: all processes run on this one"),
     (("prefill",), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),

@@ -242,6 +242,7 @@ class LimitsSection(Section):
     page_tokens: int = Field(default=_LIMITS.page_tokens, ge=1, le=1024, description="Tokens per page.")
     max_tokens: int = Field(default=_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
     max_step_tokens: int = Field(default=_LIMITS.max_step_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
+    chunk_tokens: int = Field(default=_LIMITS.chunk_tokens, ge=1, le=1 << 16, description="Strict: prompts are cut at its multiples.")
     in_flight: int = Field(default=_LIMITS.in_flight, ge=1, le=4096, description="The most tags on the way in a user's own graph.")
     max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
 
@@ -290,7 +291,7 @@ class GraphFile(Section):
     nodes: dict[NodeName, NodeSection] | None = Field(default=None, description="The explicit form.")
     edges: list[EdgeSection] | None = Field(default=None, description="The explicit form.")
     limits: LimitsSection = LimitsSection()
-    numerics: Literal["fast"] = Field(default="fast", description="strict: not built yet.")
+    numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     prompts: Prompts | None = Field(default=None, description="What `flowrt run` answers when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

@@ -6,8 +6,10 @@ Here: `build_model_nodes`. Not here: the operators (operators/), the expert exch
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -30,13 +32,18 @@ from operators.gate import Gate
 from operators.head import Head
 from operators.kv_pages import KvPages
 from operators.model_config import ModelConfig, read_model_config
+from operators.proof import prove
+from operators.row_blocks import WHOLE, StrictBlocks, describe
 from operators.sampling import log_probabilities, sample
 from operators.sampling_inputs import Draw, SamplingInputs
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint
 from transports.message import Tag
 
+log = logging.getLogger("flowrt.worker")
+
 Outputs = list[dict[str, Payload]]
+M = TypeVar("M", Attention, Gate, DenseMlp, SharedExperts, Experts, Head)
 
 
 def build_model_nodes(
@@ -44,7 +51,9 @@ def build_model_nodes(
 ) -> dict[str, NodeFunction]:
     """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` follows the loading.
 
-    Raises ModelError when the checkpoint lacks something, ValueError for an operator that is not built in.
+    With strict numerics each module makes its proof (operators/row_blocks.py) before anything is served.
+
+    Raises ModelError when the checkpoint lacks something or a proof fails, ValueError for an operator that is not built in.
     """
     nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in (SOURCE, INPUT, OUTPUT)]
     if not nodes:
@@ -59,6 +68,14 @@ def build_model_nodes(
         if any(node.operator == "attention" for node in nodes)
         else None
     )
+    strict = graph.numerics == "strict"
+    blocks = StrictBlocks() if strict else WHOLE
+
+    def proven(module: M) -> M:
+        if strict:
+            prove(module, config, device)
+        return module
+
     embedding: Embedding | None = None
     functions: dict[str, NodeFunction] = {}
     for done, node in enumerate(nodes):
@@ -69,26 +86,28 @@ def build_model_nodes(
                 functions[node.name] = _each(_Embed(embedding))
             case "attention":
                 assert pages is not None
-                functions[node.name] = _each(_Attention(attention_for(config, checkpoint, range(config.num_layers), device), pages))
+                attention = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
+                functions[node.name] = _each(_Attention(attention, pages))
             case "gate":
-                functions[node.name] = _each(_Gate(Gate(config, checkpoint, config.moe_layers, device)))
+                functions[node.name] = _each(_Gate(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
             case "mlp":
-                functions[node.name] = _each(_Mlp(DenseMlp(config, checkpoint, config.dense_layers, device)))
+                functions[node.name] = _each(_Mlp(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
             case "shared":
-                functions[node.name] = _each(_Mlp(SharedExperts(config, checkpoint, config.moe_layers, device)))
+                functions[node.name] = _each(_Mlp(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
-                functions[node.name] = Dispatch(_copy_tables(graph, node, config, device))
+                functions[node.name] = Dispatch(_copy_tables(graph, node, config, device), strict)
             case "experts":
-                functions[node.name] = ExpertService(
-                    Experts(config, checkpoint, held_experts(node.options["experts"], config.moe_layers), device)
-                )
+                held = held_experts(node.options["experts"], config.moe_layers)
+                functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks)), strict)
             case "combine":
-                functions[node.name] = Combine()
+                functions[node.name] = Combine(strict)
             case "head":
-                functions[node.name] = _each(_Head(Head(config, checkpoint, device, embedding)))
+                functions[node.name] = _each(_Head(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
                 raise ValueError(f"node {node.name}: {node.operator!r} is no built-in operator; write module:function for one of your own")
     on_built("", len(nodes), len(nodes))
+    if isinstance(blocks, StrictBlocks):
+        log.info("%s: strict numerics: %s", process, describe(blocks.sizes))
     return functions
 
 

@@ -215,7 +215,14 @@ class Worker:
         sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
         if sources and graph.model is not None:
             config = read_model_config(Path(graph.model.path))
-            engine = Engine(graph.limits, graph.micro_batches, config.max_position_embeddings, config.vocab_size, config.eos_token_ids)
+            engine = Engine(
+                graph.limits,
+                graph.micro_batches,
+                config.max_position_embeddings,
+                config.vocab_size,
+                config.eos_token_ids,
+                chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
+            )
             page_tokens = graph.limits.page_tokens
             self._group = Group(sources[0], self._start.incarnation, engine, self._runner, self._send, page_tokens, self._device)
 

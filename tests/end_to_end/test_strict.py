@@ -1,0 +1,116 @@
+"""Strict numerics: every logit of every token has the same bits, whatever else is served, where experts lie, and what was preempted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_prompts
+from served_models import Served
+
+import flowrt
+from flowrt.engine.scheduler import Scheduler
+from flowrt.workers import model_nodes
+from operators.sampling_inputs import SamplingInputs
+
+LENGTHS = (1, 17, 33, 40, 64, 70, 100, 3)
+NEW_TOKENS = 12
+FAMILIES = {"qwen3_moe": {"top_k": 3}, "deepseek_v3": {"top_k": 3}}
+ALONE: dict[str, Any] = {"attention": {"groups": 1}, "experts": {"servers": 0}, "processes": "one"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "experts inside": {},
+    "1 group, 1 server": {"experts": {"servers": 1}},
+    "2 groups, 3 servers, 2 copies": {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}},
+    "4 groups, 1 server": {"attention": {"groups": 4}, "experts": {"servers": 1}},
+    "2 lanes": {"attention": {"micro_batches": 2}, "experts": {"servers": 2}},
+}
+Hashes = dict[tuple[int, int], str]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(directory, architecture=request.param, seed=7, **FAMILIES[request.param])
+    return Served(directory, random_prompts(LENGTHS), [])
+
+
+@pytest.fixture
+def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
+    """(seed, token index) -> hash of the logits that the token was drawn from, of all runs whose workers live in this process."""
+    found: Hashes = {}
+    sample = model_nodes.sample
+
+    def recording(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        _, _, seeds, _, indices = inputs.integers_5S.tolist()
+        for row, seed, index in zip(logits_SV, seeds, indices, strict=True):
+            found[seed, index] = hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()
+        return sample(logits_SV, inputs)
+
+    monkeypatch.setattr(model_nodes, "sample", recording)
+    return found
+
+
+def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **limits: int) -> Path:
+    model = {"path": str(family.directory), "dtype": dtype}
+    limits = {"max_step_tokens": 128, "chunk_tokens": 32, "page_tokens": 8, "max_tokens": NEW_TOKENS, **limits}
+    return family.write(folder, ALONE | deploy, model=model, numerics="strict", limits=limits)
+
+
+async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence[int], **settings: Any) -> list[flowrt.Completion]:
+    """All at once. A prompt's number is its seed, by which its logits are known."""
+
+    def asked(number: int) -> flowrt.Parameters:
+        return flowrt.Parameters(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number, "logprobs": 5} | settings)
+
+    async with flowrt.open(graph) as running:
+        return list(await asyncio.gather(*(running.complete(list(prompts[each]), asked(each)) for each in numbers)))
+
+
+async def each_alone(family: Served, folder: Path, hashes: Hashes, dtype: str) -> Hashes:
+    """The hashes when no request ever sees another."""
+    async with flowrt.open(write(family, folder, {}, dtype)) as running:
+        for number, prompt in enumerate(family.prompts):
+            await running.complete(prompt, flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
+    truth = dict(hashes)
+    hashes.clear()
+    return truth
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_all_logits_have_the_same_bits_in_every_shape_and_batch(family: Served, tmp_path: Path, hashes: Hashes, dtype: str) -> None:
+    truth = await each_alone(family, tmp_path, hashes, dtype)
+    assert len(truth) == len(set(truth.values())) == len(LENGTHS) * NEW_TOKENS
+    for shape, deploy in SHAPES.items():
+        await serve(write(family, tmp_path, deploy, dtype), family.prompts, range(len(LENGTHS)))
+        assert hashes == truth, shape
+        hashes.clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_chunks_beside_others_and_recomputing_change_no_bit(
+    family: Served, tmp_path: Path, hashes: Hashes, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[str] = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, sequence: (preempted.append(sequence.name), preempt(self, sequence)))
+    truth = await each_alone(family, tmp_path, hashes, dtype)
+    for limits in ({"max_step_tokens": 40}, {"kv_pages": 18, "max_step_tokens": 33, "max_batch": 6}):
+        await serve(write(family, tmp_path, SHAPES["2 lanes"], dtype, **limits), family.prompts, range(len(LENGTHS)))
+        assert hashes == truth, limits
+        hashes.clear()
+    assert preempted
+
+
+async def test_logprobs_and_drawn_tokens_are_the_same_between_real_processes(family: Served, tmp_path: Path) -> None:
+    """Logprobs hold the sum over the whole vocabulary. They are compared as numbers are told, not to a tolerance."""
+    drawn = {"temperature": 1.5, "n": 2}
+    inside = write(family, tmp_path, {}, "bfloat16")
+    alone = [told for number in (2, 6) for told in await serve(inside, family.prompts, [number], **drawn)]
+    apart = write(family, tmp_path, {"attention": {"groups": 1}, "experts": {"servers": 2}, "processes": "many"}, "bfloat16")
+    together = await serve(apart, family.prompts, range(len(LENGTHS)), **drawn)
+    assert [told_of(each) for each in alone] == [told_of(together[2]), told_of(together[6])]
