@@ -72,7 +72,6 @@ class Start(Control, frozen=True):
     incarnation: str
     graph: bytes
     key: bytes
-    local: tuple[str, ...] = ()  # workers of the same OS process, itself included: reached over inproc
     log_level: str = "warning"
 
 
@@ -95,7 +94,7 @@ class Listening(Control, frozen=True):
 
 
 class Peers(Control, frozen=True):
-    """Where everybody listens (process -> scheme -> address) and who they are now. Sent again when somebody joins."""
+    """Where everybody listens (process -> scheme -> address) and who they are now. Sent once, when all listen."""
 
     kind: ClassVar[str] = "control.peers"
     addresses: dict[str, dict[str, str]]

@@ -26,6 +26,7 @@ from flowrt.errors import WorkerDiedError
 STARTER = "starter"
 NUM_LAST_WORDS = 50
 _MAX_LINE_CHARACTERS = 4096
+_REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the starter's line to its exit status
 _GRACE_SECONDS = 3.0  # for the starter to end all it forked, and itself, once told to
 
 
@@ -307,7 +308,7 @@ class StarterProcess:
             self._on_report(decode_report(body), self._reader)
         if not open_still:
             self._loop.remove_reader(self._line.fileno())
-            self._on_starter_end()
+            self._on_starter_end(self._loop.time() + _REAP_SECONDS)
 
     def _on_report(self, report: Loaded | Forked | NotForked | Exited, reader: FrameReader) -> None:
         if isinstance(report, Exited):
@@ -328,13 +329,15 @@ class StarterProcess:
         else:
             answer.set_result(report.pid if isinstance(report, Forked) else report.num_threads)
 
-    def _on_starter_end(self) -> None:
-        """Its line ended: it is dying or dead, and all it forked with it."""
-        assert self._process is not None
-        try:
-            self.statuses[STARTER] = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            self.statuses[STARTER] = -signal.SIGKILL
+    def _on_starter_end(self, deadline: float) -> None:
+        """Its line ended: it is dying or dead, and all it forked with it. Looks again until its status can be had, or `deadline`."""
+        if self._process is None:  # ended by us meanwhile
+            return
+        status = self._process.poll()
+        if status is None and self._loop.time() < deadline:
+            self._loop.call_later(_REAP_POLL_SECONDS, self._on_starter_end, deadline)
+            return
+        self.statuses[STARTER] = -signal.SIGKILL if status is None else status
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._lost())

@@ -91,6 +91,10 @@ class Hosts:
             if not self.exits[name].done():
                 self.exits[name].set_result(how)
 
+    @property
+    def any_exited(self) -> bool:
+        return any(exited.done() for exited in self.exits.values())
+
     def last_words(self, host: str) -> tuple[str, ...]:
         """The last lines of an OS process; nothing of a worker in this loop, whose stderr is ours."""
         return self._starter.last_words(host) if self._starter is not None else ()

@@ -4,9 +4,9 @@ Here: `Launcher` and the order of a run's life. Not here: forking (forked.py, st
 an edge uses (choose.py), requests and tokens (gateway.py), what a worker does (named as "module:function", never imported here
 unless `processes: one`). Called by the api and the cli.
 
-A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails, then all the
-others are killed at once and every later call raises the reason; cancelled, then all are killed. In each case the processes, sockets
-and tasks are gone when `async with` is left.
+A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails, or a callback
+of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed. In each case
+the processes, sockets and tasks are gone when `async with` is left.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from flowrt.actors.control import Control, LinkLost, Peers, Start, Statistics, Stop
+from flowrt.actors.control import Control, LinkLost, Peers, Start, Statistics
 from flowrt.cluster import events
 from flowrt.cluster.choose import available_transports, choose_transports, pack
 from flowrt.cluster.forked import STARTER
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
 from flowrt.cluster.starter import WorkerMain, load_worker
-from flowrt.cluster.verdict import Kind, Verdict
+from flowrt.cluster.verdict import Kind, Verdict, named_error
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
@@ -39,7 +39,8 @@ PRELOAD = ("torch", "flowrt.workers.process")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
-_STATUS_SECONDS = 2.0  # from the end of a control line to the exit status of its process
+_STATUS_SECONDS = 10.0  # from the end of a control line to the exit status of its process, at most
+_EXPLAINED_SECONDS = 2.0  # from a lost link, or the end of a process, to the end of the control line that explains it
 _KEY_BYTES = 32
 
 
@@ -54,7 +55,7 @@ class Launcher:
     on_event: called in this loop with the events of events.py.
     on_control: called with (worker, message) for every message that is not about starting.
     on_line: called with (process, line) for every line on a process's stderr or stdout; by default they go to our stderr as
-    "[process] line". None of the three may block.
+    "[process] line". None of the three may block; what the first two raise ends the run.
     hosted: workers that live in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
     coroutine function to run. They are told the same things over the same kind of line.
     worker, preload: what each worker runs, "module:function", and the modules the starter imports before it forks.
@@ -104,6 +105,7 @@ class Launcher:
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._told_failure = False
+        self._failure_frames: TracebackType | None = None
 
     async def __aenter__(self) -> Self:
         if self._task is not None:
@@ -184,21 +186,17 @@ class Launcher:
         orderly = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                own = [tasks.create_task(self._judge(), name="judge")]
+                judge = tasks.create_task(self._judge(), name="judge")
+                own = [judge]
                 await self._start(tasks, own)
                 self._ready.set_result(None)
                 await self._stop_wanted.wait()
-                await self._stop()
+                await self._stop(judge)
                 for task in own:
                     task.cancel()
             orderly = True
         except BaseExceptionGroup as group:
-            errors = list(_leaves(group))
-            failures = [error for error in errors if isinstance(error, (UserError, WorkerDiedError))]
-            if not failures:
-                raise errors[0] from None
-            self.failure = failures[0]
-            self._on_event(events.RunFailed(self.failure))
+            self._fail(named_error(group))
         finally:
             self._stopping = True
             await self._clear(orderly)
@@ -221,18 +219,10 @@ class Launcher:
             assert placed.task is not None
             own.append(placed.task)
         graph = to_json(self.graph)
-        sharing = {name: tuple(workers) for workers in [*forked, list(here)] for name in workers}
         for each in self._workers.values():
             own.append(tasks.create_task(self._follow(each), name=f"line of {each.name}"))
-            start = Start(
-                name=each.name,
-                incarnation=self.incarnations[each.name],
-                graph=graph,
-                key=self.key,
-                local=sharing[each.name],
-                log_level=self._log_level,
-            )
-            await each.tell(start)
+            incarnation = self.incarnations[each.name]
+            await each.tell(Start(name=each.name, incarnation=incarnation, graph=graph, key=self.key, log_level=self._log_level))
         await self._wait_words("loading", {worker.name: worker.listening for worker in self._workers.values()})
         addresses = {worker.name: worker.listening.result().addresses for worker in self._workers.values()}
         for each in self._workers.values():
@@ -245,12 +235,16 @@ class Launcher:
         self.pids[placed.name] = placed.pid
         self._on_event(events.WorkerStarted(placed.name, placed.pid))
 
-    async def _stop(self) -> None:
+    async def _stop(self, judge: asyncio.Task[None]) -> None:
+        if self._verdict.any_accused or self._hosts.any_exited or any(worker.ended.done() for worker in self._workers.values()):
+            await judge  # somebody has ended unasked: it raises, once it is known who
         self._stopping = True
         deadline = self._now() + self._stop_seconds
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():
-                group.create_task(worker.tell(Stop(), deadline))
+                group.create_task(worker.tell_stop(deadline))
+        if self._verdict.any_accused or not all(worker.told_to_stop for worker in self._workers.values()):
+            await judge
         await _wait_until([worker.ended for worker in self._workers.values()], deadline)
         left = {host: ended for host, ended in self._hosts.exits.items() if host != STARTER}
         await _wait_until(left.values(), deadline)
@@ -300,7 +294,7 @@ class Launcher:
     async def _follow(self, worker: WorkerLine) -> None:
         """Hear a worker until its line ends, which is the run's end unless it was told to stop."""
         await worker.listen()
-        if self._stopping:
+        if worker.told_to_stop:
             return
         ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -320,7 +314,11 @@ class Launcher:
     def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
         """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
         reason = f"lost its link to {lost.peer}: {lost.reason}"
-        asyncio.get_running_loop().call_later(_STATUS_SECONDS, self.accuse, Kind.COMPLAINED, line, reason)
+        asyncio.get_running_loop().call_later(_EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
+
+    def _fail_if_unexplained(self, line: WorkerLine, reason: str) -> None:
+        if not any(worker.ended.done() for worker in self._workers.values()):  # else that one is about to be accused
+            self.accuse(Kind.COMPLAINED, line, reason)
 
     def _on_exit(self, host: str, how: str) -> None:
         if host == STARTER:
@@ -329,15 +327,15 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for worker in self._workers.values():
             if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
-                loop.call_later(_STATUS_SECONDS, self._fail_if_open, worker, how)
+                loop.call_later(_EXPLAINED_SECONDS, self._fail_if_open, worker, how)
 
     def _fail_if_open(self, worker: WorkerLine, how: str) -> None:
         if not worker.ended.done():
             self.accuse(Kind.DIED, worker, how)
 
     def accuse(self, kind: Kind, line: WorkerLine | None, reason: str) -> None:
-        """Hold a worker, or the starter, to be why the run ends, unless it is ending anyhow."""
-        if not self._stopping:
+        """Hold a worker, or the starter, to be why the run ends, unless it has been told to end."""
+        if not self._stopping or (line is not None and not line.told_to_stop):
             name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
             self._verdict.accuse(kind, name, host, reason)
 
@@ -371,10 +369,18 @@ class Launcher:
         if self._task is None or self._task.done() or not self._ready.done() or self._stop_wanted.is_set():
             raise NotRunningError("the run has ended" if self._task is not None else "this launcher has not been started")
 
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error from None
+        if not isinstance(error, (UserError, WorkerDiedError)):  # a fault of ours or of the owner's: where it happened matters
+            self._failure_frames = error.__traceback__
+        self.failure = error
+        self._on_event(events.RunFailed(error))
+
     def _raise_failure(self) -> None:
         if self.failure is not None:
             self._told_failure = True
-            raise self.failure.with_traceback(None)  # raised to several callers: none should read another's frames
+            raise self.failure.with_traceback(self._failure_frames)  # raised to several callers: none should read another's frames
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -384,14 +390,6 @@ async def _wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -
     waiting = [future for future in futures if not future.done()]
     if waiting:
         await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 def _write_line(name: str, line: str) -> None:

@@ -35,7 +35,9 @@ from transports.stream import StreamChannel
 
 WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
-CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=1024)
+# A Submit of the longest prompt that the gateway takes (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
+# messages, not their headers: 32 of them keep what can lie on one line at 512 MiB, a prompt of 1000 ids each makes it 160 KiB.
+CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=32)
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _POLL_SECONDS = 0.05  # how often children are looked at where there is no pidfd
@@ -148,7 +150,7 @@ class _Starter:
                     with contextlib.suppress(OSError):
                         signal.signal(number, signal.SIG_DFL)
             faulthandler.enable(file=2)  # a crash in native code leaves its last words too
-            _name_process(f"flowrt:{request.host}")
+            _name_process(request.host)
             _set_threads(request.threads)
             set_log_level(request.log_level)
             lines = [(name, socket.socket(fileno=fd)) for name, fd in zip(request.workers, fds[1:], strict=True)]
@@ -217,9 +219,14 @@ def _adopted() -> set[int]:
         return set()
 
 
-def _name_process(name: str) -> None:
+def shown_name(host: str) -> str:
+    """What `ps` shows of a host, "fr:attention.0". The kernel keeps 15 characters: of a longer name, the beginning and the number."""
+    return f"fr:{host}" if len(host) <= 12 else f"fr:{host[:7]}~{host[-4:]}"
+
+
+def _name_process(host: str) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, shown_name(host).encode(), 0, 0, 0)
 
 
 def _set_threads(count: int) -> None:

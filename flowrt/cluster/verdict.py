@@ -1,12 +1,12 @@
 """Why a run ended: a death is heard of first by those it cuts off, so all accusations of one moment are weighed before one is named.
 
-Here: `Verdict`. Not here: who accuses, and what follows (launcher.py).
+Here: `Verdict`, and `named_error` for what the run's tasks raise. Not here: who accuses, and what follows (launcher.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -45,6 +45,10 @@ class Verdict:
         self._accusations.append(_Accusation(kind, len(self._accusations), name, host, reason))
         self._any.set()
 
+    @property
+    def any_accused(self) -> bool:
+        return self._any.is_set()
+
     def accused(self, *names: str) -> bool:
         return any(accusation.name in names for accusation in self._accusations)
 
@@ -57,3 +61,17 @@ class Verdict:
             return UserError(worst.reason)
         reason = f"failed: {worst.reason}" if worst.kind is Kind.COMPLAINED else worst.reason
         return WorkerDiedError(worst.name, reason, self._last_words(worst.host))
+
+
+def named_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to name of those a run's tasks have raised: a verdict if there is one, else the first."""
+    errors = list(_leaves(group))
+    return next((error for error in errors if isinstance(error, (UserError, WorkerDiedError))), errors[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

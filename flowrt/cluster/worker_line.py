@@ -22,6 +22,7 @@ from flowrt.actors.control import (
     Listening,
     Progress,
     Statistics,
+    Stop,
     as_message,
     from_message,
 )
@@ -43,7 +44,7 @@ class Owner(Protocol):
 
 
 class WorkerLine:
-    """The control line of one worker. `ended` is done once the line has closed."""
+    """The control line of one worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death."""
 
     def __init__(self, placed: Placed, owner: Owner) -> None:
         loop = asyncio.get_running_loop()
@@ -52,6 +53,7 @@ class WorkerLine:
         self.listening: asyncio.Future[Listening] = loop.create_future()
         self.connected: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
+        self.told_to_stop = False
         self.last_word_seconds = loop.time()
         self.statistics = Statistics()
         self._asked: list[asyncio.Future[Statistics]] = []
@@ -61,11 +63,21 @@ class WorkerLine:
         """Waits while the line is full. Raises TransportError when the worker is gone."""
         await self._control.send(as_message(control))
 
-    async def tell(self, control: Control, deadline: float | None = None) -> None:
-        """As `send`, until `deadline` (loop time) at most. A dead worker is for `listen` to notice, not for the speaker."""
-        with contextlib.suppress(TransportError, TimeoutError):
+    async def tell(self, control: Control) -> None:
+        """As `send`. A dead worker is for `listen` to notice, not for the speaker."""
+        with contextlib.suppress(TransportError):
+            await self.send(control)
+
+    async def tell_stop(self, deadline: float) -> None:
+        """Send Stop, unless the worker is gone already. One that leaves no room for it until `deadline` (loop time) counts as told."""
+        try:
             async with asyncio.timeout_at(deadline):
-                await self.send(control)
+                await self.send(Stop())
+        except TransportError:
+            return
+        except TimeoutError:
+            pass
+        self.told_to_stop = True
 
     async def ask_statistics(self) -> asyncio.Future[Statistics]:
         """Asks; the answer comes later."""
@@ -88,11 +100,14 @@ class WorkerLine:
             while True:
                 message = await self._control.recv()
                 self.last_word_seconds = clock.time()
-                self._hear(from_message(message))
+                try:
+                    control = from_message(message)
+                except msgspec.ValidationError as error:
+                    self._owner.accuse(Kind.DIED, self, f"sent nonsense on its control line: {error}")
+                    break
+                self._hear(control)
         except (EndOfChannel, BrokenChannelError, ClosedChannelError):
             pass
-        except msgspec.ValidationError as error:
-            self._owner.accuse(Kind.DIED, self, f"sent nonsense on its control line: {error}")
         self.ended.set_result(None)
 
     async def aclose(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+import psutil
 import pytest
 import uvloop
 
@@ -19,6 +20,7 @@ from flowrt.cluster import events
 from flowrt.cluster.forked import STARTER
 from flowrt.cluster.launcher import Launcher, NotRunningError
 from flowrt.cluster.leftover import marked_processes, processes_marked
+from flowrt.cluster.starter import shown_name
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph, Node
 
@@ -39,10 +41,9 @@ class Run:
         self.lines: list[tuple[str, str]] = []
         defaults: dict[str, object] = {"on_line": lambda name, line: self.lines.append((name, line))}
         defaults |= {"worker": WORKER, "preload": ("cluster.fake_workers",), "available": AVAILABLE, "answer_seconds": 20.0}
-        defaults["on_event"] = self.events.append
+        defaults |= {"on_event": self.events.append, "on_control": lambda name, control: self.words.append((name, control))}
         self.launcher = Launcher(
             graph_of(*names, processes=processes),
-            on_control=lambda name, control: self.words.append((name, control)),
             **(defaults | options),
         )
 
@@ -76,6 +77,28 @@ def killer(name: str, number: int = signal.SIGKILL) -> Callable[[Launcher], Awai
         os.kill(launcher.pids[name], number)
 
     return kill
+
+
+def starter_of(launcher: Launcher) -> int:
+    (pid,) = {psutil.Process(pid).ppid() for pid in launcher.pids.values()}
+    return pid
+
+
+@contextlib.contextmanager
+def held(launcher: Launcher) -> Iterator[None]:
+    """The starter is stopped meanwhile: it reaps nobody and tells nothing."""
+    starter = starter_of(launcher)
+    os.kill(starter, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(starter, signal.SIGCONT)
+
+
+def wait_dead(pid: int) -> None:
+    """Until the process has ended, without a turn of the loop. Its starter is held."""
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
 
 
 def open_fds() -> set[tuple[str, str]]:
@@ -167,6 +190,7 @@ def test_workers_hold_only_their_own_descriptors_and_share_of_cores() -> None:
         it = Run(*names)
         async with it.launcher as launcher:
             answers = [await it.ask(name, "who") for name in names]
+            assert [psutil.Process(pid).name() for pid in launcher.pids.values()] == [f"fr:{name}" for name in names]
         cores = len(os.sched_getaffinity(0))
         assert len({parent for _, parent, _, _ in answers}) == 1
         assert answers[0][1] != os.getpid()
@@ -269,6 +293,50 @@ def test_calls_after_a_failure_raise_it_and_the_end_does_not_repeat_it() -> None
     on_loop(asyncio.run, main)
 
 
+def test_an_error_of_the_owners_callback_is_told_and_raised_by_every_call() -> None:
+    async def main() -> None:
+        def refuse(name: str, control: Control) -> None:
+            raise KeyError(name)
+
+        it = Run("echo.0", on_control=refuse)
+        async with it.launcher as launcher:
+            await launcher.send("echo.0", Submit(Request(id="r", attempt=0, prompt_token_ids=(1,), max_tokens=1)))
+            for call in (launcher.wait_failed, launcher.statistics, launcher.drain, launcher.stop):
+                with pytest.raises(KeyError, match=r"echo\.0") as caught:
+                    await call()
+                assert caught.traceback[-1].name == "refuse"
+        assert it.events[-1] == events.RunFailed(caught.value)
+        assert launcher.failure is caught.value
+
+    on_loop(asyncio.run, main)
+
+
+def test_names_of_processes_are_told_apart() -> None:
+    hosts = ["attention.0", "attention.1", "experts.0", "experts.12", "experts.112", "attention.10+experts.1", "attention.10+experts.2"]
+    names = [shown_name(host) for host in hosts]
+    assert len(set(names)) == len(hosts)
+    assert max(map(len, names)) <= 15
+    assert names[3] == "fr:experts.12"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 20])
+def test_a_death_just_before_the_stop_is_told(turns: int) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1")
+        async with it.launcher as launcher:
+            with held(launcher):
+                os.kill(launcher.pids["echo.1"], signal.SIGKILL)
+                wait_dead(launcher.pids["echo.1"])
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                stop = asyncio.ensure_future(launcher.stop())
+                await asyncio.sleep(0.05)  # the starter is held: how it ended is not known yet
+            with pytest.raises(WorkerDiedError, match=r"^echo\.1 was killed by SIGKILL$"):
+                await stop
+
+    on_loop(asyncio.run, main)
+
+
 def test_the_dead_are_named_before_those_who_miss_them() -> None:
     async def main() -> None:
         it = Run("echo.0", "complain.0", "echo.1")
@@ -335,7 +403,12 @@ def test_a_worker_that_leaves_unasked_ends_the_run() -> None:
 @pytest.mark.parametrize("role", ["hang", "block"])
 def test_a_worker_that_never_answers_is_named(role: str) -> None:
     async def main() -> None:
-        error = await Run("echo.0", f"{role}.0", answer_seconds=1.5).failure()
+        def be_quick(event: events.Event) -> None:
+            if isinstance(event, events.WorkerListening):  # the time to import everything on a busy machine is over
+                it.launcher._answer_seconds = 1.5
+
+        it = Run(f"{role}.0", "echo.0", on_event=be_quick)
+        error = await it.failure()
         assert isinstance(error, WorkerDiedError)
         assert str(error) == f"{role}.0 gave no word for 1.5 s while loading"
         assert error.last_words == (("WARNING about to hang",) if role == "hang" else ())
@@ -379,7 +452,7 @@ def test_a_killed_starter_takes_all_along() -> None:
         it = Run("echo.0", "echo.1")
 
         async def act(launcher: Launcher) -> None:
-            os.kill((await it.ask("echo.0", "who"))[1], signal.SIGKILL)
+            os.kill(starter_of(launcher), signal.SIGKILL)
 
         assert str(await it.failure(act)) == "starter was killed by SIGKILL"
         assert processes_marked(it.launcher.run_id) == []
@@ -387,21 +460,47 @@ def test_a_killed_starter_takes_all_along() -> None:
     on_loop(asyncio.run, main)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.05, 0.2, 0.3, 0.4, 0.6])
-def test_cancelling_the_start_leaves_nothing(after: float) -> None:
+def test_a_starter_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        it = Run("echo.0", "hang.0", "block.0")
+        it = Run("echo.0")
+        looked: list[float] = []
+        poll = subprocess.Popen.poll
 
-        async def start() -> None:
-            async with asyncio.timeout(after), it.launcher:
-                pass
+        def poll_late(process: subprocess.Popen[bytes]) -> int | None:
+            looked.append(asyncio.get_running_loop().time())
+            return None if len(looked) < 4 else poll(process)
 
-        with pytest.raises(TimeoutError):
-            await start()
+        async def act(launcher: Launcher) -> None:
+            monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
+            os.kill(starter_of(launcher), signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert looked[0] < looked[1] < looked[2] < looked[3]
+
+    on_loop(asyncio.run, main)
+
+
+START = [None, events.StarterReady, events.WorkerStarted, events.WorkerLoading, events.WorkerListening, events.Ready]
+
+
+@pytest.mark.parametrize("after", START, ids=lambda kind: "nothing" if kind is None else kind.__name__)
+def test_cancelling_the_start_leaves_nothing(after: type[events.Event] | None) -> None:
+    async def main() -> None:
+        def cancel(event: events.Event) -> None:
+            if type(event) is after:
+                start.cancel()
+
+        it = Run("echo.0", "echo.1", on_event=cancel)
+        start = asyncio.ensure_future(it.launcher.__aenter__())
+        await asyncio.sleep(0)
+        if after is None:
+            start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
         assert processes_marked(it.launcher.run_id) == []
         assert len(asyncio.all_tasks()) == 1
 
-    on_loop(asyncio.run, main)
+    on_loop(uvloop.run, main)
 
 
 def test_an_error_in_the_block_ends_the_run_at_once() -> None:
