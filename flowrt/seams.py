@@ -25,13 +25,13 @@ T = TypeVar("T")
 INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
 # A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
+_LONG_SECONDS = 5e-3  # a call this long is believed at once
 
 
 class Clock(Protocol):
-    """Time. `now` is monotonic and in seconds; `wall` is for people only."""
+    """Time. `now` is monotonic and in seconds."""
 
     def now(self) -> float: ...
-    def wall(self) -> float: ...
     async def sleep(self, seconds: float) -> None: ...
 
 
@@ -65,15 +65,12 @@ class Compute(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Wait for the call in progress, then end the thread. Idempotent."""
+        """End the thread when the call in progress, if any, is over; `run` waits for that one. Idempotent."""
         ...
 
 
 class RealClock:
     now = staticmethod(time.monotonic)
-
-    def wall(self) -> float:
-        return time.time()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -114,11 +111,15 @@ class ThreadCompute:
             if short:
                 return self._timed(label, call)
             future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, label, call)
-            try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                await asyncio.wait([future])  # a thread cannot be stopped: leave only when it is done with our memory
-                raise
+            cancelled: asyncio.CancelledError | None = None
+            while not future.done():  # a thread cannot be stopped: leave only when it is done with our memory
+                try:
+                    await asyncio.wait([future])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if cancelled is not None:
+                raise cancelled
+            return future.result()
         finally:
             self._label = None
 
@@ -140,7 +141,9 @@ class ThreadCompute:
 
     def _learn(self, label: str, seconds: float) -> None:
         expected = self._expected_seconds.get(label, seconds)
-        if seconds > expected:
+        if seconds > _LONG_SECONDS:
+            expected = seconds  # no outlier: on the loop, one more such call would be one too many
+        elif seconds > expected:
             expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
         else:
             expected += _WEIGHT_OF_SHORTER * (seconds - expected)

@@ -22,7 +22,6 @@ from flowrt.simulation.transport import NetworkConditions, SimulatedNetwork
 
 T = TypeVar("T")
 
-WALL_SECONDS = 1_700_000_000.0  # what the calendar says when a run begins
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,6 @@ class SimulatedClock:
 
     def now(self) -> float:
         return self._loop.time() + self._offset_seconds
-
-    def wall(self) -> float:
-        return WALL_SECONDS + self._loop.time() - START_SECONDS
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
