@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -84,8 +84,9 @@ class RunningGraph:
             graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
         )
         self._changed: dict[int, asyncio.Event] = {}
-        self._outgoing: Mailbox[SendCancel] = Mailbox(1 << 16)
-        self._stack = AsyncExitStack()
+        groups: list[str] = list(self._gateway.loads) if self._gateway is not None else []
+        self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in groups}
+        self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}
 
@@ -110,20 +111,24 @@ class RunningGraph:
 
     async def __aenter__(self) -> Self:
         await self._launcher.__aenter__()
-        self._sender = asyncio.get_running_loop().create_task(self._send_cancels(), name="cancels")  # ended in __aexit__
+        for group in self._outgoing:  # ended in __aexit__
+            self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._sender.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._sender
+        for sender in self._senders:
+            sender.cancel()
         try:
+            if self._senders:
+                await asyncio.wait(self._senders)
             if error is None and self._failure is None:
                 self.final_statistics = await self._launcher.stop()
             await self._launcher.__aexit__(kind, error, trace)
         finally:
             if self._endpoint is not None:
                 self._endpoint.fail(ConnectionError("the graph was closed"))
+            if self._gateway is not None and self._failure is None:
+                self._carry_out(self._gateway.end_all("cancelled"))
 
     # --- a model --------------------------------------------------------------------------------------------------------------
 
@@ -146,7 +151,7 @@ class RunningGraph:
         ignore_eos: bool = False,
         logprobs: int | None = None,
         chat: bool = False,
-    ) -> AsyncIterator[ClientEvent]:
+    ) -> AsyncGenerator[ClientEvent, None]:
         """Events of one request: a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then one EndEvent,
         whatever happens. Leaving early cancels it.
 
@@ -169,8 +174,9 @@ class RunningGraph:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        async for event in self.follow(await self.submit(prompt, parameters, chat=chat)):
-            yield event
+        async with aclosing(self.follow(await self.submit(prompt, parameters, chat=chat))) as events_of_request:
+            async for event in events_of_request:
+                yield event
 
     async def submit(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> int:
         """Take a request and return its number, to be given to `follow` once. It runs whether or not somebody follows."""
@@ -191,7 +197,7 @@ class RunningGraph:
         """The prompt of a submitted request, as the model sees it; empty when its text could not be tokenised. KeyError once it is over."""
         return self._model_gateway().log(index).prompt_token_ids
 
-    async def follow(self, index: int) -> AsyncIterator[ClientEvent]:
+    async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """The events of a submitted request, from its first. Leaving before the last one cancels the request."""
         gateway = self._model_gateway()
         seen = 0
@@ -228,7 +234,7 @@ class RunningGraph:
         outputs: dict[str, Any] = await self._endpoint.call(tensors)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
-    async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         """Send many, keep limits.in_flight of them on the way, and give the outputs in order.
 
         Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels what is on the way.
@@ -310,14 +316,14 @@ class RunningGraph:
     def _carry_out(self, decisions: Iterable[ClientEvent | SendCancel]) -> None:
         for decision in decisions:
             if isinstance(decision, SendCancel):
-                self._outgoing.post(decision)
+                self._outgoing[decision.group].post(decision)
             elif (changed := self._changed.get(decision.request)) is not None:
                 changed.set()
 
-    async def _send_cancels(self) -> None:
+    async def _send_cancels(self, group: str) -> None:
         while True:
-            decision = await self._outgoing.wait_item()
-            self._outgoing.take_nowait()
+            decision = await self._outgoing[group].wait_item()
+            self._outgoing[group].take_nowait()
             with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
                 await self._launcher.send(decision.group, decision.cancel)
 
@@ -328,7 +334,7 @@ class RunningGraph:
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):
             return dict(item)
-        ports = sorted({edge.source_port for edge in self.graph.edges if edge.source == INPUT})
+        ports: list[str] = self._endpoint.ports if self._endpoint is not None else []
         if len(ports) != 1:
             raise UserError(f"this graph takes {', '.join(ports)}; give a dict of tensors by name")
         return {ports[0]: item}

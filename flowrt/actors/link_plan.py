@@ -23,7 +23,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             peer = target if source == worker else source
             shared.setdefault((peer, edge.transport), []).append(edge)
     return [
-        LinkPlan(peer, scheme, limits_of(graph, edges), outbox_messages(edges), order[worker] < order[peer])
+        LinkPlan(peer, scheme, limits_of(graph, edges), outbox_messages(graph, edges), order[worker] < order[peer])
         for (peer, scheme), edges in shared.items()
     ]
 
@@ -31,11 +31,16 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
 def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
     return Limits(
         max_message_bytes=graph.limits.max_message_bytes,
-        capacity_messages=max(16, 2 * sum(edge.credits for edge in edges)),
+        capacity_messages=max(16, 2 * sum(credits_of(graph, edge) for edge in edges)),
         capacity_bytes=RING_BYTES,
     )
 
 
-def outbox_messages(edges: list[Edge]) -> int:
+def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
     """The most messages that credits allow to wait at one end: requests or answers, and the credits given back for others."""
-    return 2 * sum(max(1, edge.credits) for edge in edges) + 16
+    return 2 * sum(max(1, credits_of(graph, edge)) for edge in edges) + 16
+
+
+def credits_of(graph: Graph, edge: Edge) -> int:
+    """How many messages of the edge may be on the way: as many answers as requests, whatever link these took."""
+    return edge.credits if edge.answers is None else graph.edges[edge.answers].credits

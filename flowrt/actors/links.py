@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from transports.errors import EndOfChannel, TransportError
+from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 from transports.message import Message
+
+LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel is over; any other error is the message's
 
 
 class LinkLostError(Exception):
@@ -55,7 +57,8 @@ class Link:
         return self._channel.statistics()
 
     def post(self, message: Message) -> None:
-        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow.
+        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow, and LimitError or
+        InvalidMessageError for one that this channel cannot carry.
 
         A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
         """
@@ -63,7 +66,7 @@ class Link:
             try:
                 if self._channel.send_nowait(message):
                     return
-            except TransportError:
+            except LOST:
                 return  # `run` sees the same and says so
         try:
             self._outbox.post(message)
@@ -78,7 +81,7 @@ class Link:
                     await self._read()
                 finally:
                     sender.cancel()
-        except* TransportError as errors:
+        except* LOST as errors:
             raise LinkLostError(self.peer.name, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__) from errors
 
     async def flush(self) -> None:
@@ -108,6 +111,7 @@ class Link:
                 message = await self._outbox.wait_item()
                 await self._channel.send(message)
                 self._outbox.take_nowait()
+                del message  # while this sleeps it must hold no tensor
         except MailboxClosedError:
             return
 

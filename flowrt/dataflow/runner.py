@@ -23,10 +23,11 @@ import torch
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PlanHeader
 from flowrt.dataflow.payload import Payload, by_reference, from_message, to_message
-from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
+from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
+from transports.errors import InvalidMessageError, LimitError
 from transports.message import Message, Tag
 
 MOST_INLINE = 16  # short firings in a row before the loop gets a turn
@@ -321,7 +322,10 @@ class Runner:
         for tensor in payload.tensors:
             counters[1] += tensor.nbytes
         made = by_reference if edge.id in self._staying else to_message
-        self._post(edge, made(payload, edge.id, output.tag))
+        try:
+            self._post(edge, made(payload, edge.id, output.tag))
+        except (LimitError, InvalidMessageError, TypeError) as error:
+            raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
 
     def _release(self, edge_id: int, count: int) -> None:
         window = self._windows.get(edge_id)

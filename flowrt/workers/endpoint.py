@@ -26,10 +26,12 @@ class Endpoint:
 
     def __init__(self, graph: Graph) -> None:
         inputs = graph.nodes[INPUT].outputs if INPUT in graph.nodes else {}
-        self._ports = sorted({edge.source_port for edge in graph.edges if edge.source == INPUT})
+        self.ports = sorted({edge.source_port for edge in graph.edges if edge.source == INPUT})
         self._specs = {name: parse_spec(port.tensors[0]) for name, port in inputs.items() if port.tensors}
         self._has_output = OUTPUT in graph.nodes
         self._room = asyncio.Semaphore(graph.limits.in_flight)
+        self._max_bytes = graph.limits.max_message_bytes
+        self._shares_memory = graph.processes == "one"
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next = 0
         self._worker: Worker | None = None
@@ -62,37 +64,48 @@ class Endpoint:
         Raises UserError for ports the graph does not have, or a tensor that does not fit the declared spec.
         """
         self._check(tensors)
-        async with self._room:
-            if self._failure is not None:
-                raise self._failure
-            if self._worker is None:
-                raise RuntimeError("the graph has not been opened")
-            tag = Tag(self._source, 0, 0, self._next, 0)
-            self._next += 1
-            future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
-            try:
-                self._worker.mint(INPUT, tag, {name: Payload((tensor,)) for name, tensor in tensors.items()})
-                outputs: dict[str, Any] = await future
-                return outputs
-            finally:
-                del self._waiting[tag.step]
+        await self._room.acquire()
+        if self._failure is not None or self._worker is None:
+            self._room.release()
+            raise self._failure or RuntimeError("the graph has not been opened")
+        tag = Tag(self._source, 0, 0, self._next, 0)
+        self._next += 1
+        future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
+        try:
+            self._worker.mint(INPUT, tag, {name: Payload((self._given(tensor),)) for name, tensor in tensors.items()})
+        except BaseException:
+            self._end(tag.step)
+            raise
+        outputs: dict[str, Any] = await future  # cancelled or not, the tag is on its way and keeps its place until its output comes
+        return outputs
+
+    def _given(self, tensor: Any) -> Any:
+        """The user's tensor as the graph may have it: where operators share the user's memory, a copy."""
+        return tensor.detach().clone() if self._shares_memory else tensor.detach()
+
+    def _end(self, step: int) -> asyncio.Future[dict[str, Any]] | None:
+        self._room.release()
+        return self._waiting.pop(step, None)
 
     def _on_output(self, firing: Firing) -> None:
-        future = self._waiting.get(firing.tag.step)  # none: whoever asked has cancelled
-        if future is not None and not future.done():
-            future.set_result({port: payload.tensors[0] for port, payload in firing.inputs.items()})
+        future = self._end(firing.tag.step)
+        if future is not None and not future.done():  # done: whoever asked has cancelled
+            tensors = {port: payload.tensors[0] for port, payload in firing.inputs.items()}
+            future.set_result({port: tensor.clone() if tensor.is_inference() else tensor for port, tensor in tensors.items()})
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
         import torch
 
         if not self._has_output:
             raise UserError("this graph has no edge to output; add one such as {from: add.sum, to: output.sum}")
-        if sorted(tensors) != self._ports:
-            raise UserError(f"this graph takes {', '.join(self._ports)}; got {', '.join(sorted(tensors)) or 'nothing'}")
+        if sorted(tensors) != self.ports:
+            raise UserError(f"this graph takes {', '.join(self.ports)}; got {', '.join(sorted(tensors)) or 'nothing'}")
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise UserError(f"input {name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+            if tensor.nbytes > self._max_bytes:
+                raise UserError(f"input {name} has {tensor.nbytes} bytes; limits.max_message_bytes is {self._max_bytes}")
             spec = self._specs.get(name)
             fault = check_tensor(spec, tensor, sizes) if spec is not None else None
             if fault:

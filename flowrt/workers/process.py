@@ -99,7 +99,7 @@ class Worker:
         self._graph: Graph = from_json(start.graph)
         self._device = torch.device(self._graph.devices.get(start.name, "cpu"))
         self._loop = asyncio.get_running_loop()
-        self._peers: asyncio.Future[Peers] = self._loop.create_future()
+        self._peers: asyncio.Future[Peers | None] = self._loop.create_future()  # None: stopped before they came
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
         self._compute = seams.new_compute(start.name)
@@ -123,7 +123,7 @@ class Worker:
     def stop(self) -> None:
         self._stopped.set()
         if not self._peers.done():
-            self._peers.cancel()
+            self._peers.set_result(None)
 
     async def run_line(self) -> None:
         """Read and write the control line; when it ends, however it ends, so does the worker."""
@@ -143,28 +143,28 @@ class Worker:
             assert self._links is not None
             async with asyncio.TaskGroup() as group:
                 self._send(Listening(await self._links.listen(), self._seams.resident_bytes(), imported_bytes))
-                peers = await self._peers
-                await self._links.open(peers.addresses, peers.incarnations)
-                self._send(Connected())
-                tasks = [
-                    group.create_task(self._runner.run(), name=f"runner of {self._start.name}"),
-                    group.create_task(self._run_links(), name=f"links of {self._start.name}"),
-                ]
+                work = group.create_task(self._work(self._runner, self._links), name=f"work of {self._start.name}")
                 await self._stopped.wait()
-                for task in tasks:
-                    task.cancel()
-            self._send(self._statistics())
-            await self._flush()
-        except asyncio.CancelledError:
-            if not self._stopped.is_set():
-                raise
-        else:
+                work.cancel()
             if self._fault is not None:
                 raise self._fault
+            self._send(self._statistics())
+            await self._flush()
         finally:
             await self._compute.aclose()
             if self._links is not None:
                 await self._links.aclose()
+
+    async def _work(self, runner: Runner, links: Links) -> None:
+        """From the addresses of the others to the end: link up, then fire and exchange messages until cancelled."""
+        peers = await self._peers
+        if peers is None:
+            return
+        await links.open(peers.addresses, peers.incarnations)
+        self._send(Connected())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(runner.run(), name=f"runner of {self._start.name}")
+            group.create_task(self._run_links(), name=f"links of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:
         """The last words to the launcher: one line, and whether it is the user who can mend it."""

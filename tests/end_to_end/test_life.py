@@ -79,6 +79,24 @@ async def test_leaving_a_stream_cancels_its_request(served: Served, tmp_path: Pa
     assert list(result.token_ids) == served.expected[7]
 
 
+async def test_leaving_the_graph_ends_every_request_still_followed(served: Served, tmp_path: Path) -> None:
+    graph = served.write(tmp_path, {"processes": "one"}, limits={"max_tokens": 200})
+    ends: list[flowrt.EndEvent] = []
+    async with asyncio.TaskGroup() as group, flowrt.open(graph) as running:
+        request = await running.submit(served.prompts[2], flowrt.Parameters(max_tokens=200, ignore_eos=True))
+        started = asyncio.Event()
+
+        async def follow() -> None:
+            async for event in running.follow(request):
+                started.set()
+                if isinstance(event, flowrt.EndEvent):
+                    ends.append(event)
+
+        group.create_task(follow())
+        await started.wait()
+    assert [end.finish_reason for end in ends] == ["cancelled"]
+
+
 async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path: Path) -> None:
     asked = [flowrt.Parameters(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
     outcomes = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,12 @@ def some(x):
 
 def total(parts, count):
     return torch.stack([part.sum() for part in parts]).sum().reshape(1) if parts else torch.zeros(1)
+
+def spread(x):
+    return torch.zeros(1 << 20)
+
+def write_into(x):
+    return x.add_(1)
 
 class Counter:
     def __init__(self):
@@ -188,3 +196,49 @@ async def test_wrong_inputs_are_refused_and_the_graph_goes_on(folder: Path) -> N
         with pytest.raises(flowrt.UserError, match="serves no model"):
             await running.submit("text")
         assert (await running(x=torch.zeros(1))).item() == 1.0
+
+
+async def test_an_input_larger_than_a_message_is_refused_at_the_door(folder: Path) -> None:
+    graph = write(folder, "  a: {operator: ops:step, process: p}", LINE, "processes: one\nlimits: {max_message_bytes: 1048576}")
+    async with flowrt.open(graph) as running:
+        with pytest.raises(flowrt.UserError, match=r"input x has 4194304 bytes; limits.max_message_bytes is 1048576"):
+            await running(x=torch.zeros(1 << 20))
+        assert (await running(x=torch.zeros(1))).item() == 1.0
+
+
+async def test_a_message_too_large_between_nodes_ends_the_run_by_name(folder: Path) -> None:
+    nodes = "  a: {operator: ops:spread, process: p}\n  b: {operator: ops:step, process: q}"
+    edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: b.x}\n  - {from: b.y, to: output.y}"
+    graph = write(folder, nodes, edges, "processes: one\nlimits: {max_message_bytes: 1048576}")
+    with pytest.raises(flowrt.WorkerDiedError, match=r"p failed: a message on a\.y -> b\.x cannot be sent"):
+        async with flowrt.open(graph, on_line=lambda process, line: None) as running:
+            await running(x=torch.zeros(1))
+
+
+async def test_cancelled_calls_keep_their_places_until_their_tags_are_through(folder: Path) -> None:
+    """A loop between two workers has credits for limits.in_flight tags: a cancelled call's tag is still one of them."""
+    nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
+    edges = (
+        "  - {from: input.x, to: a.x}\n"
+        "  - {from: a.y, to: b.x}\n"
+        "  - {from: b.y, to: a.x, layers: 0-8, tag: layer+1}\n"
+        "  - {from: b.y, to: output.y, layers: 9}"
+    )
+    async with flowrt.open(write(folder, nodes, edges, "processes: one\nlimits: {in_flight: 2}")) as running:
+        for _ in range(12):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.0005):
+                    await running(x=torch.zeros(1))
+        async with asyncio.timeout(30):
+            assert (await running(x=torch.zeros(1))).item() == 20.0
+
+
+async def test_the_users_tensors_are_the_users(folder: Path) -> None:
+    """An operator that writes into its input does not reach the caller's memory; what comes out is an ordinary tensor."""
+    graph = write(folder, "  a: {operator: ops:write_into, process: p}", LINE)
+    x = torch.zeros(3, requires_grad=True)
+    async with flowrt.open(graph) as running:
+        out = await running(x=x)
+    assert x.sum().item() == 0.0
+    assert out.tolist() == [1.0, 1.0, 1.0]
+    out.requires_grad_()

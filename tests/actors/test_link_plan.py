@@ -1,0 +1,34 @@
+"""What a worker's links must hold, from the graph alone."""
+
+from flowrt.actors.link_plan import plan_links
+from flowrt.graph.model import Edge, Graph, Node
+
+
+def node(name, process):
+    return Node(name, "m:f", process)
+
+
+def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport():
+    nodes = [node("a", "p"), node("b", "q"), node("c", "p")]
+    edges = [
+        Edge(0, "a", "y", "b", "x", "shm", credits=4),
+        Edge(1, "b", "y", "c", "x", "zmq", credits=2),
+        Edge(2, "a", "z", "c", "z", "local"),
+    ]
+    graph = Graph({each.name: each for each in nodes}, edges)
+    first = {(plan.peer, plan.scheme): plan for plan in plan_links(graph, "p")}
+    second = {(plan.peer, plan.scheme): plan for plan in plan_links(graph, "q")}
+    assert set(first) == {("q", "shm"), ("q", "zmq")}
+    assert set(second) == {("p", "shm"), ("p", "zmq")}
+    assert all(plan.connects for plan in first.values())
+    assert not any(plan.connects for plan in second.values())
+    assert {key[1]: plan.limits for key, plan in first.items()} == {key[1]: plan.limits for key, plan in second.items()}
+
+
+def test_answers_need_as_much_room_as_their_requests_whatever_link_these_took():
+    nodes = [node("ask", "p"), node("serve", "q")]
+    edges = [Edge(0, "ask", "y", "serve", "x", "shm", credits=64), Edge(1, "serve", "y", "ask", "x", "zmq", answers=0)]
+    graph = Graph({each.name: each for each in nodes}, edges)
+    plans = {plan.scheme: plan for plan in plan_links(graph, "q")}
+    assert plans["zmq"].capacity_messages >= 64
+    assert plans["zmq"].limits.capacity_messages >= 64
