@@ -28,7 +28,7 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-GRACE_SECONDS = 3.0  # for what ends by itself soon: a killed process, a thread told to stop
+GRACE_SECONDS = 3.0  # for what ends by itself soon: a killed process, a task or thread told to stop
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
 _IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life
@@ -81,7 +81,7 @@ async def no_task_left() -> AsyncIterator[None]:
     yield
     left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
     if left:
-        _, left = await asyncio.wait(left, timeout=0.1)  # one told to end in the last moment needs a few turns
+        _, left = await asyncio.wait(left, timeout=GRACE_SECONDS)  # one told to end in the last moment needs a few turns
     assert not left, f"tasks left running: {left}"
 
 

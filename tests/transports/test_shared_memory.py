@@ -20,7 +20,7 @@ from transports import shared_memory
 from transports.checks_basics import check_numbered, numbered, opened, receive_all, send_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
 from transports.codec import WireError
-from transports.contract import ChannelStatistics, Limits
+from transports.contract import ChannelStatistics, Limits, Listener
 from transports.errors import BrokenChannelError, HandshakeError, UnavailableError
 from transports.handshake import Handshake
 from transports.message import Message, Tensor, TensorSpec
@@ -342,6 +342,13 @@ async def _call(address: str) -> socket.socket:
     return line
 
 
+async def _rejects(listener: Listener, count: int) -> None:
+    async with asyncio.timeout(10):
+        while listener.rejected < count:  # noqa: ASYNC110  (a counter wakes nobody)
+            await asyncio.sleep(0.005)
+    assert listener.rejected == count
+
+
 @pytest.mark.parametrize("said", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\xff" * 100])
 async def test_strangers_cost_only_their_own_connection(said: bytes, loop_kind: str) -> None:
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
@@ -349,8 +356,7 @@ async def test_strangers_cost_only_their_own_connection(said: bytes, loop_kind: 
             line = await _call(listener.address)
             line.send(said or b"\0", socket.MSG_NOSIGNAL)
             line.close()
-        await asyncio.sleep(0.05)
-        assert listener.rejected == 3
+        await _rejects(listener, 3)
         one = await get_transport("shm").connect(listener.address, SMALL, KEY, THERE)
         async with one, await listener.accept() as two:
             await one.send(numbered(1))
@@ -390,11 +396,12 @@ async def test_what_an_authenticated_peer_passes_is_checked_too(wrong: str) -> N
             line = await _call(listener.address)
             shake = Handshake("connector", KEY, THERE, SMALL, scheme="shm")
             line.send(shake.start())
-            await asyncio.sleep(0.02)
-            socket.send_fds(line, [shake.receive(line.recv(4096))], passed) if passed else line.send(shake.receive(line.recv(4096)))
-            await asyncio.sleep(0.02)
-            assert line.recv(10) == b""
-            assert listener.rejected == 1
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(10):
+                proof = shake.receive(await loop.sock_recv(line, 4096))
+                socket.send_fds(line, [proof], passed) if passed else line.send(proof)
+                assert await loop.sock_recv(line, 10) == b""
+            await _rejects(listener, 1)
             line.close()
     finally:
         for descriptor in (memfd, *wakes, good, small, null):
@@ -406,11 +413,13 @@ async def test_a_listener_that_hangs_up_is_a_handshake_error() -> None:
         _, path = socket_address("shm", "impostor")
         listening.bind(path)
         listening.listen()
+        listening.setblocking(False)
         connecting = asyncio.ensure_future(get_transport("shm").connect("shm://impostor", SMALL, KEY, THERE))
-        await asyncio.sleep(0.01)
-        listening.accept()[0].close()
-        with pytest.raises(HandshakeError):
-            await connecting
+        async with asyncio.timeout(10):
+            caller, _ = await asyncio.get_running_loop().sock_accept(listening)
+            caller.close()
+            with pytest.raises(HandshakeError):
+                await connecting
 
 
 async def test_nothing_is_left_in_the_file_system(loop_kind: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -81,13 +80,14 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PAIR)
     stranger.set(zmq.LINGER, 0)
+    watcher = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     bind = zeromq.bind
 
     def bind_and_let_in(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
         endpoint = bind(pair, over_tcp)
         stranger.connect(endpoint)
         stranger.send(b"\x06" + bytes(7) + bytes(32))
-        time.sleep(0.05)
+        assert watcher.poll(5000), "the stranger is neither in nor refused"
         return endpoint
 
     monkeypatch.setattr(zeromq, "bind", bind_and_let_in)
@@ -96,6 +96,8 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
             with pytest.raises(TransportError):
                 await get_transport("zmq").connect(listener.address, SMALL, KEY, THERE)
     finally:
+        stranger.disable_monitor()
+        watcher.close()
         stranger.close()
         context.term()
 
