@@ -131,13 +131,16 @@ def run(
 
 
 @app.command
-def doctor() -> None:
-    """Say what this machine can do, what is missing, and what would help. Nothing is changed."""
+def doctor(model: str | None = None, dtype: str | None = None) -> None:
+    """Say what this machine can do, what is missing, and what would help. Nothing is changed.
+
+    With --model DIR (and --dtype) also whether strict numerics are possible for that model, and in blocks of how many rows.
+    """
     import asyncio
 
     from flowrt.doctor import collect, report
 
-    raise SystemExit(0 if report(asyncio.run(collect())) else 1)
+    raise SystemExit(0 if report(asyncio.run(collect(model, dtype))) else 1)
 
 
 def main() -> None:

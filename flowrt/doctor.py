@@ -32,6 +32,20 @@ print(json.dumps({"version": torch.__version__, "threads": torch.get_num_threads
 """
 
 
+_ASK_STRICT = """
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from operators.model_config import ModelError
+from operators.proof import prove_model
+from operators.row_blocks import describe
+try:
+    print("ok", describe(prove_model(Path({path!r}), {dtype!r}).sizes))
+except ModelError as error:
+    print("no", error)
+"""
+
+
 @dataclass(frozen=True)
 class Check:
     """One finding. `remedy` says what would help; it is None when nothing needs help. A run needs what is `needed`."""
@@ -50,13 +64,16 @@ class _Torch(msgspec.Struct):
     gpus: tuple[str, ...]
 
 
-async def collect() -> list[Check]:
-    """Every check, in the order to read them. Takes as long as importing torch once."""
+async def collect(model: str | None = None, dtype: str | None = None) -> list[Check]:
+    """Every check, in the order to read them. Takes as long as importing torch once.
+
+    With a `model` directory also the blocks that strict numerics of this model use here, as a run would pick them.
+    """
     available = dict(available_transports())
     torch, gpu = await _torch_checks()
     checks = [_python_check(), torch, gpu, *_machine_checks(), _library_check("uvloop", "workers run on the standard loop, slower")]
     checks += [*transport_checks(available), *_kernel_checks(), leftover_check(marked_processes())]
-    return checks
+    return checks if model is None else [*checks, await _strict_check(model, dtype)]
 
 
 def report(checks: Iterable[Check], console: Console | None = None) -> bool:
@@ -130,6 +147,14 @@ def _gpu_check(gpus: Sequence[str]) -> Check:
     if os.path.exists("/proc/driver/nvidia/version"):
         return Check("gpu", False, "there is an NVIDIA driver, but torch sees no GPU", "install torch with CUDA (pytorch.org)")
     return Check("gpu", True, "none; everything computes on the CPU")
+
+
+async def _strict_check(model: str, dtype: str | None) -> Check:
+    output, complaint = await _ask_python(_ASK_STRICT.format(path=model, dtype=dtype))
+    if output is None:
+        return Check("strict numerics", False, complaint)
+    answer, _, text = output.decode(errors="replace").strip().partition(" ")
+    return Check("strict numerics", answer == "ok", text)
 
 
 async def _ask_python(code: str) -> tuple[bytes | None, str]:

@@ -1,11 +1,12 @@
 """Making the proofs of strict blocks (row_blocks.py): every function of rows that a module has is run once, on drawn rows.
 
-Here: `prove`, for a module that is loaded, and `prove_model`, for all functions of a model, of which it reads the first layer of each
-kind. Called by the attention and expert workers while they load, and by `flowrt doctor --model`.
+Here: `blocks_of`, `prove` for a module that is loaded, and `prove_model` for all functions of a model, of which it reads the first layer
+of each kind. Called by the attention and expert workers while they load, and by `flowrt doctor --model`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,6 +22,12 @@ from operators.model_config import ModelConfig, read_model_config
 from operators.row_blocks import PROOF_ROWS, StrictBlocks
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint, torch_dtype
+
+
+@lru_cache(maxsize=8)
+def blocks_of(config: ModelConfig, num_threads: int) -> StrictBlocks:
+    """The blocks of a model, shared by the workers of an OS process: a proof depends on shapes, dtype and threads alone."""
+    return StrictBlocks()
 
 
 @torch.inference_mode()

@@ -155,7 +155,7 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") not in _NOT_COMPUTED:
             self.note(result)
         if func is F.linear and result.itemsize < 4:
-            self.products.append((result.dtype, args[1].shape[1], args[1].shape[0]))
+            self.products.append((result.dtype, args[0].shape[-1], result.shape[-1]))
         return result
 
     def note(self, result: Any) -> None:

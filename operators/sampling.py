@@ -76,7 +76,8 @@ def log_probabilities(logits_SV: Tensor, token_S: Tensor, inputs: SamplingInputs
     They are the log-softmax of the logits as they are given: before penalties, temperature and filters. K is at most the vocabulary.
     """
     logits_LV = logits_SV[inputs.logprobs_L]
-    total_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    # Row by row: how many rows a sum over the vocabulary is taken for must not show in its last bit.
+    total_L1 = torch.cat([row_1V.logsumexp(dim=-1, keepdim=True) for row_1V in logits_LV.split(1)])
     top_LK, id_LK = logits_LV.topk(min(inputs.ranks_K.numel(), logits_LV.shape[1]), dim=-1)
     chosen_L1 = logits_LV.gather(1, token_S[inputs.logprobs_L].unsqueeze(1))
     return (chosen_L1 - total_L1).squeeze(1), id_LK, top_LK - total_L1

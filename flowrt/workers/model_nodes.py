@@ -32,7 +32,7 @@ from operators.gate import Gate
 from operators.head import Head
 from operators.kv_pages import KvPages
 from operators.model_config import ModelConfig, read_model_config
-from operators.proof import prove
+from operators.proof import blocks_of, prove
 from operators.row_blocks import WHOLE, StrictBlocks, describe
 from operators.sampling import log_probabilities, sample
 from operators.sampling_inputs import Draw, SamplingInputs
@@ -69,7 +69,7 @@ def build_model_nodes(
         else None
     )
     strict = graph.numerics == "strict"
-    blocks = StrictBlocks() if strict else WHOLE
+    blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
 
     def proven(module: M) -> M:
         if strict:
