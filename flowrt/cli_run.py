@@ -37,7 +37,6 @@ from flowrt.seams import Seams
 from flowrt.serving.tokenizer import TokenizerError
 
 ANSWERED, REQUEST_FAILED, BAD_INPUT, WORKER_DIED, INTERRUPTED, NO_READER = 0, 1, 2, 3, 130, 141
-MOST_UNFINISHED = 1000  # requests submitted and not ended; the gateway refuses more than 1024
 TICK_SECONDS = 0.1
 PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
@@ -169,13 +168,13 @@ class _Running:
             async with self._graph as graph:
                 assert self._view is not None
                 self._view.begin(self._records)
-                places = asyncio.Semaphore(MOST_UNFINISHED)
+                places = asyncio.Semaphore(graph.max_requests)
                 async with asyncio.TaskGroup() as tasks:
                     for record in self._records:
                         tasks.create_task(self._answer(graph, record, places), name=f"request {record.index}")
                 if self._failure is None:
                     self._up_seconds = self._seams.clock.now() - (self._ready_seconds or 0.0)
-                    self._statistics = await graph.statistics()
+            self._statistics = self._graph.final_statistics
         except (UserError, WorkerDiedError) as error:
             self._failure = self._failure or error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -11,12 +12,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
 
+from flowrt.actors.control import Statistics
+from flowrt.cli_prompts import Asked
+from flowrt.cli_run import Options, _Running
+from flowrt.cli_run import _console as new_console
+from flowrt.cli_text import Output
+from flowrt.cluster.gateway import Parameters
+from flowrt.cluster.launcher import NotRunningError
 from operators.reference import reference_generate
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "ttft_seconds", "itl_seconds"}
@@ -196,11 +204,11 @@ def test_a_reader_that_leaves_is_no_fault(graph_file: Path, started: list[Starte
     assert "BrokenPipe" not in err
 
 
-def on_terminal(graph_file: Path, **changes: str) -> tuple[int, str]:
+def on_terminal(graph_file: Path) -> tuple[int, str]:
     """A run whose standard output and error are a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "flowrt", "run", str(graph_file), "--max-tokens", "12"]
-    variables = environment(TERM="xterm-256color", **changes) | {"COLUMNS": "80", "LINES": "30"}
+    variables = environment(TERM="xterm-256color", NO_COLOR="") | {"COLUMNS": "80", "LINES": "30"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     seen = b""
@@ -218,7 +226,7 @@ def on_terminal(graph_file: Path, **changes: str) -> tuple[int, str]:
 
 
 def test_a_terminal_shows_the_start_the_answers_and_the_account(graph_file: Path) -> None:
-    code, seen = on_terminal(graph_file, NO_COLOR="")
+    code, seen = on_terminal(graph_file)
     assert code == 0, seen
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
     for text in ("starting 3 workers", "ready after", "[0] one and one", "[2] f", "12 tokens, length", "between processes", "inproc"):
@@ -226,8 +234,38 @@ def test_a_terminal_shows_the_start_the_answers_and_the_account(graph_file: Path
     assert "\x1b[?25h" in seen, "the cursor is back"
 
 
-def test_no_color_means_plain_lines_on_a_terminal_too(graph_file: Path) -> None:
-    code, seen = on_terminal(graph_file, NO_COLOR="1")
-    assert code == 0, seen
-    assert "\x1b" not in seen
-    assert re.search(r"^\[1\] ", seen, re.MULTILINE)
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert new_console(Output(Terminal())).is_terminal
+    monkeypatch.setenv(name, value)
+    assert not new_console(Output(Terminal())).is_terminal
+
+
+async def test_the_account_asks_nobody_again(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is stopped would never answer: the last word of those that end in order is enough."""
+    out, said = Output(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
+    running = _Running(Options(graph=graph_file), out, out, [Asked("one", Parameters())], Parameters())
+    running._view = running._new_view()
+
+    class Graph:
+        max_requests = 1
+        final_statistics: ClassVar[dict[str, Statistics]] = {}
+
+        async def __aenter__(self) -> Graph:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            self.final_statistics = said  # type: ignore[misc]
+
+        async def submit(self, *_: object, **__: object) -> int:
+            raise NotRunningError
+
+    running._graph = Graph()  # type: ignore[assignment]
+    await running._serve()
+    assert running._statistics == said
