@@ -1,7 +1,8 @@
 """The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`.
 
 Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(cli_run.py, cli_graph.py, cli_bench.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the entry point.
+(cli_run.py, cli_graph.py, cli_bench.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the
+entry point.
 """
 
 from __future__ import annotations

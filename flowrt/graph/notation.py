@@ -145,7 +145,7 @@ def parse_link(link: str | Mapping[str, float]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """"did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
+    """A hint: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
     from difflib import get_close_matches  # only on the way to an error
 
     words = sorted(known)

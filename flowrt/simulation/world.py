@@ -23,7 +23,6 @@ from flowrt.simulation.transport import NetworkConditions, SimulatedNetwork
 T = TypeVar("T")
 
 
-
 @dataclass(frozen=True)
 class ComputeCost:
     """Virtual seconds a call takes, drawn between these. After each call one label in `short_one_in` passes for short: its next call
