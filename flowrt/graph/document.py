@@ -49,7 +49,7 @@ class Document:
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def where(self, path: Path_) -> str:
-        """Where the key at `path` stands, as "FILE:LINE", or where the nearest key above it does; "--set ..." for what an override wrote."""
+        """Where the key at `path` stands, as "FILE:LINE", or where the nearest key above it does; "--set ..." for an override."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.overrides:
                 return f"--set {self.overrides[path[:end]]}"
