@@ -70,7 +70,14 @@ def _difference(rng: random.Random) -> Question:
 
 
 def _sort(rng: random.Random) -> Question:
-    numbers = rng.sample(range(rng.choice((20, 100, 1000, 1000))), rng.randint(2, MOST_SORTED))
+    num_numbers = rng.randint(2, MOST_SORTED)
+    if rng.random() < 0.5:
+        numbers = rng.sample(range(rng.choice((20, 100, 1000, 1000))), num_numbers)
+    else:  # of mixed lengths, as people write them
+        numbers = []
+        while len(numbers) < num_numbers:
+            number = rng.randrange(rng.choice((10, 100, 1000)))
+            numbers += [number] if number not in numbers else []
     return Question("sort", "Sort " + " ".join(map(str, numbers)), "".join(f" {number}" for number in sorted(numbers)))
 
 

@@ -31,7 +31,7 @@ from examples.training.optimizer import Muon
 from examples.training.questions import KINDS, Question, held_out, questions
 from examples.training.tokenizer import CONTEXT_TOKENS, EOS_TOKEN_ID, PAD_TOKEN_ID, build_tokenizer, write_tokenizer
 
-ROWS_PER_STEP = {"sum": 40, "difference": 52, "sort": 36, "count": 16, "story": 8}
+ROWS_PER_STEP: dict[str, int] = {"sum": 40, "difference": 52, "sort": 36, "count": 16, "story": 8}
 LENGTH_BUCKETS = (13, 14, 15, 16, 17, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, CONTEXT_TOKENS)
 """Rows run together with rows of like length, so that little is padding."""
 
@@ -168,10 +168,11 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         first_step, seconds = state["step"], state["seconds"]
     started = time.monotonic() - seconds
-    for step in range(first_step, arguments.steps):
+    last_step = arguments.until or arguments.steps
+    for step in range(first_step, last_step):
         rng = random.Random(f"{arguments.seed} {step}")
         batch = []
-        for kind, count in ROWS_PER_STEP.items():
+        for kind, count in arguments.rows.items():
             source = questions(kind, rng, held_out=False)
             batch += [next(source) for _ in range(count)]
         factor = min(1.0, (step + 1) / 100, (arguments.steps - step) / (arguments.steps * arguments.decay))
@@ -183,12 +184,13 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
         done = step + 1
-        if done % arguments.measure_every == 0 or done == arguments.steps:
+        if done % arguments.measure_every == 0 or done == last_step:
             seconds = time.monotonic() - started
             shares = {kind: round(share, 3) for kind, share in accuracies(model, tokenizer, 100).items()}
             print(json.dumps({"step": done, "seconds": round(seconds), "loss": round(loss, 4), "right": shares}), flush=True)
             if arguments.state is not None:
                 state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done, "seconds": seconds}
+                arguments.state.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state, arguments.state.with_suffix(".new"))
                 arguments.state.with_suffix(".new").replace(arguments.state)
         if math.isnan(loss):
@@ -196,18 +198,28 @@ def train(arguments: argparse.Namespace) -> None:
     export(model, tokenizer, arguments.out, torch.bfloat16)
 
 
+def _rows_per_step(text: str) -> dict[str, int]:
+    """``sort=72,sum=30`` as the usual mixture with these kinds changed."""
+    changed = {kind: int(count) for kind, _, count in (part.partition("=") for part in text.split(","))}
+    if not changed.keys() <= ROWS_PER_STEP.keys():
+        raise argparse.ArgumentTypeError(f"unknown kind in {text!r}; the kinds are {', '.join(KINDS)}")
+    return ROWS_PER_STEP | changed
+
+
 def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="Train the small model from nothing.")
     parser.add_argument("--out", type=Path, required=True, help="folder the finished checkpoint is written to")
     parser.add_argument("--state", type=Path, help="file a broken-off run goes on from; written at every measurement")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--until", type=int, help="stop after this step, before the learning rate has come down to zero")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW, for embeddings, norms and gates")
     parser.add_argument("--matrix-lr", type=float, default=2e-2, help="Muon, for projections; 0 trains them with AdamW too")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--decay", type=float, default=0.5, help="share of the steps over which the learning rate falls to zero")
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the loss that keeps experts evenly used")
+    parser.add_argument("--rows", type=_rows_per_step, default=ROWS_PER_STEP, help="questions per step, as in sort=72,sum=30")
     parser.add_argument("--measure-every", type=int, default=125)
     train(parser.parse_args())
 
