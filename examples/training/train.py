@@ -168,8 +168,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         first_step, seconds = state["step"], state["seconds"]
     started = time.monotonic() - seconds
-    last_step = arguments.until or arguments.steps
-    for step in range(first_step, last_step):
+    for step in range(first_step, arguments.steps):
         rng = random.Random(f"{arguments.seed} {step}")
         batch = []
         for kind, count in arguments.rows.items():
@@ -184,7 +183,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
         done = step + 1
-        if done % arguments.measure_every == 0 or done == last_step:
+        if done % arguments.measure_every == 0 or done == arguments.steps:
             seconds = time.monotonic() - started
             shares = {kind: round(share, 3) for kind, share in accuracies(model, tokenizer, 100).items()}
             print(json.dumps({"step": done, "seconds": round(seconds), "loss": round(loss, 4), "right": shares}), flush=True)
@@ -212,7 +211,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder the finished checkpoint is written to")
     parser.add_argument("--state", type=Path, help="file a broken-off run goes on from; written at every measurement")
     parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--until", type=int, help="stop after this step, before the learning rate has come down to zero")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW, for embeddings, norms and gates")
     parser.add_argument("--matrix-lr", type=float, default=2e-2, help="Muon, for projections; 0 trains them with AdamW too")
