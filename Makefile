@@ -11,6 +11,7 @@ INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 ARGS ?=
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test lint format types simulate clean
@@ -33,7 +34,7 @@ run: $(STAMP) ## answer eight prompts with the quickstart's graph (GRAPH=... for
 	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
 
 test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .
