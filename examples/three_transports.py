@@ -18,7 +18,7 @@ async def main() -> None:
     for transport, settings in SETTINGS.items():
         overrides = [*settings, *(f"edges.{edge}.transport={transport}" for edge in range(4))]
         async with flowrt.open(GRAPH, overrides=overrides) as graph:
-            outputs = [out async for out in graph.stream([x] * 100)]
+            outputs = [out async for out in graph.stream([x] * 50)]
             right = all(torch.equal(out, 3 * x) for out in outputs)
             print(f"{transport:>6}: {len(outputs)} answers, right: {right}")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before anything imports torch: two cores are shared by many processes, and results must not depend on how many there are.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -32,6 +33,10 @@ GRACE_SECONDS = 3.0  # for what ends by itself soon: a killed process, a task or
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
 _IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life
+
+# How long an example takes says nothing on a machine that others use too. The same examples on every machine: a failure can be met again.
+settings.register_profile("flowrt", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("flowrt")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

@@ -87,7 +87,7 @@ LINE = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}"
 
 @pytest.mark.parametrize("script", ["two_actors/run.py", "moe_layer/run.py", "three_transports.py"])
 def test_the_examples_run(script: str) -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "False" not in done.stdout
     if "moe_layer" in script:
