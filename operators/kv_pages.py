@@ -5,10 +5,12 @@ Slot = page * page_tokens + offset. Written and read by the attention operators;
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from operators.model_config import ModelConfig
+from operators.model_config import ModelConfig, ModelError
 from operators.weights import torch_dtype
 
 
@@ -42,11 +44,21 @@ class KvPages:
 
     @classmethod
     def for_model(cls, config: ModelConfig, num_pages: int, page_tokens: int, device: torch.device | str = "cpu") -> KvPages:
-        """Pages of the layout and size that `config` needs: keys and values by head, or latents."""
-        dtype = torch_dtype(config)
-        if config.latent is not None:
-            return cls(config.num_layers, num_pages, page_tokens, 1, config.latent.page_width, dtype, device, shared_values=True)
-        return cls(config.num_layers, num_pages, page_tokens, config.num_kv_heads, config.head_dim, dtype, device)
+        """Pages of the layout and size that `config` needs: keys and values by head, or latents.
+
+        Raises ModelError when they are more than the machine's memory, or than the device will give.
+        """
+        dtype, shared = torch_dtype(config), config.latent is not None
+        num_bytes = config.num_layers * num_pages * page_tokens * config.kv_width * dtype.itemsize
+        asked = f"limits.kv_pages {num_pages} of limits.page_tokens {page_tokens} need {num_bytes} bytes"
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if torch.device(device).type == "cpu" and num_bytes > memory_bytes:
+            raise ModelError(f"{asked}, and this machine has {memory_bytes}; use fewer pages")
+        heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
+        try:
+            return cls(config.num_layers, num_pages, page_tokens, heads, head_width, dtype, device, shared_values=shared)
+        except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
+            raise ModelError(f"{asked}, which {device} does not have; use fewer pages") from error
 
     @property
     def nbytes(self) -> int:

@@ -163,7 +163,7 @@ def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
     file = read_config_file(directory / "config.json")
     config = find_family(file).read_config(file)
     generation_path = directory / "generation_config.json"
-    if generation_path.is_file():
+    if generation_path.exists():
         ids = read_config_file(generation_path).token_ids("eos_token_id")
         if ids:
             config = replace(config, eos_token_ids=ids)

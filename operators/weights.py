@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.families.config_file import read_config_file
+from operators.families.config_file import read_config_file, regular_file_bytes
 from operators.families.family import PARTS, Piece
 from operators.families.registry import family_named
 from operators.model_config import ModelConfig, ModelError
@@ -72,7 +72,7 @@ class Checkpoint:
         # One buffer for all conversions: with one for each, the allocator keeps a fifth of what is loaded as holes between weights.
         self._scratch = torch.empty(0, dtype=torch.uint8)
         index_path = self.directory / INDEX_NAME
-        if index_path.is_file():
+        if index_path.exists():
             self._files = _read_index(index_path)
             return
         paths = sorted(self.directory.glob("*.safetensors"))
@@ -208,7 +208,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The header of one safetensors file: 8 bytes of length, then JSON, then the data. Everything is checked here, once."""
     try:
-        file_bytes = path.stat().st_size
+        file_bytes = regular_file_bytes(path)
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -219,6 +219,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except ModelError:
         raise
+    except RecursionError:
+        raise ModelError(f"{path} is not a safetensors file: its header is nested too deeply") from None
     except ValueError as error:
         raise ModelError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(entries, dict):
@@ -231,9 +233,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         try:
             stored_dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
             begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ModelError(f"{path}: tensor {name}: its header entry needs dtype, shape and data_offsets") from None
-        dtype = STORED_DTYPES.get(stored_dtype)  # None: masks or quantized data, refused only when a part asks for them
+        dtype = STORED_DTYPES.get(str(stored_dtype))  # None: masks or quantized data, refused only when a part asks for them
         num_bytes = end - begin if dtype is None else prod(shape) * dtype.itemsize
         if begin < 0 or any(size < 0 for size in shape) or end - begin != num_bytes or data_start + end > file_bytes:
             where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"

@@ -6,12 +6,26 @@ Used by the family files and by model_config. Free of torch.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from operators.model_config import DTYPES, ModelError
+
+MAX_JSON_BYTES = 64 << 20
+_LAYERS, _HEADS, _EXPERTS, _WIDTH, _VOCABULARY, _OTHER = 1000, 4096, 1 << 16, 1 << 20, 1 << 24, (1 << 31) - 1
+# The most that each key may say. Far above any model there is: a damaged file is refused before anything is built to its size.
+AT_MOST: dict[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "first_k_dense_replace", "decoder_sparse_step"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads", "kv_n_heads"), _HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_shared_experts", "n_group", "topk_group"), _EXPERTS),
+    **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "head_dim"), _WIDTH),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), _WIDTH),
+    "vocab_size": _VOCABULARY,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,8 @@ class ConfigFile:
             raise self.error(key, f"is {value!r}; a whole number is needed")
         if value < at_least:
             raise self.error(key, f"is {value}; at least {at_least} is needed")
+        if value > (at_most := AT_MOST.get(key, _OTHER)):
+            raise self.error(key, f"is {shortened(value)}; at most {at_most} is supported")
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
@@ -51,8 +67,8 @@ class ConfigFile:
             if default is None:
                 raise self.error(" or ".join(keys), "is missing; a positive number is needed")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(key, f"is {value!r}; a positive number is needed")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            raise self.error(key, f"is {shortened(value)}; a positive number is needed")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
@@ -111,15 +127,33 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Parse one JSON file; ModelError when it is missing, unreadable or not a mapping."""
+    """Parse one JSON file; ModelError when it is missing, unreadable, over MAX_JSON_BYTES or not a mapping."""
     try:
+        if (num_bytes := regular_file_bytes(path)) > MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are supported")
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a Hugging Face model directory has one") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ModelError(f"{path} is not valid JSON: it is nested too deeply") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}; a mapping of keys to values is needed")
     return ConfigFile(path, values)
+
+
+def regular_file_bytes(path: Path) -> int:
+    """The size of a file; ModelError when it is something else, whose reading might never end. OSError when it cannot be seen."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file; a file or a link to one is needed")
+    return status.st_size
+
+
+def shortened(value: object) -> str:
+    """As Python writes it, cut to what fits into one line of text."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,7 +11,7 @@ from fast_model import FastModel
 
 from operators.kv_pages import KvPages
 from operators.latent_attention import Form, LatentAttentionBlock, expanding_pays
-from operators.model_config import LatentConfig, read_model_config
+from operators.model_config import LatentConfig, ModelError, read_model_config
 from operators.step_layout import StepLayout
 from operators.weights import Checkpoint
 
@@ -101,3 +101,18 @@ def test_pages_of_another_sequence_do_not_leak_in(models: Any, name: str) -> Non
 def test_a_model_without_latents_is_refused(models: Any) -> None:
     with pytest.raises(ValueError, match="a qwen3_moe model without latent attention"):
         LatentAttentionBlock(read_model_config(models["plain"]), Checkpoint(models["plain"]), [0])
+
+
+@pytest.mark.parametrize("name", ["plain", "deepseek_v3"])
+def test_pages_beyond_the_memory_are_refused(models: Any, name: str) -> None:
+    with pytest.raises(ModelError, match=r"limits.kv_pages 16777216 of limits.page_tokens 1024 need \d+ bytes, and this machine has \d+;"):
+        KvPages.for_model(read_model_config(models[name]), 1 << 24, 1024)
+
+
+def test_pages_that_the_allocator_refuses_are_named(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(ModelError, match=r"limits.kv_pages 3 of limits.page_tokens 4 need \d+ bytes, which cpu does not have"):
+        KvPages.for_model(read_model_config(models["plain"]), 3, 4)

@@ -204,3 +204,25 @@ def test_the_parent_process_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys(), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("num_hidden_layers", 10_000_000, 1000),
+        ("num_experts", 100_000_000, 65536),
+        ("hidden_size", 10**30, 1 << 20),
+        ("vocab_size", 1 << 40, 1 << 24),
+        ("num_attention_heads", 1 << 20, 4096),
+        ("max_position_embeddings", 10**1000, (1 << 31) - 1),
+    ],
+)
+def test_numbers_beyond_any_model_are_refused(tmp_path: Path, key: str, value: int, most: int) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: is 10*[0-9]*(\.\.\.)?; at most {most} is supported") as caught:
+        read_model_config(write(tmp_path, {key: value}))
+    assert len(str(caught.value)) < len(str(tmp_path)) + 150
+
+
+def test_a_whole_number_beyond_any_float_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"rope_theta: is 1000*\.\.\.; a positive number is needed"):
+        read_model_config(write(tmp_path, {"rope_theta": 10**1000}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -182,3 +183,43 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_large_checkpoint(tmp_path_factory.mktemp("large"))
     assert sum(path.stat().st_size for path in directory.glob("model-layer-*.safetensors")) > 300e6
     return directory
+
+
+def _raw(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize("file_name", ["model.safetensors", INDEX_NAME, "config.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
+def test_files_that_would_block_or_never_end_are_refused(models: Any, tmp_path: Path, file_name: str, kind: str) -> None:
+    """Neither a pipe, nor a device, nor JSON that is nested without end: one line, at once."""
+    for path in models["plain"].iterdir():
+        if path.name != file_name:
+            (tmp_path / path.name).symlink_to(path)
+    bad = tmp_path / file_name
+    if kind == "fifo":
+        os.mkfifo(bad)
+    elif kind == "device":
+        bad.symlink_to("/dev/zero")
+    else:
+        deep = "[" * 100_000
+        bad.write_bytes(_raw(deep) if file_name == "model.safetensors" else deep.encode())
+    text = "is nested too deeply" if kind == "deep" else "is not a regular file"
+    reader = read_model_config if "config" in file_name else Checkpoint
+    with pytest.raises(ModelError, match=f"{file_name}.*{text}") as caught:
+        reader(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_json_beyond_the_bound_is_not_read(models: Any, tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ModelError, match="at most 67108864 are supported"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("entry", ['{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": [Infinity]}'])
+def test_a_header_entry_of_wrong_types_is_named(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(_raw(f'{{"one": {entry}}}'))
+    with pytest.raises(ModelError, match="tensor one: "):
+        Checkpoint(tmp_path)
