@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.channels import ChannelEcho
 from flowrt.bench.pairs import Target, take_turns
 from flowrt.bench.peers import ZeroMQEcho, queue_echo_seconds
 from flowrt.bench.report import Figure
@@ -25,7 +26,8 @@ ECHO_TARGET = Target(1.5)  # a hop, to an asyncio.Queue echo: there and back, 6 
 TRANSPORTS = ("shm", "zmq")
 SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
 # A round trip, to pyzmq's asyncio sockets over ipc: three times as fast where the way is all that counts, ahead where it is not.
-ROUND_TRIP_TARGETS = {("shm", 64): Target(0.33), ("shm", 64 << 10): Target(1.0)}
+ROUND_TRIP_TARGETS = {("shm", 64): Target(0.33), ("shm", 64 << 10): Target(1.0)}  # actor to actor
+CHANNEL_TARGETS = {("shm", 64 << 10): Target(1.0)}
 NUM_LAYERS = 50  # rounds a tensor makes for each time that it comes in and goes out
 NUM_FUSED = 64
 BLOCK_SECONDS = 0.05  # of one measurement: long beside a wake-up, short beside the drift of a machine's load
@@ -88,6 +90,8 @@ async def measure(num_pairs: int, between: bool = True) -> AsyncIterator[Figure 
             if reason is not None:
                 yield f"{transport}: {reason}"
                 continue
+            async for figure in between_channels(transport, peer, num_pairs):
+                yield figure
             async for figure in between_processes(transport, peer, num_pairs):
                 yield figure
 
@@ -109,6 +113,16 @@ async def within_a_process(num_pairs: int) -> AsyncIterator[Figure]:
         yield Figure.paired(name, "us", values[0], "asyncio.Queue echo", values[1], target)
 
 
+async def between_channels(transport: str, peer: ZeroMQEcho, num_pairs: int) -> AsyncIterator[Figure]:
+    """Round trips over the transport alone, as bare as the peer."""
+    async with ChannelEcho(transport) as echo:
+        for size, text in SIZES.items():
+            payload = _payload(size).numpy()
+            values = await take_turns((_echoes(echo, payload), _echoes(peer, payload)), num_pairs)
+            target = CHANNEL_TARGETS.get((transport, size))
+            yield Figure.paired(f"channel round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
+
+
 async def between_processes(transport: str, peer: ZeroMQEcho, num_pairs: int) -> AsyncIterator[Figure]:
     """Round trips between two workers, each a process, at each size."""
     made = ring("many", transport)
@@ -118,7 +132,7 @@ async def between_processes(transport: str, peer: ZeroMQEcho, num_pairs: int) ->
             hop = _calls(graph, made, payload)
             values = await take_turns((_twice(hop), _echoes(peer, payload.numpy())), num_pairs)
             target = ROUND_TRIP_TARGETS.get((transport, size))
-            yield Figure.paired(f"round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
+            yield Figure.paired(f"actor round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
 
 
 def _calls(graph: RunningGraph, made: Ring, payload: Any) -> Callable[[], Awaitable[float]]:
@@ -141,7 +155,7 @@ def _twice(hop: Callable[[], Awaitable[float]]) -> Callable[[], Awaitable[float]
     return measure_block
 
 
-def _echoes(peer: ZeroMQEcho, payload: Any) -> Callable[[], Awaitable[float]]:
+def _echoes(peer: ZeroMQEcho | ChannelEcho, payload: Any) -> Callable[[], Awaitable[float]]:
     num_rounds = 1
 
     async def measure_block() -> float:
