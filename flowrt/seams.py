@@ -118,6 +118,8 @@ class ThreadCompute:
                 except asyncio.CancelledError as error:
                     cancelled = error
             if cancelled is not None:
+                if not future.cancelled():
+                    future.exception()  # looked at, so that nobody prints it: who cancelled does not ask how the call ended
                 raise cancelled
             return future.result()
         finally:

@@ -70,7 +70,9 @@ class Region:
                     answers = functions[node](firings)
                 except OperatorError:
                     raise
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # CancelledError or SystemExit too: raised on, it would end our tasks without a word
                     raise _failed(firings[0], error) from error
                 if len(answers) != len(firings):
                     raise OperatorError(f"{node} was given {len(firings)} tags and answered {len(answers)}")
@@ -115,7 +117,7 @@ class Region:
         return node in self._fused
 
 
-def _failed(firing: Firing, error: Exception) -> OperatorError:
+def _failed(firing: Firing, error: BaseException) -> OperatorError:
     tag = firing.tag
     return OperatorError(f"{firing.node} failed at step {tag.step}, layer {tag.layer}: {type(error).__name__}: {error}")
 

@@ -48,6 +48,12 @@ class _UserNode:
         self._device = device
         sent = {edge.source_port for edge in graph.edges_from(node.name)}
         self._outputs = list(node.outputs)
+        # The edges that wait for a node's only output; a gather may be given nothing.
+        self._needing = [
+            edge
+            for edge in graph.edges_from(node.name)
+            if len(node.outputs) == 1 and (port := graph.nodes[edge.target].inputs.get(edge.target_port)) and port.takes == "one"
+        ]
         annotations = _annotations(node, function)
         self._in = _specs(node, "input", node.inputs, annotations)
         returned = annotations.get("return")
@@ -70,7 +76,12 @@ class _UserNode:
                 arguments[port] = self._one(port, value)
         sizes: dict[str, int] = {}
         self._check("input", self._in, arguments, sizes)
-        given = self._named(self._function(**arguments))
+        result = self._function(**arguments)
+        if result is None and any(firing.tag.layer in edge.layers for edge in self._needing):
+            raise OperatorError(
+                f"{self._node.name} gave nothing for its output {self._outputs[0]}; return a dict without the port to send nothing"
+            )
+        given = self._named(result)
         self._check("output", self._out, given, sizes)
         answer: dict[str, Payload] = {}
         for port, tensor in given.items():

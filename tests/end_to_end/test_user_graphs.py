@@ -242,3 +242,49 @@ async def test_the_users_tensors_are_the_users(folder: Path) -> None:
     assert x.sum().item() == 0.0
     assert out.tolist() == [1.0, 1.0, 1.0]
     out.requires_grad_()
+
+
+BAD_OPERATORS = """
+import asyncio
+import sys
+
+def nothing(x):
+    return None
+
+def cancelled(x):
+    raise asyncio.CancelledError("mine")
+
+def leaving(x):
+    sys.exit("gone")
+"""
+
+
+async def call_all(graph: Path, inputs: list[torch.Tensor]) -> None:
+    async with asyncio.timeout(30), flowrt.open(graph, on_line=lambda process, line: None) as running:
+        for x in inputs:
+            await running(x=x)
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [
+        ("nothing", "a gave nothing for its output y; return a dict without the port to send nothing"),
+        ("cancelled", "a failed at step 0, layer 0: CancelledError: mine"),
+        ("leaving", "a failed at step 0, layer 0: SystemExit: gone"),
+    ],
+)
+@pytest.mark.parametrize("short", [False, True])
+async def test_an_operator_that_gives_nothing_or_cancels_does_not_hang(folder: Path, operator: str, text: str, short: bool) -> None:
+    """Whether it runs in the compute thread or, once its label is known to be short, on the loop."""
+    (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS.replace("(x):\n", "(x):\n    if x[0] > 0: return x\n"))
+    graph = write(folder, f"  a: {{operator: ops:{operator}, process: p}}", LINE)
+    with pytest.raises(flowrt.WorkerDiedError, match=text.replace("step 0", r"step \d+")):
+        await call_all(graph, [torch.ones(1)] * (5 if short else 0) + [torch.zeros(1)])
+
+
+async def test_a_node_of_which_nobody_waits_may_return_none(folder: Path) -> None:
+    (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS)
+    nodes = "  a: {operator: ops:step, process: p}\n  log: {operator: ops:nothing, process: p}"
+    edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n  - {from: a.y, to: log.x}"
+    async with flowrt.open(write(folder, nodes, edges)) as running:
+        assert (await running(x=torch.zeros(1))).item() == 1.0
