@@ -18,12 +18,26 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from flowrt.cluster.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_report, encode, send_first
+from flowrt.cluster.descriptors import NO_DESCRIPTOR, too_few_descriptors
+from flowrt.cluster.frames import (
+    Exited,
+    Fork,
+    Forked,
+    Frame,
+    FrameReader,
+    Kill,
+    Loaded,
+    MissingDescriptorsError,
+    NotForked,
+    decode_report,
+    encode,
+    send_first,
+)
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, processes_marked
 from flowrt.cluster.starter import ORIGINAL_PATH
-from flowrt.errors import WorkerDiedError
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import STARTER
 
-STARTER = "starter"
 NUM_LAST_WORDS = 50
 _MAX_LINE_CHARACTERS = 4096
 _REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the starter's line to its exit status
@@ -302,10 +316,13 @@ class StarterProcess:
             return
         try:
             open_still = self._reader.feed()
+            while (body := self._reader.next_body()) is not None:
+                self._on_report(decode_report(body), self._reader)
         except BlockingIOError:
             return
-        while (body := self._reader.next_body()) is not None:
-            self._on_report(decode_report(body), self._reader)
+        except Exception as error:  # an event loop would log it and go on, and whoever awaits an answer would do so for ever
+            self._on_broken_line(error)
+            return
         if not open_still:
             self._loop.remove_reader(self._line.fileno())
             self._on_starter_end(self._loop.time() + _REAP_SECONDS)
@@ -329,6 +346,22 @@ class StarterProcess:
         else:
             answer.set_result(report.pid if isinstance(report, Forked) else report.num_threads)
 
+    def _on_broken_line(self, error: Exception) -> None:
+        """What the starter says cannot be read any more: whoever waits hears why, and the run ends as if the starter had."""
+        assert self._line is not None
+        self._loop.remove_reader(self._line.fileno())
+        reason: Exception = WorkerDiedError(STARTER, f"cannot be understood: {type(error).__name__}: {error}", self.last_words(STARTER))
+        if isinstance(error, MissingDescriptorsError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR):
+            reason = UserError(too_few_descriptors())
+        waiting = [answer for answer in self._answers.values() if not answer.done()]
+        for answer in waiting:
+            answer.set_exception(reason)
+        if not self._ended.done():
+            self._ended.set_result(None)
+        if not waiting:  # nobody to tell it to but the run's owner
+            self.statuses[STARTER] = -signal.SIGKILL
+            self._on_exit(STARTER, self.statuses[STARTER])
+
     def _on_starter_end(self, deadline: float) -> None:
         """Its line ended: it is dying or dead, and all it forked with it. Looks again until its status can be had, or `deadline`."""
         if self._process is None:  # ended by us meanwhile
@@ -341,7 +374,8 @@ class StarterProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._lost())
-        self._ended.set_result(None)
+        if not self._ended.done():
+            self._ended.set_result(None)
         self._on_exit(STARTER, self.statuses[STARTER])
 
     def _lost(self) -> WorkerDiedError:

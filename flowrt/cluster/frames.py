@@ -109,6 +109,10 @@ def send_blocking(sock: socket.socket, frame: Frame, fds: Sequence[int] = ()) ->
         sock.sendall(data[sent:])
 
 
+class MissingDescriptorsError(ValueError):
+    """Fewer descriptors came than a frame announced: the kernel drops those for which the receiver has no number free."""
+
+
 class FrameReader:
     """Splits what arrives on a socket into frames and keeps the descriptors that came along, in order."""
 
@@ -149,7 +153,7 @@ class FrameReader:
     def take_fds(self, count: int) -> list[int]:
         """The next `count` descriptors; the caller owns them."""
         if count > len(self._fds):
-            raise ValueError(f"a frame announced {count} descriptors, {len(self._fds)} came")
+            raise MissingDescriptorsError(f"a frame announced {count} descriptors, {len(self._fds)} came")
         return [self._fds.popleft() for _ in range(count)]
 
     def close(self) -> None:

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrt.cluster.choose import host_name, num_threads, usable_cores
-from flowrt.cluster.forked import STARTER, StarterProcess, exit_text
+from flowrt.cluster.forked import StarterProcess, exit_text
 from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import GATEWAY, STARTER, Graph
 from flowrt.seams import Seams
 from transports.contract import Channel, Identity
 from transports.inproc import InprocChannel

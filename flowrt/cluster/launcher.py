@@ -22,7 +22,7 @@ from typing import Any, Self
 from flowrt.actors.control import Control, LinkLost, Peers, Start, Statistics
 from flowrt.cluster import events
 from flowrt.cluster.choose import available_transports, choose_transports, pack
-from flowrt.cluster.forked import STARTER
+from flowrt.cluster.descriptors import check_descriptors, is_too_few, too_few_descriptors
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
 from flowrt.cluster.starter import WorkerMain, load_worker
 from flowrt.cluster.verdict import Kind, Verdict, named_error
@@ -30,7 +30,7 @@ from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
-from flowrt.graph.model import Graph
+from flowrt.graph.model import STARTER, Graph
 from flowrt.seams import Seams
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 
@@ -93,8 +93,8 @@ class Launcher:
         self._worker, self._preload = worker, tuple(preload)
         self._answer_seconds, self._stop_seconds = answer_seconds, stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two workers of one name among {names}")
+        if len({*names, STARTER}) <= len(names):
+            raise ValueError(f"two workers of one name, or one called {STARTER}, among {names}")
         self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
@@ -207,6 +207,7 @@ class Launcher:
         forked = pack(self.graph)
         here = dict(self._hosted)
         if forked:
+            check_descriptors(len(forked))
             self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._answer_seconds)))
             async for placed in self._hosts.fork_all(self.graph, forked, self._worker, self._log_level):
                 self._add(placed)
@@ -372,6 +373,8 @@ class Launcher:
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, Exception):
             raise error from None
+        if is_too_few(error):
+            error = UserError(too_few_descriptors())
         if not isinstance(error, (UserError, WorkerDiedError)):  # a fault of ours or of the owner's: where it happened matters
             self._failure_frames = error.__traceback__
         self.failure = error

@@ -17,6 +17,7 @@ from transports.message import Tag
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker
+STARTER = "starter"  # the process that forks the workers
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, GraphLimits
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, STARTER, GraphLimits
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -116,6 +116,8 @@ def _name(value: str) -> str:
 def _process(value: str) -> str:
     if value == GATEWAY:
         raise ValueError(f"{GATEWAY!r} is the launching process, which holds only {INPUT} and {OUTPUT}; choose another name")
+    if value == STARTER:
+        raise ValueError(f"{STARTER!r} is the process that forks all others; choose another name")
     return _name(value)
 
 

@@ -17,12 +17,11 @@ import uvloop
 
 from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
 from flowrt.cluster import events
-from flowrt.cluster.forked import STARTER
 from flowrt.cluster.launcher import Launcher, NotRunningError
 from flowrt.cluster.leftover import marked_processes, processes_marked
 from flowrt.cluster.starter import shown_name
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import Graph, Node
+from flowrt.graph.model import STARTER, Graph, Node
 
 WORKER = "cluster.fake_workers:run_worker"
 AVAILABLE = {"inproc": None, "zmq": None}

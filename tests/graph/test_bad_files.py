@@ -413,3 +413,11 @@ def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, 
     except GraphError as error:
         found = error
     assert found is None or (str(found).isprintable() and ";" in found.text)
+
+
+@pytest.mark.parametrize("name", ["gateway", "starter"])
+def test_names_of_our_own_processes_are_refused(load, name: str) -> None:
+    text = f"flowrt: 1\nnodes:\n  a: {{operator: 'ops:a', process: {name}}}\n"
+    text += "edges:\n  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n"
+    with pytest.raises(GraphError, match=f"nodes.a.process: '{name}' is the .*; choose another name"):
+        load(text)

@@ -1,0 +1,36 @@
+"""How many files a process may have open (RLIMIT_NOFILE), and what to say when that is too few.
+
+Here: the need of a launching process, looked at before it starts anything. Called by launcher.py, forked.py and the command line.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from flowrt.errors import UserError
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_LAUNCHER, _PER_PROCESS = (
+    16,
+    6,
+)  # a launcher's own (loop, line to the starter, a file being read); per process its line, words, pidfd, links
+
+
+def check_descriptors(num_processes: int) -> None:
+    """Raises UserError when the limit leaves too few descriptors to start `num_processes` OS processes."""
+    needed = _LAUNCHER + _PER_PROCESS * num_processes
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise UserError(too_few_descriptors(needed))
+
+
+def too_few_descriptors(needed: int | None = None) -> str:
+    """One line for a user; `needed` is roughly what would do, where that is known."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    about = "more" if needed is None else f"about {needed}"
+    return f"too few open files are allowed (RLIMIT_NOFILE is {soft}, {about} are needed); raise it: ulimit -n {max(1024, needed or 0)}"
+
+
+def is_too_few(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_DESCRIPTOR
