@@ -26,6 +26,8 @@ from flowrt.cluster.request_log import (
     Parameters,
     RequestLog,
     TokenEvent,
+    typed_parameters,
+    typed_prompt,
     unsendable,
 )
 from flowrt.cluster.stop_strings import StopStrings
@@ -116,9 +118,13 @@ class Gateway:
     def admit(self, prompt_token_ids: Sequence[int], parameters: Parameters = Parameters()) -> Placed | EndEvent:
         """Take a request and choose its group; or end it at once with the reason.
 
-        Lengths and ranges are the engine's to check, but for what no message to it could hold.
+        Types are checked here, once. Lengths and ranges are the engine's to check, but for what no message to it could hold.
         """
-        log = self._new_log(prompt_token_ids, parameters)
+        try:
+            log = self._new_log(typed_prompt(prompt_token_ids), typed_parameters(parameters))
+        except ValueError as error:
+            return self.refuse(str(error))
+        parameters = log.parameters
         if (reason := unsendable(log)) is not None:
             return self._refuse(log, reason)
         if self.full:

@@ -1,12 +1,14 @@
 """What is known of one request: what its user asked, each choice's output so far, and the events of its client.
 
-Here: Parameters, the events, ChoiceLog, RequestLog; pure. Not here: who writes to a log and when (gateway.py, the only caller).
+Here: Parameters, the events, ChoiceLog, RequestLog, and what of a request is badly typed; pure. Not here: who writes to a log and
+when (gateway.py, the only caller).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
@@ -150,6 +152,53 @@ class RequestLog:
     def text(self) -> str:
         """Of the first choice."""
         return "".join(event.text for event in self.events if isinstance(event, EndEvent) or event.choice == 0)
+
+
+_SHOWN_CHARACTERS = 80
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    int | None: "a whole number, or None",
+    float: "a number",
+    bool: "True or False",
+    tuple[str, ...]: "a sequence of texts",
+    tuple[int, ...]: "a sequence of whole numbers",
+}
+_TYPES: dict[str, Any] = get_type_hints(Parameters)
+
+
+def shown(value: object) -> str:
+    """A user's value as an error names it: on one line, and never long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object of the user's own
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def typed_parameters(parameters: Parameters) -> Parameters:
+    """The same with every value of its declared type: nothing else has looked at them so far. ValueError, one line."""
+    if not isinstance(parameters, Parameters):
+        raise ValueError(f"parameters is {shown(parameters)}, it must be of type Parameters")
+    typed: dict[str, Any] = {}
+    for name, kind in _TYPES.items():
+        value = getattr(parameters, name)
+        try:
+            typed[name] = msgspec.convert(value, kind, strict=True)
+        except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
+            raise ValueError(f"{name} is {shown(value)}, it must be {_WORDS[kind]}") from None
+    if any("\ud800" <= character <= "\udfff" for stop in typed["stop"] for character in stop):
+        raise ValueError("stop holds half a character (an unpaired surrogate)")
+    return Parameters(**typed)
+
+
+def typed_prompt(prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The prompt's token ids, all of them plain integers. ValueError, one line."""
+    if isinstance(prompt_token_ids, str | bytes | bytearray | memoryview) or not isinstance(prompt_token_ids, Sequence):
+        raise ValueError(f"the prompt is {shown(prompt_token_ids)}, it must be a text or a sequence of token ids")
+    for position, token_id in enumerate(prompt_token_ids):
+        if type(token_id) is not int:  # a bool is no token either
+            raise ValueError(f"prompt token {shown(token_id)} at position {position} is no whole number")
+    return tuple(prompt_token_ids)
 
 
 def unsendable(log: RequestLog) -> str | None:

@@ -432,3 +432,62 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         assert ended.finish_reason == "error"
     assert door.num_unfinished == 0
     assert isinstance(door.admit([(1 << 63) - 1]), Placed), "what a message can hold is the engine's to refuse"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"temperature": "x"}, "temperature is 'x', it must be a number"),
+        ({"temperature": None}, "temperature is None, it must be a number"),
+        ({"temperature": True}, "temperature is True, it must be a number"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"stop": (1,)}, "stop is (1,), it must be a sequence of texts"),
+        ({"stop": 5}, "stop is 5, it must be a sequence of texts"),
+        ({"stop": ("\ud800",)}, "stop holds half a character"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,), it must be a sequence of whole numbers"),
+        ({"max_tokens": "5"}, "max_tokens is '5', it must be a whole number, or None"),
+        ({"max_tokens": True}, "max_tokens is True, it must be a whole number, or None"),
+        ({"max_tokens": None, "n": 10**5000}, "n of more than 64 bits"),
+        ({"seed": 1.5}, "seed is 1.5, it must be a whole number, or None"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, it must be True or False"),
+        ({"seed": "7" * 5000}, "seed is '7777"),
+    ],
+)
+def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], text: str) -> None:
+    door = gateway()
+    event = door.admit((1, 2), Parameters(**parameters))  # type: ignore[arg-type]
+    assert isinstance(event, EndEvent)
+    assert event.finish_reason == "error"
+    assert event.error is not None
+    assert event.error.startswith(text)
+    assert len(event.error) < 160
+    assert "\n" not in event.error
+    assert door.num_unfinished == 0
+    assert place(door).index == 1, "the next one is served"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([1.5], "prompt token 1.5 at position 0 is no whole number"),
+        ([1, True], "prompt token True at position 1 is no whole number"),
+        (["a"], "prompt token 'a' at position 0 is no whole number"),
+        (None, "the prompt is None, it must be a text or a sequence of token ids"),
+        (5, "the prompt is 5, it must be"),
+        (b"ab", "the prompt is b'ab', it must be"),
+        ({1: 2}, "the prompt is {1: 2}, it must be"),
+    ],
+)
+def test_a_prompt_that_is_no_token_ids_ends_that_request(prompt: object, text: str) -> None:
+    event = gateway().admit(prompt, Parameters())  # type: ignore[arg-type]
+    assert isinstance(event, EndEvent)
+    assert event.error is not None
+    assert event.error.startswith(text)
+
+
+def test_parameters_of_another_type_and_lists_for_tuples() -> None:
+    door = gateway()
+    refused = door.admit((1,), {"n": 2})  # type: ignore[arg-type]
+    assert refused == EndEvent(0, "error", "", "parameters is {'n': 2}, it must be of type Parameters")
+    assert place(door, [1], stop_token_ids=[3], temperature=1).request.stop_token_ids == (3,)
