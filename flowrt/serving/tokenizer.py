@@ -8,12 +8,14 @@ come. Not here: what text means to a request (stop strings: flowrt/cluster/stop_
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+MAX_FILE_BYTES = 256 << 20
 _BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
 _MOST_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
 _CUT_TOKENS = 8
@@ -88,7 +90,7 @@ class Tokenizer:
         """Reads tokenizer.json. TokenizerError when it is missing or is no tokenizer."""
         self._directory = Path(directory)
         path = self._directory / "tokenizer.json"
-        if not path.is_file():
+        if not _is_there(path):
             raise TokenizerError(f"{self._directory} has no tokenizer.json: text needs one, prompt_token_ids do not")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -100,13 +102,16 @@ class Tokenizer:
     @classmethod
     def open(cls, directory: str | Path) -> Tokenizer | None:
         """The directory's tokenizer, or None when there is none: then the model speaks token ids only."""
-        return cls(directory) if (Path(directory) / "tokenizer.json").is_file() else None
+        return cls(directory) if _is_there(Path(directory) / "tokenizer.json") else None
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         return self._special_token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. TokenizerError for text with half a character, which has no bytes."""
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise TokenizerError("the text holds half a character (an unpaired surrogate); write whole characters")
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -151,8 +156,10 @@ class Tokenizer:
     def _config(self) -> dict[str, Any]:
         path = self._directory / "tokenizer_config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
+            config = json.loads(_read(path)) if _is_there(path) else {}
+        except TokenizerError:
+            raise
+        except (ValueError, RecursionError) as error:
             raise TokenizerError(f"{path} is no JSON: {error}") from error
         if not isinstance(config, dict):
             raise TokenizerError(f"{path} holds no JSON object")
@@ -160,17 +167,39 @@ class Tokenizer:
 
     def _chat_template(self, config: Mapping[str, Any]) -> str:
         path = self._directory / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
+        if _is_there(path):
+            return _read(path)
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {each["name"]: each["template"] for each in template}.get("default")
+            template = next((each.get("template") for each in template if isinstance(each, dict) and each.get("name") == "default"), None)
         if not isinstance(template, str):
             raise TokenizerError(
                 f"{self._directory} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
                 "give a plain prompt instead"
             )
         return template
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file. TokenizerError for one that must not be read: a pipe would never end, nor a file beyond bounds."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise TokenizerError(f"{path} is no regular file, it must be one")
+    if status.st_size > MAX_FILE_BYTES:
+        raise TokenizerError(f"{path} is {status.st_size >> 20} MiB long, it must be at most {MAX_FILE_BYTES >> 20} MiB")
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _token_text(token: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from flowrt.serving.tokenizer import MAX_FILE_BYTES, Tokenizer, TokenizerError
 
 CORPUS = [
     "the quick brown fox, 12 + 30 = 42",
@@ -220,3 +221,27 @@ def test_a_chat_that_cannot_be_made_is_an_error(tmp_path: Path, template: str | 
     tokenizer = Tokenizer(chat_directory(tmp_path, chat_template=template))
     with pytest.raises(TokenizerError, match=error):
         tokenizer.encode_chat(MESSAGES)
+
+
+def test_files_that_must_not_be_read_are_refused(tmp_path: Path) -> None:
+    pipe, large, chat = tmp_path / "pipe", tmp_path / "large", tmp_path / "chat"
+    for directory in (pipe, large, chat):
+        directory.mkdir()
+    os.mkfifo(pipe / "tokenizer.json")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is no regular file"):
+        Tokenizer.open(pipe)
+    with (large / "tokenizer.json").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)  # a hole: nothing is written
+    with pytest.raises(TokenizerError, match=r"it must be at most 256 MiB"):
+        Tokenizer.open(large)
+    byte_level().save(str(chat / "tokenizer.json"))
+    os.mkfifo(chat / "chat_template.jinja")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is no regular file"):
+        Tokenizer(chat).encode_chat([{"role": "user", "content": "hi"}])
+    assert Tokenizer.open(tmp_path / "none") is None
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="half a character"):
+        Tokenizer(tmp_path).encode("a\ud800")
