@@ -21,6 +21,7 @@ from flowrt.cluster import events
 from flowrt.cluster.completion import Choice, Completion
 from flowrt.cluster.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel
 from flowrt.cluster.launcher import Launcher
+from flowrt.cluster.request_log import shown
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.builtin import SOURCE
@@ -84,6 +85,8 @@ class RunningGraph:
             graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
         )
         self._changed: dict[int, asyncio.Event] = {}
+        self._followed: set[int] = set()
+        self._opened = False
         groups: list[str] = list(self._gateway.loads) if self._gateway is not None else []
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in groups}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
@@ -110,6 +113,9 @@ class RunningGraph:
         return self._launcher.pids
 
     async def __aenter__(self) -> Self:
+        if self._opened:
+            raise UserError("this graph was opened before, and each opens once; call flowrt.open again for another run")
+        self._opened = True
         await self._launcher.__aenter__()
         for group in self._outgoing:  # ended in __aexit__
             self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
@@ -169,8 +175,8 @@ class RunningGraph:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=seed,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
+            stop=_stops(stop),
+            stop_token_ids=_tuple(stop_token_ids),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
@@ -198,8 +204,16 @@ class RunningGraph:
         return self._model_gateway().log(index).prompt_token_ids
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """The events of a submitted request, from its first. Leaving before the last one cancels the request."""
+        """The events of a submitted request, from its first. Leaving before the last one cancels the request.
+
+        Raises UserError for a number that `submit` did not give, and for a second reader.
+        """
         gateway = self._model_gateway()
+        if type(index) is not int or index not in self._changed:
+            raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, and it can be followed once")
+        if index in self._followed:
+            raise UserError(f"request {index} is followed already; a request has one reader")
+        self._followed.add(index)
         seen = 0
         try:
             while True:
@@ -216,6 +230,7 @@ class RunningGraph:
             if gateway.log(index).end is not None:
                 gateway.forget(index)
             del self._changed[index]
+            self._followed.discard(index)
 
     async def complete(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> Completion:
         """As `generate`, all at once."""
@@ -271,7 +286,10 @@ class RunningGraph:
         assert graph.model is not None
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
-        self._tokenizer = Tokenizer.open(directory)
+        try:
+            self._tokenizer = Tokenizer.open(directory)
+        except TokenizerError as error:
+            raise UserError(str(error)) from error
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         self._gateway = Gateway(
             groups,
@@ -288,8 +306,10 @@ class RunningGraph:
         return self._gateway
 
     def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
+        if not isinstance(chat, bool):
+            raise UserError(f"chat is {shown(chat)}, it must be True or False")
         if not isinstance(prompt, str):
-            return prompt
+            return prompt  # the gateway looks at its type
         if self._tokenizer is None:
             raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
         return self._tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self._tokenizer.encode(prompt)
@@ -354,10 +374,12 @@ def generate(
 
     `parameters` are those of RunningGraph.generate. Completions come in the order of the prompts.
     """
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     many: list[Any] = [prompts] if single else list(prompts)
     stop = parameters.pop("stop", ())
-    asked = Parameters(stop=(stop,) if isinstance(stop, str) else tuple(stop), **parameters)
+    asked = Parameters(stop=_stops(stop), **parameters)
 
     async def run() -> list[Completion]:
         async with open_graph(graph, overrides=overrides, model=model) as running:
@@ -375,6 +397,15 @@ def generate(
         return asyncio.run(run())
     with ThreadPoolExecutor(1, "flowrt generate") as executor:
         return executor.submit(asyncio.run, run()).result()
+
+
+def _stops(stop: Any) -> Any:
+    """One stop string or several, as a tuple; what is neither stays as it is, for the gateway to refuse."""
+    return (stop,) if isinstance(stop, str) else _tuple(stop)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

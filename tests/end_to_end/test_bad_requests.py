@@ -1,0 +1,60 @@
+"""Badly typed requests and readers too many: each is told in a sentence, and the graph goes on serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_models import Served
+
+import flowrt
+from flowrt.api import RunningGraph
+
+
+async def end(running: RunningGraph, prompt: Any, **parameters: Any) -> flowrt.EndEvent:
+    events = [event async for event in running.generate(prompt, **parameters)]
+    assert len(events) == 1
+    assert isinstance(events[0], flowrt.EndEvent)
+    return events[0]
+
+
+async def test_bad_requests_end_alone(served: Served, tmp_path: Path) -> None:
+    graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 0}})
+    async with flowrt.open(graph) as running:
+        for prompt in ([1.5], None, 5, ["a"], "half \ud800", b"ab"):
+            refused = await end(running, prompt)
+            assert refused.finish_reason == "error"
+            assert refused.error
+        bad: list[dict[str, Any]] = [
+            {"stop": 5},
+            {"stop": [1]},
+            {"stop": b"a"},
+            {"stop_token_ids": 5},
+            {"temperature": "x"},
+            {"chat": "no"},
+        ]
+        for parameters in bad:
+            refused = await end(running, [1, 2], **parameters)
+            assert refused.error is not None
+            assert refused.error.startswith(next(iter(parameters)))
+
+        with pytest.raises(flowrt.UserError, match="opened before"):
+            await running.__aenter__()
+        with pytest.raises(flowrt.UserError, match="there is no request 999 to follow"):
+            await anext(running.follow(999))
+        index = await running.submit(served.prompts[0], flowrt.Parameters(max_tokens=3, ignore_eos=True))
+        first = running.follow(index)
+        tokens = [await anext(first)]
+        with pytest.raises(flowrt.UserError, match="is followed already"):
+            await anext(running.follow(index))
+        tokens += [event async for event in first]
+        assert [event.token_id for event in tokens if isinstance(event, flowrt.TokenEvent)] == served.expected[0][:3]
+        with pytest.raises(flowrt.UserError, match="it can be followed once"):
+            await anext(running.follow(index))
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_prompts_that_are_none(served: Served, tmp_path: Path, prompts: Any) -> None:
+    with pytest.raises(flowrt.UserError, match=r"prompts is .*, it must be a text"):
+        flowrt.generate(served.write(tmp_path), prompts)
