@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from flowrt.cluster.gateway import Parameters
+from flowrt.cluster.request_log import shown
 from flowrt.engine.validation import MOST_CHOICES, MOST_LOGPROBS
 from flowrt.errors import UserError
 
 STDIN = "-"
 MAX_LINE_BYTES = 16 << 20
+MAX_DIGITS = 600  # of a number: more than any float has, and within what the interpreter reads whatever its settings
 MAX_SEED = (1 << 63) - 1
 EXAMPLE = '{"prompt": "text"} or {"prompt_token_ids": [1, 2]}'
 
@@ -64,14 +67,14 @@ def seed(value: Any) -> int:
 def temperature(value: Any) -> float:
     number = _number(value)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"is {value}, must be 0 (greedy) or more")
+        raise ValueError(f"is {shown(value)}, must be 0 (greedy) or more")
     return number
 
 
 def top_p(value: Any) -> float:
     number = _number(value)
     if not 0 < number <= 1:
-        raise ValueError(f"is {value}, must be above 0 and at most 1; 1 is off")
+        raise ValueError(f"is {shown(value)}, must be above 0 and at most 1; 1 is off")
     return number
 
 
@@ -97,7 +100,7 @@ def logprobs(value: Any) -> int:
 def presence_penalty(value: Any) -> float:
     number = _number(value)
     if not -2 <= number <= 2:
-        raise ValueError(f"is {value}, must be from -2 to 2; 0 is off")
+        raise ValueError(f"is {shown(value)}, must be from -2 to 2; 0 is off")
     return number
 
 
@@ -108,7 +111,7 @@ def frequency_penalty(value: Any) -> float:
 def repetition_penalty(value: Any) -> float:
     number = _number(value)
     if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"is {value}, must be above 0; 1 is off")
+        raise ValueError(f"is {shown(value)}, must be above 0; 1 is off")
     return number
 
 
@@ -149,6 +152,14 @@ def checked_parameters(options: Mapping[str, Any]) -> Parameters:
             except ValueError as error:
                 raise UserError(f"--{name.replace('_', '-')} {error}") from None
     return Parameters(**given)
+
+
+def option_number(kind: type[int | float], word: str) -> int | float:
+    """The number of an option, in the decimal notation of JSON. Raises ValueError, one line."""
+    pattern = r"[+-]?[0-9]+" if kind is int else r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+    if len(word) <= MAX_DIGITS and re.fullmatch(pattern, word):
+        return kind(word)
+    raise ValueError(f"is {shown(word)}, must be {'a whole number' if kind is int else 'a number'} in decimal digits")
 
 
 def checked_text(value: str) -> str:
@@ -198,7 +209,7 @@ def _asked(line: bytes, defaults: Parameters) -> Asked:
     for key, value in given.items():
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
-            raise ValueError(f"unknown key {key!r}; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(KEYS)}")
+            raise ValueError(f"unknown key {shown(key)}; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(KEYS)}")
         try:
             values[key] = KEYS[key](value)
         except ValueError as error:
@@ -211,7 +222,7 @@ def _asked(line: bytes, defaults: Parameters) -> Asked:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant, parse_int=_integer)
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -227,7 +238,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in names if names.count(key) > 1)!r} is there twice; keep one")
+        raise ValueError(f"the key {shown(next(key for key in names if names.count(key) > 1))} is there twice; keep one")
     return values
 
 
@@ -235,12 +246,22 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; write a number")
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"holds a number of {len(digits)} digits, which is too large")
+    return int(digits)
+
+
 def _whole(value: Any, least: int, most: int | None, hint: str = "") -> int:
     bounds = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
     if type(value) is not int or value < least or (most is not None and value > most):
-        shown = value if isinstance(value, int | float) and abs(value) < 1e30 else json.dumps(value)[:40]
-        raise ValueError(f"is {shown}, must be {bounds}{hint}")
+        raise ValueError(f"is {_shown_json(value)}, must be {bounds}{hint}")
     return value
+
+
+def _shown_json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _number(value: Any) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cli_prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, read_prompts
+from flowrt.cli_prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, option_number, read_prompts
 from flowrt.cluster.gateway import Parameters
 from flowrt.errors import UserError
 
@@ -67,7 +67,7 @@ def test_lines_override_the_options(tmp_path: Path) -> None:
         ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens is 1.5, must be"),
         ('{"prompt": "a", "max_tokens": "9"}', 'max_tokens is "9", must be'),
         ('{"prompt": "a", "max_tokens": null}', "max_tokens is null, must be"),
-        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True, must be"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens is true, must be"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1, must be 0 (greedy) or more"),
         ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
         ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
@@ -115,3 +115,38 @@ def test_options_are_held_to_the_same_rules() -> None:
             checked_parameters({name: value})
     with pytest.raises(UserError, match=r"^--prompt holds half a character"):
         checked_text("a\udcff")
+
+
+@pytest.mark.parametrize("word", ["1.5", "0x10", "1_0", "", " 1", "\u0661", "9" * 5000])
+def test_options_take_whole_numbers_in_decimal_digits_only(word: str) -> None:
+    with pytest.raises(ValueError, match="must be a whole number in decimal digits") as raised:
+        option_number(int, word)
+    assert len(str(raised.value)) < 160
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "1_0", "0x1p3", "1e"])
+def test_options_take_numbers_in_decimal_digits_only(word: str) -> None:
+    with pytest.raises(ValueError, match="must be a number in decimal digits"):
+        option_number(float, word)
+
+
+def test_options_that_are_numbers() -> None:
+    assert [option_number(int, "-12"), option_number(float, ".5"), option_number(float, "1e-3")] == [-12, 0.5, 0.001]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (f'{{"prompt": "a", "max_tokens": {"9" * 5000}}}', "holds a number of 5000 digits, which is too large"),
+        (f'{{"prompt": "a", "temperature": -{"9" * 300}}}', "temperature is -9999"),
+        (f'{{"prompt": "a", "seed": "{"x" * 5000}"}}', 'seed is "xxxx'),
+        (f'{{"prompt": "a", "{"k" * 5000}": 1}}', "unknown key 'kkkk"),
+    ],
+)
+def test_echoed_values_are_short(tmp_path: Path, line: str, text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_prompts(written(tmp_path, line), DEFAULTS)
+    message = str(raised.value).removeprefix(f"{tmp_path / 'p.jsonl'}:1: ")
+    assert message.startswith(text)
+    assert len(message) < 320
+    assert "set_int_max" not in message
