@@ -19,7 +19,7 @@ from typing import Any
 from flowrt.cli_prompts import Asked
 from flowrt.cli_text import Output
 from flowrt.cluster.gateway import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
-from flowrt.errors import UserError
+from flowrt.errors import UserError, shortened
 
 STDOUT = "-"
 
@@ -192,14 +192,22 @@ def check_writable(name: str) -> None:
     """Raises UserError now rather than after the run, when the --json file could not be written."""
     if name == STDOUT:
         return
-    path = Path(name)
-    if path.is_dir():
-        raise UserError(f"--json {name}: is a folder; give the path of a file")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise UserError(f"--json {name}: there is no folder {folder}; make it, or give another path")
-    if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
-        raise UserError(f"--json {name}: {folder} may not be written to; give another path")
+    shown = shortened(name)
+    try:
+        path = Path(name)
+        if path.is_dir():
+            raise UserError(f"--json {shown}: is a folder; give the path of a file")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise UserError(f"--json {shown}: there is no folder {shortened(str(folder))}; make it, or give another path")
+        is_device = path.exists() and not path.is_file()
+        if not is_device:
+            path.with_name(_part_name(path)).exists()  # a name near the longest possible leaves no room for that of the part
+        if not os.access(path if is_device else folder, os.W_OK):
+            raise UserError(f"--json {shown}: {folder} may not be written to; give another path")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(f"--json {shown}: cannot be written ({reason}); give another path") from None
 
 
 def write_json(name: str, value: dict[str, Any], stdout: Output) -> None:
@@ -217,7 +225,7 @@ def write_json(name: str, value: dict[str, Any], stdout: Output) -> None:
         if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
             path.write_text(content, encoding="utf-8")
             return
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        temporary = path.with_name(_part_name(path))
         try:
             temporary.write_text(content, encoding="utf-8")
             os.replace(temporary, path)
@@ -226,6 +234,10 @@ def write_json(name: str, value: dict[str, Any], stdout: Output) -> None:
                 temporary.unlink()
     except OSError as error:
         raise UserError(f"--json {name}: cannot be written ({error.strerror}); give another path") from None
+
+
+def _part_name(path: Path) -> str:
+    return f".{path.name}.{os.getpid()}.part"
 
 
 def _json_text(report: dict[str, Any]) -> str:

@@ -5,6 +5,13 @@ Here: UserError and its kinds. Not here: what a transport may raise (transports/
 
 from __future__ import annotations
 
+_SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
+
+
+def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
+    """`text` for an error's line: what a user wrote may have any length."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
 
 class UserError(Exception):
     """Bad input. The text is one line: what, where, what would be right. Command lines print it and end with `exit_code`."""
@@ -20,7 +27,10 @@ class GraphError(UserError):
 
     def __init__(self, where: str, path: str, text: str) -> None:
         self.where, self.path, self.text = where, path, text
-        message = ": ".join(part for part in (where, path, text) if part)
+        if where.startswith("--"):  # an option and its value; a file's name is shown whole
+            where = shortened(where, _SHOWN_PATH_CHARACTERS)
+        message = ": ".join(part for part in (where, shortened(path, _SHOWN_PATH_CHARACTERS), text) if part)
+        message = shortened(message, _MESSAGE_CHARACTERS)
         super().__init__("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message))  # one line, always
 
     def __reduce__(self) -> tuple[type[GraphError], tuple[str, str, str]]:

@@ -32,6 +32,7 @@ Path_ = tuple[str | int, ...]  # the way from the top of the file to a key
 
 MAX_FILE_BYTES = 8 << 20
 MAX_DEPTH = 24
+MAX_PATH_CHARACTERS = 1000  # of an override's path
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -211,6 +212,10 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         where = f"--set {override}"
         name, equals, text = override.partition("=")
         words = name.strip().split(".")
+        if len(name) > MAX_PATH_CHARACTERS:
+            raise GraphError(
+                where, "", f"is no path of a graph file: it has {len(name)} characters, at most {MAX_PATH_CHARACTERS}; shorten it"
+            )
         if not equals or "" in words:
             raise GraphError(where, "", "is no override; write path=value, such as deploy.experts.servers=2")
         try:

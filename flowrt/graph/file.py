@@ -6,6 +6,7 @@ steps (document.py, schema.py, problems.py, expand.py, explicit.py, checks.py). 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from flowrt.graph.expand import deploy_roles, expand_deploy
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart
+from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_what_is_not_built
 from flowrt.graph.schema import DeploySection, GraphFile
 from transports.message import DTYPE_BYTES
@@ -63,7 +65,11 @@ def load_graph(
     """
     path = Path(path)
     document = apply_overrides(read_document(path), overrides)
-    return build_graph(document, path.absolute().parent, model_dir, facts_of, known_schemes() if schemes is None else schemes)
+    try:
+        folder = path.absolute().parent
+    except OSError:  # read from a working directory that somebody has removed
+        raise GraphError(str(path), "", "the working directory is gone; go to another, or give the whole path") from None
+    return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
 
 
 def build_graph(
@@ -147,8 +153,12 @@ def _model(
     where: Path_ = ("model", "path")
     if model_dir is not None:
         document.overrides[where] = document.overrides.get(where, f"model.path={model_dir}")
-        path = Path(model_dir).absolute()
-        if not path.is_dir():
+        try:
+            path = Path(model_dir).absolute()
+            there = path.is_dir()
+        except OSError as error:
+            raise GraphError(f"--model {model_dir}", "", f"cannot be looked at ({error.strerror}); give another path") from None
+        if not there:
             raise GraphError(f"--model {model_dir}", "", "no such folder; give a Hugging Face model directory")
     else:
         path = _existing(file.model.path, where, document, folder)
@@ -165,13 +175,25 @@ def _model(
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:
     """The file or folder called `text`: beside the graph file, then in the working directory. Links are kept as they are."""
-    beside, here = folder / Path(text).expanduser(), Path.cwd() / Path(text).expanduser()
-    for candidate in (beside, here):
-        if candidate.is_file() if is_file else candidate.is_dir():
-            return Path(_normal(candidate))
     kind = "file" if is_file else "folder"
+    try:
+        path = Path(text).expanduser()
+        beside = here = folder / path
+        with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+            here = Path.cwd() / path
+        for candidate in (beside, here):
+            if candidate.is_file() if is_file else candidate.is_dir():
+                return Path(_normal(candidate))
+    except RuntimeError as error:  # ~nobody
+        document.fail(key, f"{shown_value(text)}: {str(error).rstrip('.')}; write the path out")
+    except (OSError, ValueError) as error:
+        document.fail(key, f"{shown_value(text)} cannot be looked at ({_reason(error)}); give the path of a {kind}")
     looked = f"{beside} and {here}" if beside != here else str(beside)
-    document.fail(key, f"there is no {kind} {text!r} (looked for {looked}); give the path of one")
+    document.fail(key, f"there is no {kind} {shown_value(text)} (looked for {looked}); give the path of one")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _normal(path: Path) -> str:
@@ -184,8 +206,11 @@ def _prompts(file: GraphFile, document: Document, folder: Path) -> tuple[str, ..
     if not isinstance(file.prompts, str):
         return tuple(file.prompts or ())
     path = _existing(file.prompts, ("prompts",), document, folder, is_file=True)
-    with path.open("rb") as stream:
-        content = stream.read(MAX_PROMPT_FILE_BYTES + 1)
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_PROMPT_FILE_BYTES + 1)
+    except OSError as error:
+        document.fail(("prompts",), f"{path} cannot be read ({_reason(error)}); give a file that you may read")
     if len(content) > MAX_PROMPT_FILE_BYTES:
         document.fail(("prompts",), f"{path} is larger than {MAX_PROMPT_FILE_BYTES >> 20} MiB; give it to flowrt run --prompts in pieces")
     try:

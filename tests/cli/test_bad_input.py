@@ -51,6 +51,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--json", "--chat"), "--json is followed by --chat"),
         ((graph_file, "--json", tmp_path), "is a folder"),
         ((graph_file, "--json", tmp_path / "no" / "x.json"), "there is no folder"),
+        ((graph_file, "--json", tmp_path / ("x" * 5000)), "File name too long"),
+        ((graph_file, "--json", tmp_path / ("x" * 250)), "File name too long"),
+        ((graph_file, "--model", "x" * 5000), "File name too long"),
+        ((graph_file, "--set", f"model.path={'x' * 5000}"), "model.path"),
+        ((graph_file, "--set", "model.path=~nosuchuser/x"), "model.path: '~nosuchuser/x': Could not determine home directory"),
+        ((graph_file, "--set", "prompts=~nosuchuser/x"), "prompts: '~nosuchuser/x'"),
+        ((graph_file, "--set", "prompts=/proc/self/mem"), "prompts: /proc/self/mem cannot be read"),
         ((graph_file, "--set", "deploy.attention.groups=0"), "--set deploy.attention.groups=0: deploy.attention.groups"),
         ((graph_file, "--set", "deploy.experts.copies=9"), "deploy.experts.copies"),
         ((graph_file, "--model", tmp_path), f"--model {tmp_path}"),
@@ -65,6 +72,20 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert err.count("\n") == 1, err
         assert text in err, (words, err)
     code, _, err = call(monkeypatch, capsys, "walk")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_working_directory_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, err = call(monkeypatch, capsys, "run", graph_file, "--set", "prompts=none.txt")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no file 'none.txt'" in err
+    assert call(monkeypatch, capsys, "graph", "validate", graph_file)[0] == 0
+    code, _, err = call(monkeypatch, capsys, "run", graph_file, "--json", "x.json")
     assert (code, err.count("\n")) == (2, 1)
 
 

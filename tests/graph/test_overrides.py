@@ -59,3 +59,12 @@ def test_errors_name_the_override(load, override: str, message: str) -> None:
 def test_an_error_of_the_file_still_names_the_file(load) -> None:
     with pytest.raises(GraphError, match=r"g\.yaml:4: deploy\.experts\.servers: -1 is too small"):
         load(MODEL.replace("servers: 1", "servers: -1"), "limits.kv_pages=7")
+
+
+def test_a_path_of_any_length_is_refused_at_once_and_not_repeated(load) -> None:
+    with pytest.raises(GraphError, match="at most 1000") as error:
+        load(MODEL, f"{'.'.join('a' for _ in range(5000))}=1")
+    assert len(str(error.value)) < 400
+    with pytest.raises(GraphError) as error:
+        load(MODEL, f"deploy.experts.servers={'x' * 5000}")
+    assert len(str(error.value)) < 400
