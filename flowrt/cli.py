@@ -7,12 +7,15 @@ entry point.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, Token
 
 import flowrt
 from flowrt.cli_bench import bench_app
@@ -20,6 +23,8 @@ from flowrt.cli_graph import graph_app
 from flowrt.errors import UserError
 
 INTERRUPTED, NO_READER = 130, 141
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
+_LEAST_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 app = App(
     name="flowrt",
@@ -31,7 +36,23 @@ app = App(
 app.command(graph_app)
 app.command(bench_app)
 
-_SAMPLING = Group("Sampling", help="For every prompt; a line of --prompts may say otherwise for its own.", sort_key=2)
+
+def _number(kind: Any, tokens: Sequence[Token]) -> int | float:
+    """As JSON lines have it: the parser's own reading takes 1.5 and 0x10 for whole numbers."""
+    from flowrt.cli_prompts import option_number
+
+    try:
+        return option_number(kind, tokens[0].value)
+    except ValueError as error:
+        raise UserError(f"{tokens[0].keyword} {error}") from None
+
+
+_SAMPLING = Group(
+    "Sampling",
+    default_parameter=Parameter(converter=_number),
+    help="For every prompt; a line of --prompts may say otherwise for its own.",
+    sort_key=2,
+)
 _PROMPTS = Group("Prompts", sort_key=1)
 _OTHER = Group("Graph and output", sort_key=3)
 
@@ -101,6 +122,9 @@ def run(
     Press Ctrl-C once to let running requests finish, twice to end at once. Exit codes: 0 all finished, 1 a request failed, 2 bad input,
     3 a worker died, 130 interrupted.
     """
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_DESCRIPTORS:
+        text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_LEAST_DESCRIPTORS} are needed)"
+        raise UserError(f"{text}; raise it: ulimit -n 1024")
     from flowrt.cli_run import Options
     from flowrt.cli_run import run as run_graph
 
@@ -147,9 +171,14 @@ def doctor(model: str | None = None, dtype: str | None = None) -> None:
 def main() -> None:
     """Parse sys.argv, run the command and exit. No traceback for what a user did wrong."""
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False)
+        _fill_standard_descriptors()
+        try:
+            app(sys.argv[1:], exit_on_error=False, print_error=False)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where its failure can still be told
     except CycloptsError as error:
-        _fail(str(error))
+        _fail(_shortened(str(error)))
     except UserError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -158,15 +187,43 @@ def main() -> None:
     except BrokenPipeError:
         _silence()
         raise SystemExit(NO_READER) from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            from flowrt.cluster.descriptors import too_few_descriptors
+
+            _fail(too_few_descriptors())
+        if error.errno not in _UNWRITABLE:
+            raise
+        _silence()
+        _fail(f"standard output cannot be written ({error.strerror}); send it elsewhere", 1)
+
+
+def _fill_standard_descriptors() -> None:
+    """A closed one would be given to the next file or socket that is opened, and whoever prints would write into that."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
+def _shortened(text: str) -> str:
+    """The parser repeats words of the command line at any length."""
+    for word in sys.argv[1:]:
+        for part in (word, word.partition("=")[2]):
+            if len(part) > 80:
+                text = text.replace(part, f"{part[:77]}...")
+    return text
 
 
 def _fail(text: str, code: int = 2) -> None:
-    from flowrt.cli_text import one_line
+    from flowrt.cli_text import Output, one_line
 
-    sys.stderr.write(f"flowrt: error: {one_line(text)}\n")
+    stderr = Output(sys.stderr)
+    stderr.write(f"flowrt: error: {one_line(text)}\n")
+    stderr.flush()
     raise SystemExit(code)
 
 
 def _silence() -> None:
     """What is still buffered for a reader that has left must not raise at the interpreter's end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -76,6 +76,8 @@ def run(options: Options) -> int:
     if options.json is not None:
         check_writable(options.json)
     stdout, stderr = Output(sys.stdout), Output(sys.stderr)
+    if stdout.is_broken and options.json in (None, STDOUT):
+        raise _lost(stdout)
     running = _Running(options, stdout, stderr, asked, parameters)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(running.run())
@@ -157,6 +159,9 @@ class _Running:
         if self._statistics and not self._people.is_broken:
             print_tables(told, figures, self._console)
         self._people.flush()
+        if self._stdout.has_lost_words and self._failure is None and self._options.json in (None, STDOUT):
+            self._failure = _lost(self._stdout)
+            code = self._code()
         if self._failure is not None:
             self._tell_failure(self._failure)
         return code
@@ -232,8 +237,11 @@ class _Running:
             self._end_now()
 
     def _on_no_reader(self) -> None:
-        """Nobody reads the answers any more; a --json file may still be wanted."""
-        if self._options.json is None:
+        """The answers cannot be written any more; a --json file may still be wanted."""
+        if self._options.json is None and self._stdout.has_lost_words:
+            self._failure = self._failure or _lost(self._stdout)
+            self._end_now()
+        elif self._options.json is None:
             self._exit_code = self._exit_code or NO_READER
             self._end_now()
 
@@ -292,6 +300,17 @@ class _Running:
             lines += [f"flowrt: the last words of {failure.process}:", *(f"  {visible(line)}" for line in failure.last_words)]
         self._stderr.write("\n".join(lines) + "\n")
         self._stderr.flush()
+
+
+class LostAnswersError(UserError):
+    """Standard output cannot be written."""
+
+    exit_code = REQUEST_FAILED
+
+
+def _lost(stdout: Output) -> LostAnswersError:
+    reason = stdout.error.strerror if isinstance(stdout.error, OSError) else stdout.error
+    return LostAnswersError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
 
 
 def _console(people: Output) -> Console:

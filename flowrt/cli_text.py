@@ -7,6 +7,7 @@ Called by the other cli files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from typing import TextIO
 # C0 but for tab and newline, DEL, C1, line and paragraph separators, what turns the writing direction, invisible marks, surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 TAB = "    "
+NO_READER_ERRORS = (BrokenPipeError, ConnectionResetError)
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -34,17 +36,30 @@ def one_line(text: str) -> str:
 
 
 class Output(io.TextIOBase):
-    """A text stream in front of stdout or stderr. When nobody reads it any more (`| head`), it calls `on_broken` once and goes silent.
+    """A text stream in front of stdout or stderr that never raises. When it cannot be written any more (`| head`, a full disk, closed
+    from the start), it calls `on_broken` once, goes silent, and keeps in `error` why.
 
     Characters that the stream's encoding lacks are written out instead of raising.
     """
 
-    def __init__(self, stream: TextIO, on_broken: Callable[[], None] | None = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None, on_broken: Callable[[], None] | None = None) -> None:
         self.on_broken = on_broken
-        self.is_broken = False
+        self.error: Exception | None = None
+        if stream is None:  # Python's way of saying that the descriptor was closed when it began
+            self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
+            stream = io.StringIO()
+        self._stream = stream
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+    @property
+    def is_broken(self) -> bool:
+        return self.error is not None
+
+    @property
+    def has_lost_words(self) -> bool:
+        """Whether words were lost that somebody may still have wanted: not so when the reader left."""
+        return self.error is not None and not isinstance(self.error, NO_READER_ERRORS)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -63,19 +78,19 @@ class Output(io.TextIOBase):
         if not self.is_broken:
             try:
                 self._stream.write(text)
-            except (BrokenPipeError, ConnectionResetError):
-                self._break()
+            except (OSError, ValueError) as error:  # ValueError: closed
+                self._break(error)
         return len(text)
 
     def flush(self) -> None:
         if not self.is_broken:
             try:
                 self._stream.flush()
-            except (BrokenPipeError, ConnectionResetError):
-                self._break()
+            except (OSError, ValueError) as error:  # ValueError: closed
+                self._break(error)
 
-    def _break(self) -> None:
-        self.is_broken = True
+    def _break(self, error: Exception) -> None:
+        self.error = error
         with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere, without a word at the interpreter's end
             number = self._stream.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)

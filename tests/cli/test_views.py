@@ -227,3 +227,24 @@ def test_an_output_nobody_reads_goes_silent_once() -> None:
     output.flush()
     assert calls == [1]
     assert output.is_broken
+    assert not output.has_lost_words  # nobody wanted them
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+def test_an_output_that_cannot_be_written_says_why_and_does_not_raise(error: Exception) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise error
+
+    output = Output(Full())
+    output.write("a")
+    output.flush()
+    assert output.error is error
+    assert output.has_lost_words
+
+
+def test_an_output_that_was_closed_from_the_start() -> None:
+    output = Output(None)
+    output.write("a")
+    output.flush()
+    assert (output.is_broken, output.has_lost_words, output.isatty()) == (True, True, False)
