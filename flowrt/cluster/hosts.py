@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flowrt.cluster.choose import host_name, num_threads, usable_cores
 from flowrt.cluster.forked import StarterProcess, exit_text
-from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain
+from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain, fault_of
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import GATEWAY, STARTER, Graph
 from flowrt.seams import Seams
@@ -85,8 +85,9 @@ class Hosts:
                 await worker(control, seams)
         except Exception as error:
             how = f"failed: {type(error).__name__}: {error}"
-            for line in "".join(traceback.format_exception(error)).splitlines():
-                self._on_line(name, line)
+            if (fault := fault_of(error)) is not None:
+                for line in "".join(traceback.format_exception(fault)).splitlines():
+                    self._on_line(name, line)
         finally:
             if not self.exits[name].done():
                 self.exits[name].set_result(how)

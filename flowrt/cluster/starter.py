@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 from flowrt.cluster.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_request, send_blocking
+from flowrt.errors import UserError
 from flowrt.observe import set_log_level
 from flowrt.seams import Seams
 from transports.contract import Channel, Identity, Limits
@@ -157,7 +158,8 @@ class _Starter:
             _run_loop(_host(load_worker(request.worker), lines))
             status = 0
         except BaseException as error:
-            traceback.print_exception(_only(error))
+            if (fault := fault_of(error)) is not None:
+                traceback.print_exception(_only(fault))
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -186,6 +188,13 @@ def _run_loop(main: Coroutine[Any, Any, None]) -> None:
         asyncio.run(main)
     else:
         uvloop.run(main)
+
+
+def fault_of(error: BaseException) -> BaseException | None:
+    """`error` without what the user can mend: that was told to the launcher, which says it in one line. None: nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(UserError)[1]
+    return None if isinstance(error, UserError) else error
 
 
 def _only(error: BaseException) -> BaseException:

@@ -60,7 +60,7 @@ FAREWELL_SECONDS = 2.0
 async def run_worker(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control line ends: nobody works for a launcher that is gone.
 
-    What goes wrong is told to the launcher as Failed, and raised.
+    What goes wrong is told to the launcher as Failed, and raised; what the user can mend as UserError.
     """
     await serve(control, seams)
 
@@ -83,6 +83,9 @@ async def serve(
             await worker.run()
         except BaseException as error:
             await worker.tell(error)
+            cause = first_error(error)
+            if isinstance(cause, ModelError):  # below this, only UserError is known as what the user can mend
+                raise UserError(str(cause)) from cause
             raise
         finally:
             line.cancel()
