@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from served_models import Served
 
 import flowrt
 
@@ -18,6 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = """
 from __future__ import annotations
 import torch
+from served_models import Served
 
 def double(x: "float32[rows,4]") -> "float32[rows,4]":
     return 2 * x
@@ -288,3 +291,45 @@ async def test_a_node_of_which_nobody_waits_may_return_none(folder: Path) -> Non
     edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n  - {from: a.y, to: log.x}"
     async with flowrt.open(write(folder, nodes, edges)) as running:
         assert (await running(x=torch.zeros(1))).item() == 1.0
+
+
+@pytest.mark.parametrize("processes", ["one", "many"])
+async def test_what_the_user_can_mend_is_one_line_without_traceback(
+    folder: Path, processes: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    graph = write(folder, "  a: {operator: no_such_module:f, process: p}", LINE, f"processes: {processes}")
+    lines: list[str] = []
+    with pytest.raises(flowrt.UserError, match="cannot import 'no_such_module'"):
+        async with flowrt.open(graph, on_line=lambda process, line: lines.append(line)):
+            pass
+    assert lines == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("processes", ["one", "many"])
+@pytest.mark.parametrize("fault", ["truncated", "index"])
+async def test_a_broken_checkpoint_is_one_line_without_traceback(
+    served: Served, tmp_path: Path, processes: str, fault: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every process that reads the checkpoint fails at about the same time; none of them prints where."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in served.directory.iterdir():
+        (model / path.name).symlink_to(path)
+    if fault == "truncated":
+        weights = model / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.unlink()
+        weights.write_bytes(whole[: len(whole) // 2])
+    else:
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x"}}')
+    graph = Served(model, [], []).write(tmp_path, {"experts": {"servers": 2}, "processes": processes})
+    lines: list[str] = []
+    with pytest.raises(flowrt.UserError, match=r"model\.safetensors") as caught:
+        async with flowrt.open(graph, on_line=lambda process, line: lines.append(line)):
+            pass
+    gc.collect()  # a future whose exception nobody has looked at says so when it goes
+    assert "\n" not in str(caught.value)
+    assert [line for line in lines if "Traceback" in line or "never retrieved" in line] == []
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
