@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -30,7 +31,7 @@ from flowrt.cli_text import Output, visible
 from flowrt.cli_view import PlainView, View
 from flowrt.cluster import events
 from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
-from flowrt.cluster.launcher import NotRunningError
+from flowrt.cluster.launcher import STOP_SECONDS, NotRunningError
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.observe import set_log_level
 from flowrt.seams import Seams
@@ -38,6 +39,7 @@ from flowrt.serving.tokenizer import TokenizerError
 
 ANSWERED, REQUEST_FAILED, BAD_INPUT, WORKER_DIED, INTERRUPTED, NO_READER = 0, 1, 2, 3, 130, 141
 TICK_SECONDS = 0.1
+STUCK_SECONDS = STOP_SECONDS + 5.0  # from an order to end at once: more than workers are given to stop and be killed
 PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
 
@@ -134,6 +136,7 @@ class _Running:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
+        before = signal.signal(signal.SIGALRM, self._on_stuck)  # no handler of the loop's, which may be what is stuck
         self._stdout.on_broken = self._on_no_reader
         self._view = self._new_view()
         try:
@@ -148,6 +151,8 @@ class _Running:
             self._view.end()
             for number in numbers:
                 loop.remove_signal_handler(number)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
 
     def finish(self) -> int:
         """Write and print what there is to say; returns the exit code."""
@@ -248,6 +253,19 @@ class _Running:
     def _end_now(self) -> None:
         if self._body is not None:
             self._body.cancel()
+            signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS)
+
+    def _on_stuck(self, number: int, frame: FrameType | None) -> None:
+        """A call in a compute thread of this process does not return, and no thread can be stopped: leave without it."""
+        code = self._code()
+        try:
+            self._note(f"a computation has not returned for {STUCK_SECONDS:g} s; leaving without it")
+            if self._view is not None:
+                self._view.end()
+            self._stdout.flush()
+            self._stderr.flush()
+        finally:
+            os._exit(code)
 
     def _note(self, text: str) -> None:
         if self._view is not None:

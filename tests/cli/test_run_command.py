@@ -166,6 +166,35 @@ def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: 
     assert "time to first token" in running.out, "it ends in order, with its account"
 
 
+_STUCK = """
+import sys, threading
+import flowrt.cli_run, flowrt.seams
+from flowrt.cli import main
+flowrt.cli_run.STUCK_SECONDS = 0.3
+def block(self, label, call):
+    print("blocked", file=sys.stderr, flush=True)
+    threading.Event().wait()
+flowrt.seams.ThreadCompute._timed = block
+main()
+"""
+
+
+def test_a_computation_that_never_returns_does_not_keep_the_command(graph_file: Path) -> None:
+    """All workers in the command's own process, whose compute thread hangs: a termination still ends it, with the code of one."""
+    words = [sys.executable, "-c", _STUCK, "run", str(graph_file)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            assert process.stderr is not None
+            while "blocked" not in (line := process.stderr.readline()):
+                assert line, "it ended before it computed"
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=PLENTY_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "leaving without it" in err
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)], ids=["twice", "terminated"])
 def test_a_second_interrupt_or_a_termination_ends_at_once(
     numbers: tuple[signal.Signals, ...], graph_file: Path, tmp_path: Path, started: list[Started]
