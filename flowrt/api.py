@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
@@ -27,7 +27,7 @@ from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT
 from flowrt.seams import Seams
-from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from flowrt.serving.tokenizer import Tokenizer
 from operators.model_config import ModelConfig, read_model_config
 
 __all__ = ["Choice", "Completion", "Prompt", "RunningGraph", "generate", "open_graph", "read_graph"]
@@ -175,8 +175,8 @@ class RunningGraph:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=seed,
-            stop=_stops(stop),
-            stop_token_ids=_tuple(stop_token_ids),
+            stop=cast(Any, stop),  # the gateway makes tuples of both
+            stop_token_ids=cast(Any, stop_token_ids),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
@@ -190,7 +190,7 @@ class RunningGraph:
         self._raise_failure()
         try:
             admitted = gateway.admit(self._encode(prompt, chat), parameters)
-        except (TokenizerError, UserError) as error:
+        except UserError as error:
             admitted = gateway.refuse(str(error))
         if isinstance(admitted, EndEvent):
             self._changed[admitted.request] = asyncio.Event()
@@ -204,10 +204,7 @@ class RunningGraph:
         return self._model_gateway().log(index).prompt_token_ids
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """The events of a submitted request, from its first. Leaving before the last one cancels the request.
-
-        Raises UserError for a number that `submit` did not give, and for a second reader.
-        """
+        """The events of a submitted request, from its first; UserError for a second reader. Leaving early cancels the request."""
         gateway = self._model_gateway()
         if type(index) is not int or index not in self._changed:
             raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, and it can be followed once")
@@ -236,8 +233,7 @@ class RunningGraph:
         """As `generate`, all at once."""
         index = await self.submit(prompt, parameters, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
-        events = [event async for event in self.follow(index)]
-        return Completion.of(prompt_token_ids, events)
+        return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
 
     # --- a graph of your own -----------------------------------------------------------------------------------------------------
 
@@ -286,10 +282,7 @@ class RunningGraph:
         assert graph.model is not None
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
-        try:
-            self._tokenizer = Tokenizer.open(directory)
-        except TokenizerError as error:
-            raise UserError(str(error)) from error
+        self._tokenizer = Tokenizer.open(directory)
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         self._gateway = Gateway(
             groups,
@@ -378,8 +371,7 @@ def generate(
         raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     many: list[Any] = [prompts] if single else list(prompts)
-    stop = parameters.pop("stop", ())
-    asked = Parameters(stop=_stops(stop), **parameters)
+    asked = Parameters(**parameters)
 
     async def run() -> list[Completion]:
         async with open_graph(graph, overrides=overrides, model=model) as running:
@@ -397,15 +389,6 @@ def generate(
         return asyncio.run(run())
     with ThreadPoolExecutor(1, "flowrt generate") as executor:
         return executor.submit(asyncio.run, run()).result()
-
-
-def _stops(stop: Any) -> Any:
-    """One stop string or several, as a tuple; what is neither stays as it is, for the gateway to refuse."""
-    return (stop,) if isinstance(stop, str) else _tuple(stop)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

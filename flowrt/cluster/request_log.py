@@ -6,7 +6,7 @@ when (gateway.py, the only caller).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_type_hints
 
@@ -176,12 +176,19 @@ def shown(value: object) -> str:
 
 
 def typed_parameters(parameters: Parameters) -> Parameters:
-    """The same with every value of its declared type: nothing else has looked at them so far. ValueError, one line."""
+    """The same with every value of its declared type: nothing else has looked at them so far. ValueError, one line.
+
+    `stop` may also be a single text, and it and stop_token_ids any iterable.
+    """
     if not isinstance(parameters, Parameters):
         raise ValueError(f"parameters is {shown(parameters)}, it must be of type Parameters")
     typed: dict[str, Any] = {}
     for name, kind in _TYPES.items():
         value = getattr(parameters, name)
+        if name == "stop" and isinstance(value, str):
+            value = (value,)
+        elif name in ("stop", "stop_token_ids") and isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            value = tuple(value)
         try:
             typed[name] = msgspec.convert(value, kind, strict=True)
         except (msgspec.ValidationError, ValueError, TypeError, OverflowError):

@@ -15,6 +15,8 @@ from typing import Any
 
 import tokenizers
 
+from flowrt.errors import UserError
+
 MAX_FILE_BYTES = 256 << 20
 _BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
 _MOST_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
@@ -22,7 +24,7 @@ _CUT_TOKENS = 8
 _LONGEST_WINDOW_TOKENS = 64  # no text is that long without a boundary
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """The model's directory cannot do what was asked: its text names the file and what would be right."""
 
 

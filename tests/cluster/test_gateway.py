@@ -490,4 +490,6 @@ def test_parameters_of_another_type_and_lists_for_tuples() -> None:
     door = gateway()
     refused = door.admit((1,), {"n": 2})  # type: ignore[arg-type]
     assert refused == EndEvent(0, "error", "", "parameters is {'n': 2}, it must be of type Parameters")
-    assert place(door, [1], stop_token_ids=[3], temperature=1).request.stop_token_ids == (3,)
+    placed = place(door, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
+    assert placed.request.stop_token_ids == (3,)
+    assert door.log(placed.index).parameters.stop == ("cd",)
