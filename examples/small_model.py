@@ -19,7 +19,7 @@ async def stream() -> None:
 
 
 def all_at_once() -> None:
-    prompts = [f"What is {a} + {a + 111}?" for a in range(100, 900, 100)]
+    prompts = [f"What is {a} + {a + 111}?" for a in range(100, 500, 50)]
     for prompt, completion in zip(prompts, flowrt.generate(GRAPH, prompts, max_tokens=16), strict=True):
         print(prompt, completion.text.strip())
 

@@ -43,9 +43,6 @@ class Mailbox(Generic[T]):
         self.high_water = max(self.high_water, len(self._items))
         self._wake()
 
-    def peek(self) -> T | None:
-        return self._items[0] if self._items else None
-
     def take_nowait(self) -> T | None:
         """The oldest item, or None."""
         item = self._items.popleft() if self._items else None

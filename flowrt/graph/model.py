@@ -177,6 +177,3 @@ class Graph:
 
     def edges_from(self, node: str) -> list[Edge]:
         return [edge for edge in self.edges if edge.source == node]
-
-    def edges_into(self, node: str) -> list[Edge]:
-        return [edge for edge in self.edges if edge.target == node]

@@ -34,10 +34,6 @@ class Flow:
     origins: dict[str, set[str]] = field(default_factory=dict)
     edge_origins: dict[int, set[str]] = field(default_factory=dict)
 
-    def run_of(self, layer: int) -> int:
-        """The first layer of the run that `layer` lies in."""
-        return self.layers[bisect_right(self.layers, layer) - 1]
-
     def after(self, layer: int) -> tuple[int, ...]:
         """The runs that hold the layers after those of the run that begins at `layer`."""
         place = bisect_right(self.layers, layer)

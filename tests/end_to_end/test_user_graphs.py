@@ -99,6 +99,17 @@ def test_the_examples_run(script: str) -> None:
         assert "True" in done.stdout
 
 
+def test_the_small_model_from_python() -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "small_model.py"], capture_output=True, text=True, timeout=250, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *sums = done.stdout.splitlines()
+    assert first == " 632   (stop)"
+    for line in sums:
+        question, answer = line.removeprefix("What is ").split("?")
+        assert sum(map(int, question.split(" + "))) == int(answer)
+    assert len(sums) == 8
+
+
 async def test_a_stream_keeps_order_and_bound(folder: Path) -> None:
     graph = write(folder, "  a: {operator: ops:double, process: p}", LINE, "processes: one\nlimits: {in_flight: 3}")
     inputs = [torch.full((1 + number % 3, 4), float(number)) for number in range(20)]
