@@ -168,6 +168,16 @@ def doctor(model: str | None = None, dtype: str | None = None) -> None:
     raise SystemExit(0 if report(asyncio.run(collect(model, dtype))) else 1)
 
 
+def _plain(text: str) -> str:
+    """The parser's words in the user's."""
+    if text.startswith("Unused Tokens: ["):
+        extra = text.removeprefix("Unused Tokens: [").rstrip("].")
+        return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
+    if text.endswith("parameter GRAPH requires an argument."):
+        return "a graph file is missing, such as examples/quickstart.yaml"
+    return text
+
+
 def main() -> None:
     """Parse sys.argv, run the command and exit. No traceback for what a user did wrong."""
     try:
@@ -178,7 +188,7 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where its failure can still be told
     except CycloptsError as error:
-        _fail(_shortened(str(error)))
+        _fail(_shortened(_plain(str(error))))
     except UserError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

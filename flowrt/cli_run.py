@@ -122,6 +122,8 @@ class _Running:
             )
         except TokenizerError as error:
             raise UserError(str(error)) from None
+        if self._graph.graph.model is None:
+            raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
         self._records = [Record(index, each) for index, each in enumerate(asked or self._own_prompts(parameters))]
         self._has_tokenizer = self._graph.tokenizer is not None
         # With --json - standard output is the file, and people read standard error.
@@ -275,8 +277,6 @@ class _Running:
 
     def _own_prompts(self, parameters: Parameters) -> list[Asked]:
         graph = self._graph.graph
-        if graph.model is None:
-            raise UserError(f"{self._options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
         if not graph.prompts:
             raise UserError(
                 f"{self._options.graph}: there is nothing to answer; give --prompt TEXT or --prompts FILE, or write prompts: in the file"

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.specs import check_tensor, parse_spec
+from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
 from flowrt.errors import UserError
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
@@ -25,9 +25,11 @@ class Endpoint:
     """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are on the way at once."""
 
     def __init__(self, graph: Graph) -> None:
-        inputs = graph.nodes[INPUT].outputs if INPUT in graph.nodes else {}
         self.ports = sorted({edge.source_port for edge in graph.edges if edge.source == INPUT})
-        self._specs = {name: parse_spec(port.tensors[0]) for name, port in inputs.items() if port.tensors}
+        self._specs: dict[str, Spec] = {}  # what the file says of the ports that an input feeds
+        for edge in graph.edges:
+            if edge.source == INPUT and (port := graph.nodes[edge.target].inputs[edge.target_port]).tensors:
+                self._specs.setdefault(edge.source_port, parse_spec(port.tensors[0]))
         self._has_output = OUTPUT in graph.nodes
         self._room = asyncio.Semaphore(graph.limits.in_flight)
         self._max_bytes = graph.limits.max_message_bytes

@@ -212,6 +212,14 @@ async def test_wrong_inputs_are_refused_and_the_graph_goes_on(folder: Path) -> N
         assert (await running(x=torch.zeros(1))).item() == 1.0
 
 
+async def test_an_input_that_breaks_a_spec_of_the_file_is_refused_in_the_call(folder: Path) -> None:
+    graph = write(folder, '  a: {operator: ops:double, process: p, inputs: {x: "float32[rows,4]"}}', LINE)
+    async with flowrt.open(graph) as running:
+        with pytest.raises(flowrt.UserError, match=r"input x is float32\[2,3\]; float32\[rows,4\] is declared"):
+            await running(x=torch.zeros(2, 3))
+        assert torch.equal(await running(x=torch.ones(2, 4)), torch.full((2, 4), 2.0))
+
+
 async def test_an_input_larger_than_a_message_is_refused_at_the_door(folder: Path) -> None:
     graph = write(folder, "  a: {operator: ops:step, process: p}", LINE, "processes: one\nlimits: {max_message_bytes: 1048576}")
     async with flowrt.open(graph) as running:
