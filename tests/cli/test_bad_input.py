@@ -38,9 +38,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
     wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')
     for words, text in (
         ((), "a graph file is missing"),
-        ((graph_file, graph_file), "Unused"),
+        ((graph_file, graph_file), "unexpected"),
         ((graph_file, "--bogus"), "Unknown option: --bogus"),
-        ((graph_file, "--prompt"), "a graph file is missing"),
+        ((graph_file, "--prompt"), "requires an argument"),
         ((graph_file, "--max-tokens", "many"), "--max-tokens"),
         ((graph_file, "--max-tokens", "0"), "--max-tokens is 0, must be"),
         ((graph_file, "--top-p", "1.5"), "--top-p is 1.5, must be"),
