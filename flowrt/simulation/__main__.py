@@ -17,7 +17,7 @@ from flowrt.cluster.gateway import Parameters
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.simulation.cluster import Served, SimulatedRequest, serve
-from flowrt.simulation.transport import NetworkConditions
+from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import Outcome, run
 from operators.model_config import ModelError, read_model_config
 

@@ -39,8 +39,8 @@ from flowrt.graph.json_form import to_json
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError
-from flowrt.simulation.loop import current_node
 from flowrt.simulation.transport import SimulatedChannel
+from flowrt.simulation.waitables import current_node
 from flowrt.simulation.world import World
 from operators.model_config import read_model_config
 from transports.contract import Channel, Identity, Limits

@@ -1,6 +1,6 @@
 """An event loop whose time is virtual and whose choices come from a seed.
 
-Here: VirtualLoop, `current_node`. Not here: messages between nodes (transport.py), the seams built on the loop (world.py).
+Here: VirtualLoop. Not here: what it runs (waitables.py), messages between nodes (transport.py), the seams built on the loop (world.py).
 Called by world.run; code under test sees an ordinary asyncio loop.
 
 Every handle belongs to a node: one simulated process. Within a node handles run in the order they became ready, as asyncio promises;
@@ -14,7 +14,6 @@ here raises NotImplementedError.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import heapq
 import random
@@ -24,79 +23,17 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Executor
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 from flowrt.simulation.errors import DeadlockError, ForeignThreadError, LivelockError, UnhandledError
+from flowrt.simulation.waitables import OUTSIDE, VirtualFuture, VirtualHandle, VirtualTask, chain_of, current_node, name_of
 
 T = TypeVar("T")
 
-OUTSIDE = "outside"  # the node of whatever runs before a node is named: the test itself
 _CLOSING = "close a generator"  # nobody's fault when it is left: a generator dropped in the last step
+WATCH_EVERY = 8  # moves of time; every single one would cost more than the run
 START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caught
-
-current_node: ContextVar[str] = ContextVar("current_node", default=OUTSIDE)
-
-
-class VirtualHandle(asyncio.TimerHandle):
-    """A callback in line. Cancelled ones stay in their queue and are skipped when their turn comes."""
-
-    __slots__ = ("_args_given", "_call", "_node", "_run_context")
-
-    def __init__(self, when: float, node: str, callback: Callable[..., object], args: tuple[object, ...], context: Context) -> None:
-        self._when = when
-        self._node = node
-        self._call: Callable[..., object] | None = callback
-        self._args_given = args
-        self._run_context = context
-
-    def cancel(self) -> None:
-        self._call = None
-        self._args_given = ()
-
-    def cancelled(self) -> bool:
-        return self._call is None
-
-    def when(self) -> float:
-        return self._when
-
-    def __repr__(self) -> str:
-        return f"<VirtualHandle of {self._node} at {self._when:.6f}: {'cancelled' if self._call is None else _name_of(self._call)}>"
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class VirtualTask(asyncio.Task[T]):
-    """A task whose hash is its number. Task groups and `asyncio.wait` keep tasks in sets and walk them: by address, the order in which
-    they are cancelled would be the memory's choice."""
-
-    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
-        self.number = number  # first, since asyncio's constructor puts the task into a set
-        super().__init__(*arguments, **options)
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class VirtualFuture(asyncio.Future[T]):
-    """A future whose hash is its number, for the same reason."""
-
-    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.number = number
-        super().__init__(loop=loop)
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -121,6 +58,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._instant_began = 0  # num_steps when time last moved
         self._running = self._closed = False
         self._generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
+        self._parked: dict[str, deque[VirtualHandle]] = {}  # of nodes that do not run now
+        self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which nobody may collect
+        self._watchers: list[Callable[[], None]] = []
+        self._num_jumps = 0
+        self.accounts: list[Callable[[], list[str]]] = []  # who waits for what, for the text of a deadlock or livelock
 
     # what callers of a run ask
 
@@ -137,6 +79,48 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self._now
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` whenever time has moved WATCH_EVERY times: it may look at everything and raise, but change nothing."""
+        self._watchers.append(watcher)
+
+    # nodes that stop
+
+    def park(self, node: str) -> None:
+        """Nothing of `node` runs until `unpark`; what becomes ready meanwhile waits in order. Idempotent."""
+        if node not in self._parked:
+            self._parked[node] = self._ready.pop(node, deque())
+
+    def unpark(self, node: str) -> None:
+        """Not for a dead node. Idempotent."""
+        if node not in self._dead and node in self._parked:
+            self._revive(node)
+
+    def kill(self, node: str) -> None:
+        """A power cut: nothing of `node` runs ever again, no `finally`, no cancellation. Its tasks are kept, so that no destructor runs
+        either, until `bury`."""
+        self.park(node)
+        tasks = [task for of, reference in self._tasks if of == node and (task := reference()) is not None and not task.done()]
+        self._dead.setdefault(node, tasks)
+
+    def is_dead(self, node: str) -> bool:
+        return node in self._dead
+
+    def bury(self) -> None:
+        """After the run, when nothing can be changed by it any more: let the tasks of dead nodes end, and look away."""
+        tasks = [task for node in self._dead for task in self._dead[node]]
+        for node in list(self._parked):
+            self._revive(node)
+        self._dead.clear()
+        self.accounts.clear()
+        self._watchers.clear()
+        if tasks:
+            self._end(tasks)
+        self._failures.clear()
+
+    def _revive(self, node: str) -> None:
+        if handles := self._parked.pop(node):
+            self._ready[node] = handles
+
     # scheduling; the signatures say less of `args` than asyncio's, which no caller sees
 
     def call_soon(  # type: ignore[override]
@@ -152,7 +136,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> VirtualHandle:
         if threading.get_ident() != self._thread:
             raise ForeignThreadError(
-                f"{_name_of(callback)} from thread {threading.current_thread().name}: nothing orders it against the seed"
+                f"{name_of(callback)} from thread {threading.current_thread().name}: nothing orders it against the seed"
             )
         return self.call_soon(callback, *args, context=context)
 
@@ -228,22 +212,32 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
         Not part of the digest's promise. Raises UnhandledError when a task or callback failed unseen during the run or here.
         """
-        left = [task for _, reference in self._tasks if (task := reference()) is not None and not task.done()]
-        names = [task.get_name() for task in left if task.get_name() != _CLOSING]
+        for node in [node for node in self._parked if node not in self._dead]:
+            self._revive(node)
+        left = [task for task in self._unfinished() if task.get_name() != _CLOSING]
+        names = [task.get_name() for task in left]
+        self._watchers.clear()
+        self._end(self._unfinished())
+        return names
 
+    def _unfinished(self) -> list[asyncio.Task[Any]]:
+        """Tasks that are not done, of living nodes, oldest first."""
+        tasks = ((node, reference()) for node, reference in self._tasks)
+        return [task for node, task in tasks if task is not None and not task.done() and node not in self._dead]
+
+    def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
         async def end() -> None:
-            for task in left:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for reference in self._generators:
-                if (generator := reference()) is not None:
+                if not self._dead and (generator := reference()) is not None:
                     await generator.aclose()
 
         self._instant_began = self.num_steps  # a run that went on for too long still gets its time to end
         self._max_steps += self.num_steps
         self._max_seconds += self._now
         self.run_until_complete(end())
-        return names
 
     def raise_failures(self) -> None:
         """Raise UnhandledError when anything failed unseen."""
@@ -294,14 +288,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _step(self, node: str, callback: Callable[..., object], handle: VirtualHandle) -> None:
         self.num_steps += 1
         if self.num_steps - self._instant_began > self._max_steps_at_instant:
-            raise LivelockError(f"{self._max_steps_at_instant} steps at {self._now:.6f} s; now {node}: {_name_of(callback)}")
+            where = f"now {node}: {name_of(callback)}\n{self.describe_waiting()}"
+            raise LivelockError(f"{self._max_steps_at_instant} steps at {self._now:.6f} s; {where}")
         if self.num_steps > self._max_steps:
             raise LivelockError(f"{self._max_steps} steps and no end; at {self._now:.6f} s")
-        self._digest.update(f"{self._now.hex()} {node} {_name_of(callback)}\n".encode())
+        self._digest.update(f"{self._now.hex()} {node} {name_of(callback)}\n".encode())
         try:
             handle._run_context.run(callback, *handle._args_given)
         except Exception as error:
-            self.call_exception_handler({"message": f"callback {_name_of(callback)} of {node}", "exception": error})
+            self.call_exception_handler({"message": f"callback {name_of(callback)} of {node}", "exception": error})
 
     def _jump(self, main: asyncio.Task[Any]) -> None:
         """Nothing is ready: move time to the next timer and make everything that is due ready, in order."""
@@ -317,44 +312,31 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             handle = heapq.heappop(self._timers)[2]
             if not handle.cancelled():
                 self._make_ready(handle)
+        self._num_jumps += 1
+        if self._watchers and self._num_jumps % WATCH_EVERY == 0:
+            for watcher in self._watchers:
+                watcher()
 
     def describe_waiting(self) -> str:
-        """One line per task that is not done: its node and name, and the chain of calls it waits in."""
-        lines = []
+        """One line per task that is not done: its node and name, and the chain of calls it waits in; then what each of `accounts` says,
+        and which nodes stand still."""
+        lines = [f"  {node} is dead" if node in self._dead else f"  {node} stands still" for node in self._parked]
+        lines += [f"  {line}" for account in self.accounts for line in account()]
         for node, reference in self._tasks:
             task = reference()
-            if task is not None and not task.done():
-                lines.append(f"  {node} {task.get_name()}: {_chain(task.get_coro())}")
+            if task is not None and not task.done() and node not in self._dead:
+                lines.append(f"  {node} {task.get_name()}: {chain_of(task.get_coro())}")
         return "\n".join(lines)
 
     def _make_ready(self, handle: VirtualHandle) -> None:
-        queue = self._ready.get(handle._node)
-        if queue is None:
-            self._ready[handle._node] = deque((handle,))
-        else:
+        node = handle._node
+        if self._parked and node in self._parked:
+            self._parked[node].append(handle)
+        elif (queue := self._ready.get(node)) is not None:
             queue.append(handle)
+        else:
+            self._ready[node] = deque((handle,))
 
     def _finish_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
         if not self._closed:
             self.create_task(generator.aclose(), name=_CLOSING)
-
-
-def _name_of(callback: Callable[..., object]) -> str:
-    """A name that is the same in every process: a task's name, or the function's."""
-    while isinstance(callback, functools.partial):
-        callback = callback.func
-    owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
-        return f"task {owner.get_name()}"
-    return getattr(callback, "__qualname__", None) or type(callback).__name__
-
-
-def _chain(coroutine: Any) -> str:
-    places = []
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None) or getattr(coroutine, "ag_frame", None)
-        if frame is None:
-            break
-        places.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None) or getattr(coroutine, "ag_await", None)
-    return " > ".join(places) or "not started"

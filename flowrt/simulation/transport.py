@@ -1,7 +1,8 @@
 """A transport between simulated nodes: real bytes, seeded delays, nothing of the world.
 
-Here: NetworkConditions, SimulatedNetwork (who listens where, how long a frame takes), SimulatedTransport, its listener and channel.
-Not here: which node does what (world.py). The channels keep every promise of transports/contract.py, and pass its checks.
+Here: SimulatedNetwork (who listens where, how long a frame takes), SimulatedTransport, its listener and channel. Not here: which node
+does what (world.py), what weather there is (weather.py), when faults come (faults.py). The channels keep every promise of
+transports/contract.py, and pass its checks.
 
 Each message is encoded by transports/codec.py and decoded again on arrival. Frames of one direction never overtake each other, those
 of different channels do. A frame may arrive twice (a sender that tried again); the sequence number drops the second. The window runs
@@ -14,12 +15,14 @@ import asyncio
 import ctypes
 import random
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import msgspec
 
-from flowrt.simulation.loop import VirtualLoop, current_node
+from flowrt.simulation.loop import VirtualLoop
+from flowrt.simulation.waitables import current_node
+from flowrt.simulation.weather import LinkState, NetworkConditions
 from transports.address import expect_scheme
 from transports.codec import Part, WireError, decode, encode, is_repeat
 from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
@@ -34,19 +37,6 @@ _ALIGNMENT = 64
 FrameKind = Literal["message", "taken", "waiting", "close", "broken"]
 
 
-@dataclass(frozen=True)
-class NetworkConditions:
-    """How the network behaves. Times in seconds; `one_in` counts frames (or channels), 0 means never."""
-
-    least_delay_seconds: float = 20e-6
-    most_delay_seconds: float = 400e-6
-    slow_one_in: int = 50  # frames that take `slow_seconds` on top
-    slow_seconds: float = 20e-3
-    duplicate_one_in: int = 40
-    bytes_per_second: float = 10e9
-    tiny_one_in: int = 0  # channels that hold a single message, whatever their limits allow
-
-
 class SimulatedNetwork:
     """Everything between the nodes of one run."""
 
@@ -59,10 +49,77 @@ class SimulatedNetwork:
         self._random = random.Random(f"network {seed}")
         self._num_addresses = 0
         self._num_channels = 0
+        self._channels: list[SimulatedChannel] = []
+        self._links: dict[tuple[str, str], LinkState] = {}
+        self._trips: list[tuple[str, str, asyncio.Future[None]]] = []
 
     def transport(self, scheme: str) -> Transport:
         """What stands in for `scheme`: every name is this one network, under the name that was asked for."""
         return _class_for(scheme)(self)
+
+    # what faults do
+
+    def link(self, source: str, target: str) -> LinkState:
+        """The direction from one node to another, to put a fault on it."""
+        state = self._links.get((source, target))
+        if state is None:
+            state = self._links[source, target] = LinkState()
+        return state
+
+    def open_channels(self, *nodes: str) -> list[SimulatedChannel]:
+        """Ends that are neither closed nor broken, at one of `nodes` (none: anywhere)."""
+        self._channels = [channel for channel in self._channels if not channel.closed]
+        return [channel for channel in self._channels if not nodes or channel.node in nodes]
+
+    def lose(self, node: str) -> None:
+        """`node` died: its listeners are gone, its peers find their channels ended when word gets to them, callers are refused."""
+        for address, listener in list(self.listeners.items()):
+            if listener.node == node:
+                del self.listeners[address]
+        for channel in self.open_channels(node):
+            channel.sever()
+        for source, target, trip in self._trips:
+            if node in (source, target) and not trip.done():
+                self.loop.call_at_node(self.loop.time() + self.delay_seconds(), source, _refuse, trip, f"{node} died")
+
+    def reset(self, one: str, other: str) -> int:
+        """Break every channel between two nodes; what was on its way is lost. Returns how many there were."""
+        between = [channel for channel in self.open_channels(one, other) if {channel.node, channel.other_node} == {one, other}]
+        for channel in between:
+            self.loop.call_at_node(self.loop.time(), channel.node, channel.reset)
+        return len(between) // 2
+
+    # what frames meet
+
+    def depart(self, source: str, target: str, send: Callable[[float, int], None]) -> None:
+        """Call `send(delay factor, copies)` when the link between the nodes carries frames: now, unless it is cut."""
+        state = self._links.get((source, target))
+        if state is None or state.calm:
+            send(1.0, 1)
+        elif state.num_cuts:
+            state.held.append(lambda: self.depart(source, target, send))
+        else:
+            copies = 1 + any(self._hit(one_in) for one_in in state.duplicate_one_in)
+            self.num_duplicates += copies - 1
+            send(state.slowness, copies)
+
+    async def trip(self, source: str, target: str, num_bytes: int) -> None:
+        """As long as `num_bytes` of a handshake take from node to node. Raises AddressError when one of them dies."""
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._trips.append((source, target, future))
+
+        def send(factor: float, _: int) -> None:
+            when = self.loop.time() + factor * self.delay_seconds(num_bytes)
+            self.loop.call_at_node(when, target, _arrived, future)
+
+        try:
+            self.depart(source, target, send)
+            await future
+        finally:
+            self._trips.remove((source, target, future))
+
+    def joined(self, *channels: SimulatedChannel) -> None:
+        self._channels += channels
 
     def delay_seconds(self, num_bytes: int = 0) -> float:
         """How long a frame of `num_bytes` takes, drawn anew each time."""
@@ -125,7 +182,20 @@ class SimulatedChannel(Endpoint):
         one = cls(network, first[1], f"{number}>", limits, second[0])
         two = cls(network, second[1], f"{number}<", limits, first[0])
         one._other, two._other = two, one
+        network.joined(one, two)
         return one, two
+
+    @property
+    def other_node(self) -> str:
+        return self._other.node
+
+    @property
+    def label(self) -> str:
+        return f"{self.node} to {self.other_node}"
+
+    def reset(self) -> None:
+        """The connection was lost, and all that was on its way here with it."""
+        self._break("the connection was reset")
 
     def sever(self) -> None:
         """This end dies as by a power cut: nothing more is sent, the peer finds out after all that was on its way has arrived."""
@@ -140,10 +210,7 @@ class SimulatedChannel(Endpoint):
         self._sending.add(size)
         self._counters.messages_sent += 1
         self._counters.bytes_sent += size
-        wire: list[Part] = [bytes(parts[0]), *map(_aligned, parts[1:])]
-        self._send_frame("message", wire)
-        if self._network.duplicates():
-            self._send_frame("message", wire)
+        self._send_frame("message", [bytes(parts[0]), *map(_aligned, parts[1:])])
         return True
 
     def _expect_room(self) -> bool:
@@ -167,12 +234,19 @@ class SimulatedChannel(Endpoint):
             self._send_frame("taken", [b"%d %d" % self._receiving.told()])
 
     def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
-        network, parts = self._network, parts or []
+        network, wire = self._network, parts or []
         network.num_frames += 1
-        network.loop.note(self._name, kind.encode(), *parts)
-        arrival = network.loop.time() + network.delay_seconds(sum(map(len, parts)))
-        self._last_arrival = max(self._last_arrival, arrival)  # never before what went ahead
-        network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive, kind, parts)
+        network.loop.note(self._name, kind.encode(), *wire)
+
+        def send(factor: float, copies: int) -> None:
+            for _ in range(copies if kind == "message" else 1):
+                arrival = network.loop.time() + factor * network.delay_seconds(sum(map(len, wire)))
+                self._last_arrival = max(self._last_arrival, arrival)  # never before what went ahead
+                network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive, kind, wire)
+
+        network.depart(self.node, self._other.node, send)
+        if kind == "message" and network.duplicates():
+            network.depart(self.node, self._other.node, send)
 
     def _arrive(self, kind: FrameKind, parts: list[Part]) -> None:
         if self._closed or self._broken is not None:
@@ -265,14 +339,14 @@ class SimulatedTransport(Transport):
         network = self._network
         ours = Handshake("connector", key, identity, limits, scheme=self.scheme, nonce=network.nonce())
         hello = ours.start()
-        await asyncio.sleep(network.delay_seconds(len(hello)))
-        listener = self._find(address)
+        listener, here = self._find(address), current_node.get()
+        await network.trip(here, listener.node, len(hello))
         theirs = Handshake("listener", listener.key, listener.identity, listener.limits, scheme=self.scheme, nonce=network.nonce())
         try:
             answer = theirs.receive(hello)
-            await asyncio.sleep(network.delay_seconds(len(answer)))
+            await network.trip(listener.node, here, len(answer))
             proof = ours.receive(answer)
-            await asyncio.sleep(network.delay_seconds(len(proof)))
+            await network.trip(here, listener.node, len(proof))
             theirs.receive(proof)
         except BaseException:
             listener.num_rejected += 1  # a connection that came to nothing, whatever it came to
@@ -303,6 +377,16 @@ def _aligned(data: Part) -> memoryview:
     view = memoryview(buffer)[start : start + len(data)]
     view[:] = data
     return view
+
+
+def _arrived(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _refuse(future: asyncio.Future[None], reason: str) -> None:
+    if not future.done():
+        future.set_exception(AddressError(reason))
 
 
 def _class_for(scheme: str) -> type[SimulatedTransport]:

@@ -1,7 +1,7 @@
 """A simulated world: the seams of every node, and one run of it.
 
-Here: SimulatedClock, SimulatedCompute, World, `run`, Outcome. Not here: the loop and the network it stands on (loop.py, transport.py),
-whole clusters (cluster.py). Called by tests, cluster.py and the command line (__main__.py).
+Here: Process, World, `run`, Outcome. Not here: the loop and the network it stands on (loop.py, transport.py), clocks and computing
+(simulated_seams.py), whole clusters (cluster.py). Called by tests, cluster.py and the command line (__main__.py).
 """
 
 from __future__ import annotations
@@ -10,115 +10,36 @@ import asyncio
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from flowrt.seams import Running, Seams
+from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
-from flowrt.simulation.loop import START_SECONDS, VirtualLoop, current_node
-from flowrt.simulation.transport import NetworkConditions, SimulatedNetwork
+from flowrt.simulation.loop import START_SECONDS, VirtualLoop
+from flowrt.simulation.simulated_seams import ComputeCost, SimulatedClock, SimulatedCompute, thread_of
+from flowrt.simulation.transport import SimulatedNetwork
+from flowrt.simulation.waitables import OUTSIDE, current_node
+from flowrt.simulation.weather import NetworkConditions
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ComputeCost:
-    """Virtual seconds a call takes, drawn between these. After each call one label in `short_one_in` passes for short: its next call
-    takes no time and gives way to nobody. 0: none ever does."""
+class Process:
+    """One life of a simulated process. `node` is its name, and its number when it is not the first of that name."""
 
-    least_seconds: float = 50e-6
-    most_seconds: float = 2e-3
-    short_one_in: int = 3
-
-
-class SimulatedClock:
-    """The loop's time plus this node's own offset: monotonic clocks of different processes have nothing in common."""
-
-    def __init__(self, loop: VirtualLoop, offset_seconds: float) -> None:
-        self._loop = loop
-        self._offset_seconds = offset_seconds
-
-    def now(self) -> float:
-        return self._loop.time() + self._offset_seconds
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
-class SimulatedCompute:
-    """Makes the call on the loop, and lets virtual time pass before or after it: nothing says when a thread looks at its input."""
-
-    def __init__(self, loop: VirtualLoop, chance: random.Random, cost: ComputeCost) -> None:
-        self._loop = loop
-        self._random = chance
-        self._cost = cost
-        self._running: Running | None = None
-        self._closed = False
-        self._short: dict[str, bool] = {}  # label -> whether its next call passes for short
+    def __init__(self, name: str, node: str, exit: asyncio.Future[str]) -> None:
+        self.name, self.node = name, node
+        self.exit = exit  # how it ended, as whoever started it hears of it
+        self.clock: SimulatedClock | None = None
+        self.compute: SimulatedCompute | None = None
 
     @property
-    def running(self) -> Running | None:
-        return self._running
-
-    def is_short(self, label: str) -> bool:
-        return self._running is None and self._short.get(label, False)
-
-    def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        self._begin(label, 60.0)
-        try:
-            return call()
-        finally:
-            self._end(label)
-
-    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
-        short = self.is_short(label)
-        self._begin(label, bound_seconds)
-        try:
-            if short:
-                return call()
-            seconds = self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
-            late = self._random.random() < 0.5
-            if late:
-                await self._pass(seconds)
-            result = call()
-            if not late:
-                await self._pass(seconds)
-            return result
-        finally:
-            self._end(label)
-
-    def _begin(self, label: str, bound_seconds: float) -> None:
-        if self._running is not None:
-            raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
-        if self._closed:
-            raise RuntimeError(f"{label} after the end of this worker's computing")
-        self._running = Running(label, self._loop.time(), bound_seconds)
-
-    def _end(self, label: str) -> None:
-        self._running = None
-        one_in = self._cost.short_one_in
-        self._short[label] = one_in > 0 and self._random.randrange(one_in) == 0
-
-    async def aclose(self) -> None:
-        self._closed = True
-
-    async def _pass(self, seconds: float) -> None:
-        done = self._loop.create_future()
-        timer = self._loop.call_later(seconds, _set, done)
-        try:
-            await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await asyncio.wait([done])  # as with a thread, which cannot be stopped
-            raise
-        finally:
-            timer.cancel()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    def nodes(self) -> tuple[str, str]:
+        """Its loop and its compute thread."""
+        return self.node, thread_of(self.node)
 
 
 class World:
@@ -128,18 +49,32 @@ class World:
         self.seed = seed
         self.loop = loop
         self.network = SimulatedNetwork(loop, seed, conditions)
+        self.processes: dict[str, Process] = {}  # the latest life of each name
+        self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
         self._cost = cost
         self._num_incarnations = 0
+        self._num_lives: Counter[str] = Counter()
         self._random = random.Random(f"world {seed}")
 
     def seams(self, node: str) -> Seams:
         """The seams for one process of the run."""
         chance = random.Random(f"node {node} {self.seed}")
+        clock = SimulatedClock(self.loop, chance.uniform(0.0, 1000.0))
+        process = next((each for each in self.processes.values() if each.node == node), None)
+
+        def new_compute(name: str) -> SimulatedCompute:
+            compute = SimulatedCompute(self.loop, node, random.Random(f"compute {name} {node} {self.seed}"), self._cost)
+            if process is not None:
+                process.compute = compute
+            return compute
+
+        if process is not None:
+            process.clock = clock
         return Seams(
-            clock=SimulatedClock(self.loop, chance.uniform(0.0, 1000.0)),
+            clock=clock,
             new_incarnation=self.new_incarnation,
             new_seed=lambda: chance.getrandbits(63),
-            new_compute=lambda name: SimulatedCompute(self.loop, random.Random(f"compute {name} {node} {self.seed}"), self._cost),
+            new_compute=new_compute,
             transport=self.network.transport,
             resident_bytes=lambda: 0,
             random=chance,
@@ -159,6 +94,54 @@ class World:
         """The key of a run: as good as any, here."""
         return self._random.randbytes(32)
 
+    # processes
+
+    def next_node(self, name: str) -> str:
+        """The node of the next process of this name, for what must be known before it is started."""
+        lives = self._num_lives[name]
+        return name if not lives else f"{name}~{lives + 1}"
+
+    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]]) -> Process:
+        """Run `main` as a process. Its end, or death, is heard of through `exit`; nobody else awaits it, so that it can be cut off."""
+        node = self.next_node(name)
+        self._num_lives[name] += 1
+        process = self.processes[name] = Process(name, node, self.loop.create_future())
+        task = self.loop.create_task(main(self.seams(node)), name=f"process {node}", context=self.context(node))
+        here = current_node.get()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            how = "exited with code 0" if error is None else f"exited with code 1 ({type(error).__name__})"
+            self._tell_exit(process, here, how)
+
+        task.add_done_callback(ended, context=self.context(node))
+        return process
+
+    def kill(self, process: Process) -> bool:
+        """As kill -9: nothing more of it runs, the kernel ends its channels, whoever started it hears of it. False: it was over."""
+        if process.exit.done() or self.loop.is_dead(process.node):
+            return False
+        for node in process.nodes:
+            self.loop.kill(node)
+        self.network.lose(process.node)
+        self._tell_exit(process, OUTSIDE, "was killed by signal 9")
+        return True
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when all processes have ended: processes, channels, listeners."""
+        left = [f"process {process.node}" for process in self.processes.values() if not process.exit.done()]
+        left += [f"channel from {channel.label}" for channel in self.network.open_channels() if not self.loop.is_dead(channel.node)]
+        return left + [f"listener {address} of {listener.node}" for address, listener in self.network.listeners.items()]
+
+    def _tell_exit(self, process: Process, node: str, how: str) -> None:
+        when = self.loop.time() + self._random.uniform(20e-6, 500e-6)
+        self.loop.call_at_node(when, node, _set_how, process.exit, how)
+
+
+def _set_how(future: asyncio.Future[str], how: str) -> None:
+    if not future.done():
+        future.set_result(how)
+
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
@@ -169,6 +152,7 @@ class Outcome(Generic[T]):
     virtual_seconds: float
     num_steps: int
     num_frames: int
+    num_faults: Mapping[str, int] = field(default_factory=dict)  # by kind, of those that met something
 
 
 def run(
@@ -197,7 +181,7 @@ def run(
             with contextlib.suppress(SimulationError):  # the first error is the one to tell
                 loop.finish()
             raise
-        outcome = Outcome(result, loop.digest(), loop.time() - START_SECONDS, loop.num_steps, world.network.num_frames)
+        outcome = Outcome(result, loop.digest(), loop.time() - START_SECONDS, loop.num_steps, world.network.num_frames, world.num_faults)
         left = loop.finish()
         gc.collect()
         loop.raise_failures()
@@ -205,6 +189,8 @@ def run(
             raise UnhandledError(f"seed {seed}: tasks left running at the end: {', '.join(left)}")
         return outcome
     finally:
+        with contextlib.suppress(Exception):  # the tasks of the dead may end as they like: nothing hears them
+            loop.bury()
         loop.close()
         gc.unfreeze()
         if collecting:

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from flowrt.simulation.transport import NetworkConditions, SimulatedChannel
+from flowrt.simulation.transport import SimulatedChannel
+from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from transports import checks, checks_meeting
 from transports.contract import Channel, Identity, Limits
@@ -98,7 +99,7 @@ def test_it_keeps_the_promises_of_a_channel(check: checks.Check) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check for check in checks_meeting.TRANSPORT_CHECKS if check.__name__ not in ALONE], ids=lambda check: check.__name__
+    "check", [check for check in checks_meeting.MEETING_CHECKS if check.__name__ not in ALONE], ids=lambda check: check.__name__
 )
 def test_it_keeps_the_promises_of_a_transport(check: checks_meeting.TransportCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):

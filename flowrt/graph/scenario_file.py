@@ -1,0 +1,21 @@
+"""Reading a scenario file with the reader of graph files: the same plain YAML, the same one-line errors with their line.
+
+Here: `load_scenario`. Not here: what a scenario may say (flowrt/reliability/scenario.py). Called by the simulation's command line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrt.errors import UserError
+from flowrt.graph.document import read_document
+from flowrt.graph.model import GATEWAY, Graph
+from flowrt.reliability.scenario import Scenario, scenario_of
+
+
+def load_scenario(path: Path, graph: Graph) -> Scenario:
+    """The scenario in the file at `path`, its processes checked against the graph's. Raises UserError, one line."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the path of a scenario file")
+    document = read_document(path)
+    return scenario_of(document.value, document.where, {GATEWAY, *graph.process_names()})
