@@ -1,4 +1,4 @@
-"""`flowrt bench hop|start`: the figures that flowrt publishes, measured where you are.
+"""`flowrt bench hop|start|decode`: the figures that flowrt publishes, measured where you are.
 
 Here: the subcommands as a cyclopts App, which the main command line mounts. Not here: what they measure (flowrt/bench).
 """
@@ -29,6 +29,35 @@ def hop(
 
 
 @bench_app.command
+def transports(
+    *,
+    pairs: Annotated[int, Parameter(help="Alternating pairs per figure; a claim takes 20 or more.")] = 20,
+    json: JsonFile = None,
+    plot: Annotated[str | None, Parameter(help="Draw latency and bandwidth over size here (.svg, .png); else beside the JSON.")] = None,
+) -> None:
+    """Each transport from actor to actor, every byte read and checked, against the peers that are installed."""
+    from flowrt.bench.commands import transports as measure
+
+    measure(pairs, json, plot)
+
+
+@bench_app.command
+def m2n(
+    *,
+    senders: Annotated[int, Parameter(help="Processes that send.")] = 4,
+    receivers: Annotated[int, Parameter(help="Processes that receive.")] = 4,
+    bytes: Annotated[int, Parameter(help="What each sender gives each receiver in a round.")] = 256 << 10,
+    pairs: Annotated[int, Parameter(help="Alternating pairs per figure, of 100 rounds each; a claim takes 20 or more.")] = 20,
+    transport: Annotated[str, Parameter(help="The transport of every edge.")] = "auto",
+    json: JsonFile = None,
+) -> None:
+    """Every sender to every receiver, every byte read and checked, against gloo's all_to_all and isend."""
+    from flowrt.bench.commands import m2n as measure
+
+    measure(senders, receivers, bytes, pairs, transport, json)
+
+
+@bench_app.command
 def start(
     graph: Annotated[Path, Parameter(help="A graph file with prompts of its own.")],
     /,
@@ -41,3 +70,44 @@ def start(
     from flowrt.bench.commands import start as measure
 
     measure(graph, runs, json, model)
+
+
+@bench_app.command
+def decode(
+    model: Annotated[Path, Parameter(help="A Hugging Face model directory.")],
+    /,
+    *,
+    graph: Annotated[Path, Parameter(help="The graph file that serves it; its own model is not used.")],
+    dtype: Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True, help="[default: float32 bfloat16]")] = None,
+    batch: Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True, help="Batch sizes. [default: 1 8 32]")] = None,
+    prompt_tokens: Annotated[int, Parameter(help="Tokens of each prompt.")] = 64,
+    new_tokens: Annotated[int, Parameter(help="Tokens of each answer; the first belongs to the prefill.")] = 32,
+    pairs: Annotated[int, Parameter(help="Alternating pairs per batch size; a claim takes 20 or more.")] = 20,
+    overrides: Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, for the graph.")] = None,
+    against: Annotated[Path | None, Parameter(help="A second graph file, measured against instead of transformers.")] = None,
+    against_set: Annotated[list[str] | None, Parameter(negative=(), help="path=value, for the second graph.")] = None,
+    vllm: Annotated[str | None, Parameter(help="A Python interpreter that has vLLM's CPU build: a second peer.")] = None,
+    json: JsonFile = None,
+    plot: Annotated[str | None, Parameter(help="Draw the ratios into this file (.svg, .png, .pdf).")] = None,
+) -> None:
+    """Prefill and decode in tokens per second, against the fastest expert implementation of transformers on the same cores.
+
+    Tokens are compared, memory is held against its bound, and where a decode step's time goes is shown. Exit code 1: float32 tokens differ.
+    """
+    from flowrt.bench.decode import Options
+    from flowrt.bench.decode_command import run
+
+    options = Options(
+        model=model,
+        graph=graph,
+        dtypes=tuple(dtype or ("float32", "bfloat16")),
+        batches=tuple(batch or (1, 8, 32)),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        num_pairs=pairs,
+        overrides=tuple(overrides or ()),
+        against=against,
+        against_overrides=tuple(against_set or ()),
+        vllm=vllm,
+    )
+    raise SystemExit(run(options, json, plot))

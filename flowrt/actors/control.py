@@ -190,6 +190,7 @@ class Statistics(Control, frozen=True):
     edges: tuple[EdgeStatistics, ...] = ()
     num_firings: int = 0
     compute_seconds: float = 0.0
+    inline_seconds: float = 0.0  # the part of compute_seconds that ran on the event loop
     num_steps: int = 0
     late_wakeups: int = 0
     resident_bytes: int = 0

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,7 @@ from rich.table import Table
 from flowrt.bench.pairs import FEWEST_PAIRS, Ratio, Target, Verdict, judge, median_interval, median_ratio, verdict
 from flowrt.errors import UserError
 
-PACKAGES = ("flowrt", "torch", "pyzmq", "uvloop")
+PACKAGES = ("flowrt", "torch", "pyzmq", "uvloop", "ucxx", "ray", "xoscar")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Spread:
 class Figure:
     """One published number: `ours` in `unit`, `theirs` of `peer` where it was measured against one in alternating pairs.
 
-    `target` is for the ratio if there is a peer, else for `ours`.
+    `target` is for the ratio if there is a peer, else for `ours`. `about` says by word what a program would else read out of the name.
     """
 
     name: str
@@ -54,14 +54,18 @@ class Figure:
     theirs: Spread | None = None
     ratio: Ratio | None = None
     target: Target | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    listed: bool = True  # in the table; else only where there is room for all
 
     @classmethod
-    def paired(cls, name: str, unit: str, ours: Sequence[float], peer: str, theirs: Sequence[float], target: Target | None = None) -> Self:
-        return cls(name, unit, Spread.of(ours), peer, Spread.of(theirs), median_ratio(ours, theirs), target)
+    def paired(
+        cls, name: str, unit: str, ours: Sequence[float], peer: str, theirs: Sequence[float], target: Target | None = None, **about: Any
+    ) -> Self:
+        return cls(name, unit, Spread.of(ours), peer, Spread.of(theirs), median_ratio(ours, theirs), target, about)
 
     @classmethod
-    def alone(cls, name: str, unit: str, values: Sequence[float], target: Target | None = None) -> Self:
-        return cls(name, unit, Spread.of(values), target=target)
+    def alone(cls, name: str, unit: str, values: Sequence[float], target: Target | None = None, **about: Any) -> Self:
+        return cls(name, unit, Spread.of(values), target=target, about=about)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -80,6 +84,7 @@ class Figure:
             "ratio": _plain(self.ratio),
             "target": _plain(self.target),
             "verdict": self.verdict,
+            **({"about": dict(self.about)} if self.about else {}),
         }
 
 
@@ -141,10 +146,10 @@ def print_report(report: Report, console: Console) -> None:
     for heading in ("figure", "flowrt", "peer", "ratio (95 % interval)", "target", "verdict"):
         table.add_column(heading, overflow="fold")
     for figure in report.figures:
-        peer = f"{_amount(figure.theirs.median)} {figure.unit} {figure.peer}" if figure.theirs is not None else ""
-        ours = f"{_amount(figure.ours.median)} {figure.unit}"
+        peer = f"{amount(figure.theirs.median)} {figure.unit} {figure.peer}" if figure.theirs is not None else ""
+        ours = f"{amount(figure.ours.median)} {figure.unit}"
         if figure.ratio is None and math.isfinite(figure.ours.low):
-            ours += f" ({_amount(figure.ours.low)} to {_amount(figure.ours.high)})"
+            ours += f" ({amount(figure.ours.low)} to {amount(figure.ours.high)})"
         cells = (figure.name, ours, peer, str(figure.ratio or ""), str(figure.target or ""), figure.verdict or "")
         table.add_row(*cells)
     console.print(table)
@@ -173,7 +178,8 @@ def _plain(value: Any) -> dict[str, Any] | None:
     return {name: None if item in (float("inf"), float("-inf")) else item for name, item in vars(value).items()}
 
 
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
+    """Three figures, as a table has them."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 

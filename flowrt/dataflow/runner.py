@@ -40,11 +40,13 @@ class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunnerStatistics(msgspec.Struct):
-    """Counters since the start. `sent` is (messages, payload bytes) per edge that leaves the process."""
+    """Counters since the start. `sent` is (messages, payload bytes) per edge that leaves the process. `inline_seconds` is the part of
+    `compute_seconds` that the loop itself computed."""
 
     num_firings: int = 0
     num_dropped: int = 0
     compute_seconds: float = 0.0
+    inline_seconds: float = 0.0
     sent: dict[int, list[int]] = {}
 
 
@@ -170,7 +172,7 @@ class Runner:
                     break
                 start = now()
                 outputs = self._compute.run_inline(batch[0].node, partial(self._region.run, batch))
-                self._finish(batch, outputs, start)
+                self._finish(batch, outputs, start, inline=True)
         except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
             self._failure = error
         if self._ready or self._failure is not None:
@@ -211,9 +213,10 @@ class Runner:
                 await self._sleep()
                 continue
             node = batch[0].node
-            num_inline = num_inline + 1 if self._compute.is_short(node) else 0
+            short = self._compute.is_short(node)
+            num_inline = num_inline + 1 if short else 0
             start = self._clock.now()
-            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch)), start)
+            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch)), start, inline=short)
             del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
 
     def waiting(self) -> list[str]:
@@ -254,9 +257,12 @@ class Runner:
             return batch
         return None
 
-    def _finish(self, batch: Sequence[Firing], outputs: Sequence[Output], start_seconds: float) -> None:
+    def _finish(self, batch: Sequence[Firing], outputs: Sequence[Output], start_seconds: float, inline: bool) -> None:
         statistics = self.statistics
-        statistics.compute_seconds += self._clock.now() - start_seconds
+        seconds = self._clock.now() - start_seconds
+        statistics.compute_seconds += seconds
+        if inline:
+            statistics.inline_seconds += seconds
         statistics.num_firings += len(batch)
         answered: set[tuple[int, Tag]] = set()
         for output in outputs:

@@ -293,6 +293,7 @@ class Worker:
             edges=edges,
             num_firings=counters.num_firings,
             compute_seconds=counters.compute_seconds,
+            inline_seconds=counters.inline_seconds,
             num_steps=self._group.num_steps if self._group is not None else 0,
             late_wakeups=sum(link.statistics().late_wakeups for link in self._links.values()),
             resident_bytes=self._seams.resident_bytes(),

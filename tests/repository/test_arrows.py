@@ -42,7 +42,8 @@ FORBIDDEN = {
     ("flowrt.engine", "transports"): "the engine is pure decisions",
 }
 EXCEPT = {("flowrt.engine", "flowrt.actors.control")}
-OPERATORS_FOR = ("flowrt.workers", "flowrt.exchange", "flowrt.dataflow")
+# The bench times operators one by one, and what each costs beside its limit.
+OPERATORS_FOR = ("flowrt.workers", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
 # Facts of a model without torch: what a room that runs in the launching process may read.
 PLAIN_OPERATORS = ("operators.model_config", "operators.families")
 PLAIN_OPERATORS_FOR = (
@@ -79,7 +80,7 @@ def refusal(source: Source, target: str) -> str | None:
     if other == "operators":
         if room in OPERATORS_FOR or (room in PLAIN_OPERATORS_FOR and target.startswith(PLAIN_OPERATORS)):
             return None
-        return "operators are for workers, exchange and dataflow; others may read " + ", ".join(PLAIN_OPERATORS)
+        return "operators are for workers, exchange, dataflow and the bench; others may read " + ", ".join(PLAIN_OPERATORS)
     if room == "operators":
         return "operators import nothing of ours"
     if room == "transports":

@@ -1,0 +1,93 @@
+"""flowrt's side of `flowrt bench decode`: a graph's real processes, asked through the Python API as a client would.
+
+Here: GraphSide, TurnClock. Not here: what a run is (decoding.py), the turns with a peer (decode.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from flowrt.api import RunningGraph
+from flowrt.bench.decoding import Prompts, Run, run_of
+from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph
+
+
+class TurnClock:
+    """Seconds since it was made, the same for all that happens in one turn of the loop: the tokens of a step come together."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+
+    def now(self) -> float:
+        if self._seconds is None:
+            self._seconds = time.perf_counter() - self._start
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._seconds
+
+    def _end_turn(self) -> None:
+        self._seconds = None
+
+
+class GraphSide:
+    """A running graph."""
+
+    def __init__(self, graph: RunningGraph, name: str = "flowrt") -> None:
+        self.name, self.graph = name, graph
+
+    async def run(self, prompts: Prompts, new_tokens: int, on_prefilled: Callable[[], Awaitable[None]] | None = None) -> Run:
+        """Decode greedily. `on_prefilled` is awaited when every sequence has its first token, while the graph goes on.
+
+        Raises UserError when a request fails.
+        """
+        parameters = Parameters(max_tokens=new_tokens, ignore_eos=True)
+        clock = TurnClock()
+        times: list[list[float]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        waiting = len(prompts)
+        prefilled: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+        async def follow(number: int, index: int) -> None:
+            nonlocal waiting
+            async for event in self.graph.follow(index):
+                if isinstance(event, TokenEvent):
+                    seconds = clock.now()
+                    times[number].append(seconds)
+                    tokens[number].append(event.token_id)
+                    if event.index == 0:
+                        waiting -= 1
+                        if not waiting:
+                            prefilled.set_result(seconds)
+                elif isinstance(event, EndEvent) and event.finish_reason != "length":
+                    raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(prompts):
+                    group.create_task(follow(number, await self.graph.submit(prompt, parameters)))
+                if on_prefilled is not None:
+                    await prefilled
+                    await on_prefilled()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return run_of(prefilled.result(), times, tokens)
+
+
+def check_room(graph: Graph, batches: list[int], prompt_tokens: int, new_tokens: int) -> None:
+    """Raises UserError when the graph's limits would queue or refuse what is to be measured."""
+    limits = graph.limits
+    groups = sum(node.operator == "source" for node in graph.nodes.values())
+    largest = max(batches)
+    per_group = -(-largest // max(1, groups))
+    pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_tokens)
+    for key, has, needs in (
+        ("max_batch", limits.max_batch, per_group),
+        ("max_tokens", limits.max_tokens, new_tokens),
+        ("kv_pages", limits.kv_pages, pages),
+    ):
+        if has < needs:
+            raise UserError(f"limits.{key} is {has}, and a batch of {largest} needs {needs}; add --set limits.{key}={needs}")

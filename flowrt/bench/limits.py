@@ -1,0 +1,83 @@
+"""What this machine can do at most: bytes read per second and multiplications per second, with so many threads.
+
+Here: `usable_cores`, MachineLimits, `measure_limits` (in this process: needs torch) and `measure_limits_apart` (in one of its own). Not
+here: what is held against them (roofline.py, step_split.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from flowrt.errors import UserError
+
+_READ_BYTES = 256 << 20  # far more than caches hold
+_SQUARE = 1024
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """`flops_per_second` by dtype: a multiplication and an addition are two."""
+
+    num_threads: int
+    read_bytes_per_second: float
+    flops_per_second: dict[str, float]
+
+    def seconds(self, num_bytes: float, num_flops: float, dtype: str) -> float:
+        """The least time for work that reads so many bytes and computes so much: the roofline (Williams et al., CACM 2009)."""
+        return max(num_bytes / self.read_bytes_per_second, num_flops / self.flops_per_second[dtype])
+
+
+def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> MachineLimits:
+    """The best of several tries each: other load can only make them slower. Takes about two seconds."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            memory = torch.ones(_READ_BYTES // 4)
+            matrix, vector = memory.view(-1, 4096), torch.ones(4096)
+            seconds = min(_least_seconds(memory.sum, 12), _least_seconds(lambda: matrix @ vector, 12))
+            flops = {}
+            for dtype in dtypes:
+                square = torch.ones(_SQUARE, _SQUARE, dtype=getattr(torch, dtype))
+                flops[dtype] = 2 * _SQUARE**3 / _least_seconds(lambda square=square: square @ square, 12)  # type: ignore[misc]
+    finally:
+        torch.set_num_threads(before)
+    return MachineLimits(num_threads, _READ_BYTES / seconds, flops)
+
+
+async def measure_limits_apart(num_threads: int) -> MachineLimits:
+    """As `measure_limits`, in a process that ends with it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = (sys.executable, "-m", "flowrt.bench.limits", str(num_threads))
+    child = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=environment)
+    out, _ = await child.communicate()
+    if child.returncode != 0:
+        raise UserError(f"the machine's limits could not be measured: the process ended with exit code {child.returncode}")
+    return MachineLimits(**json.loads(out))
+
+
+def _least_seconds(call: Callable[[], object], num_tries: int) -> float:
+    least = float("inf")
+    for _ in range(num_tries):
+        start = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure_limits(int(sys.argv[1])))))

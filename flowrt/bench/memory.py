@@ -1,0 +1,101 @@
+"""What a graph's processes hold in memory, against what they must.
+
+Here: `memory_of`, `resident_bytes`, `weights_asked_for`. Not here: what one process knows of itself (flowrt/seams.py), who asks
+(decode.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrt.api import RunningGraph
+from flowrt.graph.model import Graph
+from flowrt.graph.placement import held_experts
+from operators.model_config import read_model_config
+from transports.message import DTYPE_BYTES
+
+WEIGHTS_FACTOR, BYTES_PER_PROCESS = 1.15, 250 * 10**6
+_EXPERT = re.compile(r"(?<!shared_)\bexperts\.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Anonymous and shared memory of all worker processes, and its bound: 1.15 x weights + keys and values + 250 MB per process."""
+
+    num_processes: int
+    resident_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+
+    @property
+    def bound_bytes(self) -> int:
+        return int(WEIGHTS_FACTOR * self.weights_bytes) + self.kv_bytes + self.num_processes * BYTES_PER_PROCESS
+
+    @property
+    def met(self) -> bool:
+        return self.resident_bytes <= self.bound_bytes
+
+    def __str__(self) -> str:
+        held = f"{self.resident_bytes / 1e9:.2f} GB in {self.num_processes} processes"
+        parts = f"1.15 x {self.weights_bytes / 1e9:.2f} GB weights + {self.kv_bytes / 1e9:.2f} GB KV + 0.25 GB each"
+        return f"{held}; bound {self.bound_bytes / 1e9:.2f} GB ({parts}): {'met' if self.met else 'not met'}"
+
+
+def memory_of(running: RunningGraph) -> Memory:
+    """Of a running graph, now."""
+    graph = running.graph
+    pids = set(running.pids.values())
+    return Memory(len(pids), sum(map(resident_bytes, pids)), weights_asked_for(graph), kv_bytes(graph))
+
+
+def resident_bytes(pid: int) -> int:
+    """As seams.resident_bytes, of another process; 0 when it is gone or the system does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def weights_asked_for(graph: Graph) -> int:
+    """Bytes of weights that the graph's processes hold together: everything but experts once per group, and each copy of an expert."""
+    assert graph.model is not None
+    directory = Path(graph.model.path)
+    config = read_model_config(directory)
+    num_experts, others = checkpoint_elements(directory)
+    one_expert = num_experts / max(1, config.num_experts * len(config.moe_layers))
+    num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
+    held = [held_experts(node.options["experts"], config.moe_layers) for node in graph.nodes.values() if node.operator == "experts"]
+    num_copies = sum(len(ids) for each in held for ids in each.values())
+    return int((others * num_groups + one_expert * num_copies) * DTYPE_BYTES[graph.model.dtype])
+
+
+def kv_bytes(graph: Graph) -> int:
+    """Bytes of all pages of all groups, used or not."""
+    assert graph.model is not None
+    config = read_model_config(Path(graph.model.path))
+    num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
+    slots = num_groups * graph.limits.kv_pages * graph.limits.page_tokens
+    return slots * config.num_layers * config.kv_width * DTYPE_BYTES[graph.model.dtype]
+
+
+def checkpoint_elements(directory: Path) -> tuple[int, int]:
+    """(elements of routed experts, of everything else), read off the headers of the files."""
+    experts = others = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            count = 1
+            for size in tensor["shape"]:
+                count *= size
+            if _EXPERT.search(name):
+                experts += count
+            else:
+                others += count
+    return experts, others

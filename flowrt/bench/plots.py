@@ -1,0 +1,64 @@
+"""Pictures of what a benchmark found, for the documentation and for whoever tunes. Needs matplotlib.
+
+Here: `plot_decode`. Not here: measuring, tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowrt.bench.report import Report
+from flowrt.errors import UserError
+
+_COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "not resolved": "#c9a227", None: "#5b7083"}
+
+
+def plot_decode(report: Report, path: str) -> None:
+    """The ratio of each figure with its interval, and its target as a mark. Raises UserError when the file cannot be written."""
+    pyplot = _pyplot()
+    figures = [figure for figure in report.figures if figure.ratio is not None]
+    picture, axes = pyplot.subplots(figsize=(8, 0.6 + 0.38 * len(figures)), layout="constrained")
+    for place, figure in enumerate(figures):
+        ratio = figure.ratio
+        assert ratio is not None
+        axes.barh(place, ratio.median, color=_COLOURS[figure.verdict], height=0.6)
+        if ratio.low > float("-inf"):
+            axes.plot([ratio.low, ratio.high], [place, place], color="black", linewidth=1.2)
+        if figure.target is not None:
+            axes.plot([figure.target.bound] * 2, [place - 0.42, place + 0.42], color="black", linewidth=2.0)
+    axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(figures)), [f"{figure.name}, to {figure.peer}" for figure in figures])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
+    _save(picture, path)
+
+
+def _save(picture: Any, path: str) -> None:
+    try:
+        picture.savefig(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"--plot {path}: cannot be written ({reason}); give a .svg, .png or .pdf in a folder that is there") from error
+
+
+def _pyplot() -> Any:
+    """matplotlib without a window, and SVG files that are the same each time."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib; pip install matplotlib") from None
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "flowrt"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def check_plot(path: str | None) -> None:
+    """Raises UserError at once for what would fail after an hour."""
+    if path is None:
+        return
+    _pyplot()
+    if not Path(path).absolute().parent.is_dir():
+        raise UserError(f"--plot {path}: its folder does not exist")
