@@ -1,118 +1,133 @@
-"""A whole graph in virtual time: the real workers, each a node of its own, and a gateway that submits requests and reads tokens.
+"""A whole graph in virtual time: the real workers, each a process of its own, and a gateway that submits requests and reads tokens.
 
-Here: `serve`, which starts the workers, introduces them to each other over simulated control lines, places the requests, waits for
-every end and stops all. Not here: faults (to come), checks of what came out (the caller's). The launcher's own part of the protocol is
-short and tied to processes, so it is said again here; what is decided about requests is the real gateway's.
+Here: `serve`, which starts the workers, introduces them to each other over simulated control lines, places the requests while the
+scenario's faults happen, waits for every end, heals everything, looks for what is left and stops all. Not here: faults (faults.py),
+whether what came out is right (invariants.py). The launcher's own part of the protocol is short and tied to processes, so it is said
+again here (lines.py); what is decided about requests, and who is to blame for a failed run, is the real gateway's and verdict's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
-from flowrt.actors.control import (
-    Connected,
-    Control,
-    Ended,
-    Failed,
-    LinkLost,
-    Listening,
-    Peers,
-    Progress,
-    Start,
-    Statistics,
-    Stop,
-    Submit,
-    Tokens,
-    as_message,
-    from_message,
-)
+from flowrt.actors.control import Control, Ended, Peers, Start, Statistics, Submit, Tokens
 from flowrt.cluster.choose import choose_transports
-from flowrt.cluster.gateway import ClientEvent, Gateway, Parameters, Placed, SendCancel
+from flowrt.cluster.gateway import EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.cluster.verdict import Verdict
+from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
 from flowrt.graph.model import GATEWAY, Graph
-from flowrt.seams import Seams
-from flowrt.simulation.errors import SimulationError
-from flowrt.simulation.transport import SimulatedChannel
-from flowrt.simulation.waitables import current_node
+from flowrt.reliability.scenario import Scenario
+from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.inside import Inside, credit_faults
+from flowrt.simulation.lines import Line, WorkerMain
+from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World
-from operators.model_config import read_model_config
-from transports.contract import Channel, Identity, Limits
-from transports.errors import EndOfChannel
+from operators.model_config import ModelConfig, read_model_config
 from transports.registry import known_schemes
 
-WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
-WORKER = "flowrt.workers.process:run_worker"
-LINE_LIMITS = Limits(max_header_bytes=1 << 24, capacity_messages=1 << 10)  # one header holds the whole graph
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
-
-
-class WorkerFailedError(SimulationError):
-    """A worker said Failed, lost a peer, or ended without being told to."""
+QUIET_SECONDS = 2.0  # after the last end, with everything healed: all that is on its way gets there
+STOP_SECONDS = 10.0  # to end in, once told
 
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """What a client asks, as token ids."""
+    """What a client asks, as token ids; when it comes after the one before (None: the seed says), and when it loses patience."""
 
     prompt_token_ids: tuple[int, ...]
     parameters: Parameters = Parameters()
+    after_seconds: float | None = None
+    cancel_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Served:
-    """What clients saw: per request its tokens, how it ended and with which error; and each worker's last statistics."""
+    """What clients saw: per request its tokens, how it ended and with which error; and each worker's last statistics.
 
-    token_ids: tuple[tuple[int, ...], ...]
+    `choices` has the tokens of every choice, `token_ids` those of the first. `num_ends` counts a request's terminal events. `failed` is
+    the process that the run failed for, `failure` the text, `failed_seconds` the time since the first request; None in a good run.
+    """
+
+    choices: tuple[tuple[tuple[int, ...], ...], ...]
     finish_reasons: tuple[str, ...]
     errors: tuple[str | None, ...]
+    num_ends: tuple[int, ...]
+    indexes: tuple[tuple[tuple[int, ...], ...], ...]  # of each choice's token events, in the order told
     statistics: dict[str, Statistics]
+    failed: str | None = None
+    failure: str | None = None
+    failed_seconds: float | None = None
+
+    @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(choices[0] if choices else () for choices in self.choices)
 
 
-@dataclass
-class _Worker:
-    name: str
-    incarnation: str
-    line: Channel
-    listening: asyncio.Future[Listening]
-    connected: asyncio.Future[None]
-    statistics: Statistics = field(default_factory=Statistics)
+async def serve(
+    world: World,
+    graph: Graph,
+    requests: Sequence[SimulatedRequest],
+    worker: WorkerMain | None = None,
+    *,
+    scenario: Scenario | None = None,
+    exact: bool = False,
+) -> Served:
+    """Run `graph` (expanded, with a model) until every request has ended. For `world.run`. `exact`: with the model of whole numbers
+    (flowrt/workers/exact_nodes.py) instead of weights.
 
-
-async def serve(world: World, graph: Graph, requests: Sequence[SimulatedRequest], worker: WorkerMain | None = None) -> Served:
-    """Run `graph` (expanded, with a model) until every request has ended. For `world.run`.
-
-    Raises what a worker raises, and WorkerFailedError.
+    A worker that dies or fails ends the run, as it does outside; that is told in what is returned. Raises InvariantError for what is
+    wrong inside of workers (I3, I4) or left behind (I8).
     """
     async with AsyncExitStack() as lines:
-        cluster = _Cluster(world, graph, worker or _load_worker())
+        cluster = _Cluster(world, graph, scenario or Scenario(), worker, exact)
         async with asyncio.TaskGroup() as tasks:
-            await cluster.start(tasks, lines)
-            await cluster.submit(requests)
-            await cluster.all_ended.wait()
-            await cluster.stop()
-        return cluster.served()
+            work = tasks.create_task(cluster.work(tasks, lines, requests), name="work of the launcher")
+            judge = tasks.create_task(cluster.judge(), name="verdict")
+            await asyncio.wait([work, judge], return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, judge):
+                task.cancel()
+            await asyncio.wait([work, judge])
+            if work.cancelled() or work.exception() is None:
+                await cluster.stop()
+    if left := world.leftovers():
+        raise InvariantError("I8", f"left behind: {', '.join(left)}")
+    return cluster.served()
+
+
+@lru_cache(maxsize=64)
+def _config_of(path: str) -> ModelConfig:
+    return read_model_config(Path(path))
+
+
+@lru_cache(maxsize=1)
+def _schemes() -> frozenset[str]:
+    return frozenset(known_schemes())
 
 
 class _Cluster:
-    def __init__(self, world: World, graph: Graph, worker: WorkerMain) -> None:
+    def __init__(self, world: World, graph: Graph, scenario: Scenario, worker: WorkerMain | None, exact: bool) -> None:
         if graph.model is None:
             raise ValueError("only a graph with a model has requests to serve")
-        self.all_ended = asyncio.Event()
         self._world = world
-        self._graph = choose_transports(graph, dict.fromkeys(known_schemes()))
-        self._worker = worker
-        self._workers: dict[str, _Worker] = {}
+        self._graph = choose_transports(graph, dict.fromkeys(sorted(_schemes())))
+        self._worker, self._exact = worker, exact
+        self._lines: dict[str, Line] = {}
         self._seams = world.seams(GATEWAY)
-        self._stopping = False
+        self._faults = Faults(world, scenario)
+        self._verdict = Verdict(self._seams.clock, lambda _: ())
+        self._failure: UserError | WorkerDiedError | None = None
+        self._first_seconds = self._failed_seconds = world.loop.time()
+        self._all_ended = asyncio.Event()
         self._submitted = False
-        config = read_model_config(Path(graph.model.path))
+        config = _config_of(graph.model.path)
         self._gateway = Gateway(
             [node.process for node in graph.nodes.values() if node.operator == SOURCE],
             graph.limits,
@@ -121,101 +136,146 @@ class _Cluster:
             eos_token_ids=config.eos_token_ids,
         )
         self._indices: list[int] = []
+        world.loop.accounts.append(self.account)
+        world.loop.watch(self.check_pages)
 
-    async def start(self, tasks: asyncio.TaskGroup, lines: AsyncExitStack) -> None:
-        world, loop, key = self._world, self._world.loop, self._world.new_key()
+    # the run, from first to last
+
+    async def work(self, tasks: asyncio.TaskGroup, lines: AsyncExitStack, requests: Sequence[SimulatedRequest]) -> None:
         for name in self._graph.process_names():
-            incarnation = world.new_incarnation()
-            ours, theirs = SimulatedChannel.pair(
-                world.network, (Identity(GATEWAY), current_node.get()), (Identity(name, incarnation), name), LINE_LIMITS
-            )
-            lines.push_async_callback(ours.aclose)
-            self._workers[name] = each = _Worker(name, incarnation, ours, loop.create_future(), loop.create_future())
-            tasks.create_task(self._host(name, theirs), name=f"worker {name}", context=world.context(name))
-            tasks.create_task(self._pump(each), name=f"pump {name}")  # one node with the submitting task
-        graph = to_json(self._graph)
-        for each in self._workers.values():
-            await self._tell(each.name, Start(name=each.name, incarnation=each.incarnation, graph=graph, key=key))
-        addresses = {name: (await each.listening).addresses for name, each in self._workers.items()}
-        incarnations = {name: each.incarnation for name, each in self._workers.items()}
-        for name in self._workers:
-            await self._tell(name, Peers(addresses=addresses, incarnations=incarnations))
-        for each in self._workers.values():
-            await each.connected
+            self._lines[name] = line = Line(self._world, self._verdict, name, self, self._worker, self._exact)
+            lines.push_async_callback(line.aclose)
+            tasks.create_task(line.follow(), name=f"line of {name}")
+        graph, key = to_json(self._graph), self._world.new_key()
+        for name, line in self._lines.items():
+            await line.tell(Start(name=name, incarnation=line.incarnation, graph=graph, key=key))
+        addresses = {name: (await line.listening).addresses for name, line in self._lines.items()}
+        incarnations = {name: line.incarnation for name, line in self._lines.items()}
+        for line in self._lines.values():
+            await line.tell(Peers(addresses=addresses, incarnations=incarnations))
+        for line in self._lines.values():
+            await line.connected
+        self._first_seconds = self._world.loop.time()
+        self._faults.begin()
+        await self._submit(tasks, requests)
+        await self._all_ended.wait()
+        await self._quieten()
 
-    async def submit(self, requests: Sequence[SimulatedRequest]) -> None:
+    async def judge(self) -> None:
+        """Wait for the verdict, if there is to be one: the run is over then, and so is every request."""
+        self._failure = error = await self._verdict.wait_error()
+        self._failed_seconds = self._world.loop.time()
+        self._gateway.end_all("error", str(error))
+
+    async def stop(self) -> None:
+        """Whatever happened: end what has not ended, heal everything, and let every worker that lives end in order."""
+        self._faults.heal()
+        self._world.network.conditions = CALM
+        for line in self._lines.values():
+            await line.stop()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                for line in self._lines.values():
+                    await line.ended.wait()
+        except TimeoutError:
+            late = [name for name, line in self._lines.items() if not line.ended.is_set()]
+            account = self._world.loop.describe_waiting()
+            raise InvariantError("I8", f"{', '.join(late)} did not end within {STOP_SECONDS} s of being told to:\n{account}") from None
+        for line in self._lines.values():
+            await line.aclose()
+
+    def served(self) -> Served:
+        logs = [self._gateway.log(index) for index in self._indices]
+        ends = [log.end for log in logs]
+        failure = self._failure
+        return Served(
+            tuple(tuple(tuple(choice.token_ids) for choice in log.choices) for log in logs),
+            tuple(end.finish_reason if end is not None else "" for end in ends),
+            tuple(end.error if end is not None else None for end in ends),
+            tuple(sum(isinstance(event, EndEvent) for event in log.events) for log in logs),
+            tuple(
+                tuple(
+                    tuple(event.index for event in log.events if isinstance(event, TokenEvent) and event.choice == choice.index)
+                    for choice in log.choices
+                )
+                for log in logs
+            ),
+            {name: line.statistics for name, line in self._lines.items()},
+            None if failure is None else getattr(failure, "process", ""),
+            None if failure is None else str(failure),
+            None if failure is None else self._failed_seconds - self._first_seconds,
+        )
+
+    # what lines tell
+
+    def on_words(self, words: Tokens | Ended) -> list[tuple[str, Control]]:
+        if isinstance(words, Tokens):
+            decisions = [decision for token in words.tokens for decision in self._gateway.on_token(token)]
+        else:
+            decisions = self._gateway.on_ended(words)
+        self._look_for_the_end()
+        return [(decision.group, decision.cancel) for decision in decisions if isinstance(decision, SendCancel)]
+
+    async def tell(self, name: str, control: Control) -> None:
+        await self._lines[name].tell(control)
+
+    def explains(self) -> bool:
+        return any(line.ended.is_set() for line in self._lines.values())
+
+    # what is looked at
+
+    def account(self) -> list[str]:
+        """Who waits for what."""
+        logs = [self._gateway.log(index) for index in self._indices]
+        lines = [f"gateway: {log.id} at {log.group} has {log.token_ids} of {log.max_tokens}" for log in logs if log.end is None]
+        return lines + [text for inside in self._insides() for text in inside.waiting()]
+
+    def check_pages(self) -> None:
+        for inside in self._insides():
+            if faults := inside.page_faults():
+                raise InvariantError("I3", "; ".join(faults))
+
+    def _insides(self) -> list[Inside]:
+        return [line.inside for line in self._lines.values() if line.inside is not None and not line.ended.is_set()]
+
+    # inside
+
+    async def _submit(self, tasks: asyncio.TaskGroup, requests: Sequence[SimulatedRequest]) -> None:
         for request in requests:
-            await self._seams.clock.sleep(self._seams.random.uniform(0.0, ARRIVAL_SECONDS))
+            drawn = self._seams.random.uniform(0.0, ARRIVAL_SECONDS)
+            await self._seams.clock.sleep(drawn if request.after_seconds is None else request.after_seconds)
             placed = self._gateway.admit(request.prompt_token_ids, request.parameters)
             if isinstance(placed, Placed):
                 self._indices.append(placed.index)
-                await self._tell(placed.group, Submit(placed.request))
+                await self.tell(placed.group, Submit(placed.request))
+                if request.cancel_seconds is not None:
+                    tasks.create_task(self._cancel_later(placed.index, request.cancel_seconds), name=f"client of request {placed.index}")
             else:
                 self._indices.append(placed.request)
         self._submitted = True
         self._look_for_the_end()
 
-    async def stop(self) -> None:
-        self._stopping = True
-        for name in self._workers:
-            await self._tell(name, Stop())
+    async def _cancel_later(self, index: int, seconds: float) -> None:
+        await self._seams.clock.sleep(seconds)
+        for decision in self._gateway.cancel(index):
+            if isinstance(decision, SendCancel):
+                await self.tell(decision.group, decision.cancel)
+        self._look_for_the_end()
 
-    def served(self) -> Served:
-        logs = [self._gateway.log(index) for index in self._indices]
-        ends = [log.end for log in logs]
-        return Served(
-            tuple(tuple(log.token_ids) for log in logs),
-            tuple(end.finish_reason if end is not None else "" for end in ends),
-            tuple(end.error if end is not None else None for end in ends),
-            {name: each.statistics for name, each in self._workers.items()},
-        )
-
-    async def _host(self, name: str, line: Channel) -> None:
-        async with line:
-            await self._worker(line, self._world.seams(name))
-
-    async def _tell(self, name: str, control: Control) -> None:
-        await self._workers[name].line.send(as_message(control))
-
-    async def _pump(self, worker: _Worker) -> None:
-        try:
-            while True:
-                for decision in self._hear(worker, from_message(await worker.line.recv())):
-                    if isinstance(decision, SendCancel):
-                        await self._tell(decision.group, decision.cancel)
-                self._look_for_the_end()
-        except EndOfChannel:
-            if not self._stopping:
-                raise WorkerFailedError(f"{worker.name} ended without being told to") from None
-
-    def _hear(self, worker: _Worker, control: Control) -> Sequence[ClientEvent | SendCancel]:
-        match control:
-            case Listening():
-                worker.listening.set_result(control)
-            case Connected():
-                worker.connected.set_result(None)
-            case Tokens(tokens):
-                return [decision for token in tokens for decision in self._gateway.on_token(token)]
-            case Ended():
-                return self._gateway.on_ended(control)
-            case Statistics():
-                worker.statistics = control
-            case Progress():
-                pass
-            case Failed(error):
-                raise WorkerFailedError(f"{worker.name}: {error}")
-            case LinkLost(peer, reason) if not self._stopping:
-                raise WorkerFailedError(f"{worker.name} lost {peer}: {reason}")
-            case _ if not self._stopping:
-                raise WorkerFailedError(f"{worker.name} said {control.kind} out of turn")
-        return ()
+    async def _quieten(self) -> None:
+        """Heal everything, let what is on its way arrive, and look at what is left."""
+        self._faults.heal()
+        self._world.network.conditions = CALM
+        await self._seams.clock.sleep(QUIET_SECONDS)
+        if self._verdict.any_accused:
+            await asyncio.get_running_loop().create_future()  # the verdict is on its way
+        insides = self._insides()
+        self.check_pages()
+        if left := [text for inside in insides for text in inside.leftovers()]:
+            raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
+        if wrong := credit_faults(insides):
+            raise InvariantError("I4", "; ".join(wrong))
 
     def _look_for_the_end(self) -> None:
         if self._submitted and not self._gateway.num_unfinished:
-            self.all_ended.set()
-
-
-def _load_worker() -> WorkerMain:
-    """The real worker; imported here only, because it brings torch."""
-    module, _, function = WORKER.partition(":")
-    return cast("WorkerMain", getattr(import_module(module), function))
+            self._all_ended.set()

@@ -21,3 +21,11 @@ class UnhandledError(SimulationError):
 
 class ForeignThreadError(SimulationError):
     """Another thread tried to reach the loop: its timing is not the seed's."""
+
+
+class InvariantError(SimulationError):
+    """Something does not hold that must, whatever happened. `invariant` is its number, I1 to I8 (docs/simulation.md)."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant

@@ -46,6 +46,7 @@ class SimulatedNetwork:
         self.listeners: dict[str, SimulatedListener] = {}
         self.num_frames = 0
         self.num_duplicates = 0
+        self.tiny_nodes: set[str] = set()  # their channels hold a single message each
         self._random = random.Random(f"network {seed}")
         self._num_addresses = 0
         self._num_channels = 0
@@ -147,9 +148,10 @@ class SimulatedNetwork:
         self._num_channels += 1
         return self._num_channels
 
-    def shrink(self, limits: Limits) -> Limits:
-        """`limits` of a new channel, now and then with room for a single message."""
-        return msgspec.structs.replace(limits, capacity_messages=1) if self._hit(self.conditions.tiny_one_in) else limits
+    def shrink(self, limits: Limits, *nodes: str) -> Limits:
+        """`limits` of a new channel between `nodes`, now and then with room for a single message."""
+        tiny = self._hit(self.conditions.tiny_one_in) or not self.tiny_nodes.isdisjoint(nodes)
+        return msgspec.structs.replace(limits, capacity_messages=1) if tiny else limits
 
     def _hit(self, one_in: int) -> bool:
         return one_in > 0 and self._random.randrange(one_in) == 0
@@ -353,7 +355,7 @@ class SimulatedTransport(Transport):
             raise
         if self._find(address) is not listener:
             raise HandshakeError(f"{address} changed hands during the handshake")
-        return self._join(listener, ours, theirs, network.shrink(ours.limits))
+        return self._join(listener, ours, theirs, network.shrink(ours.limits, here, listener.node))
 
     def _find(self, address: str) -> SimulatedListener:
         listener = self._network.listeners.get(address)

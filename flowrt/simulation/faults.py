@@ -1,0 +1,161 @@
+"""Faults in virtual time: a scenario carried out on a world, each fault begun at its time and taken back at its end.
+
+Here: Faults. Not here: what faults there are (flowrt/reliability/scenario.py), how a node stands still or a link holds frames (loop.py,
+weather.py), which scenarios are drawn (cases.py). Used by cluster.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from flowrt.errors import UserError
+from flowrt.graph.model import GATEWAY
+from flowrt.reliability.scenario import (
+    AnyFault,
+    Crash,
+    Cut,
+    Duplicate,
+    Hang,
+    Pause,
+    Reset,
+    Scenario,
+    Skew,
+    Slow,
+    SlowLink,
+    Stall,
+    TinyQueues,
+)
+from flowrt.simulation.simulated_seams import thread_of
+from flowrt.simulation.waitables import OUTSIDE
+from flowrt.simulation.world import World
+
+FATE = "fate"  # the node of all this: no fault befalls it
+
+_End = Callable[[], None]
+
+
+class Faults:
+    """`begin` starts the scenario's clock; `heal` ends what has begun and calls off the rest."""
+
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self._world = world
+        self._scenario = scenario
+        self._parks: Counter[str] = Counter()
+        self._ends: dict[int, _End] = {}  # of faults that have begun, by their number
+        self._over = False
+        for fault in scenario.faults:
+            if isinstance(fault, TinyQueues):
+                world.network.tiny_nodes.add(self._node(fault.process))
+                world.num_faults[fault.kind] += 1
+            elif isinstance(fault, Crash | Slow | Hang | Skew) and fault.process == GATEWAY:
+                raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
+
+    def begin(self) -> None:
+        loop = self._world.loop
+        for number, fault in enumerate(self._scenario.faults):
+            loop.call_at_node(loop.time() + fault.at_seconds, FATE, self._begin, number, fault)
+
+    def heal(self) -> None:
+        self._over = True
+        for number in sorted(self._ends):
+            self._ends.pop(number)()
+
+    def _begin(self, number: int, fault: AnyFault) -> None:
+        if self._over:
+            return
+        end = self._befall(fault)
+        if end is not None:
+            self._ends[number] = end
+            loop = self._world.loop
+            loop.call_at_node(loop.time() + fault.ends_seconds - fault.at_seconds, FATE, self._end, number)
+
+    def _end(self, number: int) -> None:
+        if (end := self._ends.pop(number, None)) is not None:
+            end()
+
+    def _befall(self, fault: AnyFault) -> _End | None:
+        """Do it; what takes it back, if anything does. Each is counted when it meets something that lives."""
+        world, network = self._world, self._world.network
+        nodes = [self._node(name) for name in fault.processes]
+        if any(world.loop.is_dead(node) for node in nodes):
+            return None
+        process = world.processes.get(fault.processes[0])
+        world.num_faults[fault.kind] += 1
+        match fault:
+            case Crash():
+                if process is None or not world.kill(process):
+                    world.num_faults[fault.kind] -= 1
+            case Pause():
+                return self._park(nodes[0], thread_of(nodes[0]))
+            case Stall():
+                return self._park(nodes[0])
+            case Hang():
+                return self._park(thread_of(nodes[0]))
+            case Slow(factor=factor) if process is not None and (compute := process.compute) is not None:
+                compute.slowness *= factor
+
+                def recover() -> None:
+                    compute.slowness /= factor
+
+                return recover
+            case SlowLink(factor=factor):
+                links = [network.link(*nodes), network.link(*reversed(nodes))]
+                for link in links:
+                    link.slowness *= factor
+
+                def speed_up() -> None:
+                    for link in links:
+                        link.slowness /= factor
+
+                return speed_up
+            case Cut(direction=direction):
+                ways = [] if direction == "back" else [network.link(*nodes)]
+                ways += [] if direction == "there" else [network.link(*reversed(nodes))]
+                for way in ways:
+                    way.num_cuts += 1
+
+                def heal() -> None:
+                    for way in ways:
+                        way.heal()
+
+                return heal
+            case Reset():
+                if not network.reset(nodes[0], nodes[1]):
+                    world.num_faults[fault.kind] -= 1
+            case Duplicate(one_in=one_in):
+                links = [network.link(*nodes), network.link(*reversed(nodes))]
+                for link in links:
+                    link.duplicate_one_in.append(one_in)
+
+                def stop() -> None:
+                    for link in links:
+                        link.duplicate_one_in.remove(one_in)
+
+                return stop
+            case Skew(rate=rate) if process is not None and process.clock is not None:
+                process.clock.skew(rate)
+            case _:
+                world.num_faults[fault.kind] -= 1
+        return None
+
+    def _park(self, *nodes: str) -> _End:
+        loop = self._world.loop
+        for node in nodes:
+            self._parks[node] += 1
+            loop.park(node)
+
+        def unpark() -> None:
+            for node in nodes:
+                self._parks[node] -= 1
+                if not self._parks[node]:
+                    loop.unpark(node)
+
+        return unpark
+
+    def _node(self, name: str) -> str:
+        """The node of the latest life of a process; before its first, the one that it will have."""
+        if name == GATEWAY:
+            return OUTSIDE
+        process = self._world.processes.get(name)
+        return name if process is None else process.node

@@ -1,0 +1,112 @@
+"""What the simulation sees inside a worker: its engine's pages, its runner's rows and credits.
+
+Here: Inside, the only code outside those rooms that reads their private parts, so that a change there has one place to mend here. Not
+here: what is right (invariants.py). It changes nothing, but for the model that a worker computes with, before it loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+EXACT_MODEL = "flowrt.workers.exact_nodes"  # brings torch, so it is imported when it is used
+
+
+class Inside:
+    """One worker, by its Worker object."""
+
+    def __init__(self, name: str, worker: Any) -> None:
+        self.name = name
+        self._worker = worker
+
+    def use_exact_model(self) -> None:
+        """Numbers instead of weights. To be called before the worker loads."""
+        worker = self._worker
+        build = import_module(EXACT_MODEL).build_exact_nodes
+        worker._load = lambda: build(worker._graph, self.name)
+
+    @property
+    def _engine(self) -> Any:
+        group = self._worker._group
+        return None if group is None else group._engine
+
+    def waiting(self) -> list[str]:
+        """Who waits for what: the runner's account, and the engine's counts."""
+        runner, engine = self._worker._runner, self._engine
+        lines = [] if runner is None else [f"{self.name}: {line}" for line in runner.waiting()]
+        if engine is not None and not engine.idle:
+            counts = engine.statistics()
+            pages = f"{counts.num_free_pages} of {counts.num_pages} pages free"
+            lines.append(f"{self.name}: engine has {counts.num_running} running and {counts.num_waiting} waiting sequences, {pages}")
+        return lines
+
+    def page_faults(self) -> list[str]:
+        """I3, at any time: each page is free or held, nobody but siblings holds one together, and holders are those that run."""
+        engine = self._engine
+        if engine is None:
+            return []
+        scheduler = engine._scheduler
+        pages, faults = scheduler.pages, []
+        held: dict[int, list[str]] = {}
+        for sequence in scheduler.running:
+            if len(set(sequence.pages)) < len(sequence.pages):
+                faults.append(f"{sequence.name} has a page twice in {sequence.pages}")
+            for page in sequence.pages:
+                held.setdefault(page, []).append(sequence.name)
+        faults += [f"waiting {sequence.name} has pages {sequence.pages}" for sequence in scheduler.waiting if sequence.pages]
+        if len(held) + pages.num_free != pages.num_pages:
+            faults.append(f"{len(held)} held and {pages.num_free} free pages of {pages.num_pages}")
+        for page, names in held.items():
+            if pages.holders_of(page) != frozenset(names):
+                faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
+            if len({name.split("/")[0] for name in names}) > 1:
+                faults.append(f"page {page} is shared by strangers: {sorted(names)}")
+        return [f"{self.name}: {fault}" for fault in faults]
+
+    def leftovers(self) -> list[str]:
+        """I8, when all requests have ended and nothing is on its way: what should not be there any more."""
+        worker, left = self._worker, []
+        engine, runner = self._engine, worker._runner
+        if engine is not None:
+            counts = engine.statistics()
+            if not engine.idle or counts.num_running or counts.num_waiting:
+                left.append(f"engine: {counts.num_running} running, {counts.num_waiting} waiting sequences")
+            if counts.num_free_pages != counts.num_pages:
+                left.append(f"engine: {counts.num_free_pages} of {counts.num_pages} pages free")
+        if runner is not None:
+            left += [f"runner: {line}" for line in runner.waiting()]
+            if len(runner._table):
+                left.append(f"runner: {len(runner._table)} rows or held firings")
+            left += [f"runner: {len(firings)} firings of {node} never fired" for node, firings in runner._ready.items()]
+        if worker._links is not None:
+            left += [f"outbox to {link.peer.name}: {len(link._outbox)} messages" for link in worker._links.values() if len(link._outbox)]
+        if worker._compute.running is not None:
+            left.append(f"computing {worker._compute.running.label}")
+        return [f"{self.name}: {line}" for line in left]
+
+    def credits(self) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
+        """I4, at the same moment. Edges that leave: (credits at hand, credits in all). Edges that come in: (credits kept back, messages
+        of which these are not)."""
+        runner = self._worker._runner
+        if runner is None:
+            return {}, {}
+        windows = {edge: (window.free, window.size) for edge, window in runner._windows.items()}
+        owed = {edge: (each.consumed, each.here - each.consumed) for edge, each in runner._owed.items()}
+        return windows, owed
+
+
+def credit_faults(insides: list[Inside]) -> list[str]:
+    """I4 over all edges: credits at hand and credits kept back are all there are, when nothing is on its way."""
+    faults, free, kept = [], {}, Counter[int]()
+    for inside in insides:
+        windows, owed = inside.credits()
+        free.update(windows)
+        for edge, (consumed, unconsumed) in owed.items():
+            kept[edge] += consumed
+            if unconsumed:
+                faults.append(f"edge {edge} into {inside.name}: {unconsumed} messages are here and nobody has consumed them")
+    for edge, (at_hand, size) in sorted(free.items()):
+        if at_hand + kept[edge] != size:
+            faults.append(f"edge {edge}: {at_hand} credits at hand and {kept[edge]} kept back, of {size}")
+    return faults

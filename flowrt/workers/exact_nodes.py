@@ -1,0 +1,231 @@
+"""A tiny model of whole numbers in place of a checkpoint: the graph, messages, pages and exchange of the real one, and no rounding.
+
+Here: `build_exact_nodes`, which stands in for model_nodes.build_model_nodes, and `exact_tokens`, the tokens it must give, computed
+without pages, batches, parts or processes. Not here: dispatch, combine, the expert service and sampling, which are the real ones.
+Used by the simulation: whatever is lost, doubled, stale or in a wrong place changes a number, a changed number changes all behind it, and
+a step costs microseconds. Nothing is read from disk but the model's config.json.
+
+Legend: as in operators/; H = WIDTH. Numbers are float64 and stay below 2**53, so that sums are the same in every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowrt.actors.control import Request
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import NodeFunction
+from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.exchange.expert_service import ExpertService
+from flowrt.graph.model import Graph
+from flowrt.graph.placement import expert_map_of, held_experts
+from operators.dispatch import CopyTable
+from operators.experts import Experts
+from operators.model_config import ModelConfig, read_model_config
+from operators.sampling import log_probabilities, sample
+from operators.sampling_inputs import Draw, SamplingInputs
+from operators.step_layout import StepLayout
+
+WIDTH = 4
+MODULUS = 1_000_003.0  # of everything that goes from layer to layer
+_LOGITS = 10_007.0
+_FACTORS_H = np.array([1.0, 31.0, 997.0, 7.0])
+_SHIFTS_H = np.array([3.0, 1009.0, 77.0, 500_009.0])
+
+Numbers = NDArray[Any]
+
+
+class ExactModel:
+    """The arithmetic, row by row. `x` is what travels along the residual, at most some layers' sums of numbers below MODULUS."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._moe = frozenset(config.moe_layers)
+        self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
+
+    def embed(self, tokens_T: Numbers) -> Numbers:
+        return np.asarray((tokens_T[:, None] * 7919.0 + 17) * _FACTORS_H % MODULUS + _SHIFTS_H)
+
+    def key(self, x_TH: Numbers) -> Numbers:
+        """What a row leaves in the pages."""
+        return np.asarray(x_TH % MODULUS)
+
+    def contexts(self, layer: int, keys_LH: Numbers, num_rows: int) -> Numbers:
+        """Of the last `num_rows` positions of a sequence with these keys: what they see, themselves among it."""
+        weights_L = (np.arange(len(keys_LH)) * 7919 + layer * 31) % 997 + 1.0
+        sums_LH = (keys_LH * weights_L[:, None]).cumsum(axis=0)
+        return np.asarray((sums_LH[len(sums_LH) - num_rows :] + layer) % MODULUS)
+
+    def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
+        """expert_ids_TA (all different in a row) and weights_TA."""
+        num_experts, num_active = self.config.num_experts, self.config.num_experts_per_token
+        first_T = normed_TH[:, 0].astype(np.int64)
+        step_T = normed_TH[:, 1].astype(np.int64) % max(1, num_experts // max(1, num_active)) + 1
+        slots_A = np.arange(num_active)
+        ids_TA = (first_T[:, None] + slots_A * step_T[:, None]) % num_experts  # (A - 1) steps are less than one round
+        return ids_TA, (normed_TH[:, 2:3] + slots_A * 3) % 7 + 1
+
+    def expert(self, layer: int, expert_P: Numbers, x_PH: Numbers) -> Numbers:
+        """Unweighted answers, a row per pair."""
+        return np.asarray((x_PH * (expert_P[:, None] * 31 + layer * 17 + 5) + expert_P[:, None] * 1009) % MODULUS)
+
+    def dense(self, layer: int, normed_TH: Numbers) -> Numbers:
+        return np.asarray((normed_TH * 5 + layer) % MODULUS)
+
+    def logits(self, x_SH: Numbers) -> Numbers:
+        sums_S = ((x_SH % MODULUS) * _FACTORS_H).sum(axis=1) % _LOGITS
+        return np.asarray(sums_S[:, None] * self._multipliers_V % _LOGITS / 1000)
+
+    def layer(self, layer: int, x_TH: Numbers, shared: bool) -> Numbers:
+        """A whole layer of one sequence that was never seen before, for the reference."""
+        normed_TH = (3 * self.key(x_TH) + self.contexts(layer, self.key(x_TH), len(x_TH))) % MODULUS
+        if layer not in self._moe:
+            return np.asarray(x_TH + self.dense(layer, normed_TH))
+        total_TH = x_TH + self.dense(layer, normed_TH) if shared else x_TH.copy()
+        ids_TA, weights_TA = self.route(normed_TH)
+        for slot in range(ids_TA.shape[1]):
+            total_TH += weights_TA[:, slot : slot + 1] * self.expert(layer, ids_TA[:, slot], normed_TH)
+        return np.asarray(total_TH)
+
+
+def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
+    """The token ids of each choice of `request`, whoever computes them."""
+    assert graph.model is not None
+    config = read_model_config(Path(graph.model.path))
+    model = ExactModel(config)
+    shared = any(node.operator == "shared" for node in graph.nodes.values())
+    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(config.eos_token_ids))
+    sampling = request.sampling
+    found = []
+    for choice in range(request.num_choices):
+        output: list[int] = []
+        while len(output) < request.max_tokens and not (output and output[-1] in ends):
+            x_TH = model.embed(np.array([*request.prompt_token_ids, *output], dtype=np.int64))
+            for layer in range(config.num_layers):
+                x_TH = model.layer(layer, x_TH, shared)
+            tokens = [*request.prompt_token_ids, *output]
+            counts = {token: output.count(token) for token in tokens} if sampling.has_penalties else None
+            draw = Draw(
+                0,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.seed,
+                choice,
+                len(output),
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                None,
+                counts,
+                ends if len(output) < request.min_tokens else (),
+            )
+            output.append(int(sample(torch.from_numpy(model.logits(x_TH[-1:])), SamplingInputs.from_draws([draw]))[0]))
+        found.append(tuple(output))
+    return found
+
+
+def build_exact_nodes(graph: Graph, process: str) -> dict[str, NodeFunction]:
+    """A function for each node of `process`, as build_model_nodes gives them."""
+    assert graph.model is not None
+    config = read_model_config(Path(graph.model.path))
+    model, strict = ExactModel(config), graph.numerics == "strict"
+    functions: dict[str, NodeFunction] = {}
+    for node in graph.nodes_of(process):
+        match node.operator:
+            case "embed":
+                functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
+            case "attention":
+                functions[node.name] = _each(_Attention(model, graph.limits.kv_pages, graph.limits.page_tokens))
+            case "gate":
+                functions[node.name] = _each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
+            case "mlp" | "shared":
+                functions[node.name] = _each(_dense(model))
+            case "dispatch":
+                expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
+                num_servers = len(node.options["servers"])
+                tables = {layer: CopyTable.from_lists(expert_map.table(layer), num_servers) for layer in config.moe_layers}
+                functions[node.name] = Dispatch(tables, strict)
+            case "experts":
+                held = held_experts(node.options["experts"], config.moe_layers)
+                functions[node.name] = ExpertService(cast("Experts", ExactExperts(model, held)), strict)
+            case "combine":
+                functions[node.name] = Combine(strict)
+            case "head":
+                functions[node.name] = _each(_head(model))
+    return functions
+
+
+class ExactExperts:
+    """As operators.experts.Experts. Raises KeyError for an expert that is not held here."""
+
+    def __init__(self, model: ExactModel, held: Mapping[int, Sequence[int]]) -> None:
+        self._model = model
+        self._held = {layer: frozenset(experts) for layer, experts in held.items()}
+
+    def forward(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
+        y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P).numpy() * weight_P.numpy()[:, None]
+        y_RH = np.zeros(x_RH.shape)
+        np.add.at(y_RH, row_P.numpy(), y_PH)
+        return torch.from_numpy(y_RH)
+
+    def forward_pairs(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor) -> torch.Tensor:
+        experts = expert_P.numpy()
+        if strangers := set(experts.tolist()) - self._held[layer]:
+            raise KeyError(f"experts {sorted(strangers)} of layer {layer} are not held here")
+        return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
+
+
+class _Attention:
+    def __init__(self, model: ExactModel, num_pages: int, page_tokens: int) -> None:
+        self._model = model
+        self._page_tokens = page_tokens
+        self._keys = np.zeros((model.config.num_layers, num_pages * page_tokens, WIDTH))
+
+    def __call__(self, firing: Firing) -> dict[str, Payload]:
+        layer, model, page_tokens = firing.tag.layer, self._model, self._page_tokens
+        layout = StepLayout.from_tensors(firing.inputs["layout"].tensors)
+        x_TH, keys = _array(firing, "x"), self._keys[layer]
+        keys[layout.slots_T.numpy()] = model.key(x_TH)
+        table_SG, contexts = layout.page_table_SG.numpy(), []
+        for pages_G, num_rows, length in zip(table_SG, layout.query_lengths, layout.kv_lengths, strict=True):
+            positions = np.arange(length)
+            slots = pages_G[positions // page_tokens] * page_tokens + positions % page_tokens
+            contexts.append(model.contexts(layer, keys[slots], num_rows))
+        normed_TH = (3 * model.key(x_TH) + np.concatenate(contexts)) % MODULUS
+        return {"residual": firing.inputs["x"], "normed": Payload((torch.from_numpy(normed_TH), layout.positions_T))}
+
+
+def _dense(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
+    return lambda firing: {"y": _payload(_array(firing, "residual") + model.dense(firing.tag.layer, _array(firing, "x")))}
+
+
+def _head(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
+    def run(firing: Firing) -> dict[str, Payload]:
+        inputs = SamplingInputs.from_tensors(firing.inputs["sampling"].tensors)
+        logits_SV = torch.from_numpy(model.logits(_array(firing, "x")[inputs.rows_S.numpy()]))
+        token_S = sample(logits_SV, inputs)
+        if not inputs.logprobs_L.numel():
+            return {"tokens": Payload((token_S,))}
+        return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
+
+    return run
+
+
+def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
+    return lambda firings: [function(firing) for firing in firings]
+
+
+def _array(firing: Firing, port: str) -> Numbers:
+    return np.asarray(firing.inputs[port].tensors[0].numpy())
+
+
+def _payload(*arrays: Numbers) -> Payload:
+    return Payload(tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
