@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.channels import ChannelEcho
@@ -21,7 +21,6 @@ from flowrt.bench.report import Figure
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, LayerSet, Node, PortSpec, TagStep
 from transports.registry import unavailable_reason
 
-ECHO = "flowrt.bench.operators:echo"
 ECHO_TARGET = Target(1.5)  # a hop, to an asyncio.Queue echo: there and back, 6 to 8 us
 TRANSPORTS = ("shm", "zmq")
 SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
@@ -42,13 +41,13 @@ class Ring:
     num_hops: int
 
 
-def ring(processes: Literal["one", "many"], transport: str = "auto", num_layers: int = NUM_LAYERS) -> Ring:
+def ring(processes: Literal["one", "many"], transport: str = "auto", num_layers: int = NUM_LAYERS, operator: str = "echo") -> Ring:
     """A tensor goes from the caller to `left`, to and fro between `left` and `right`, and back: all hops over one transport."""
     nodes = [
         Node(INPUT, INPUT, GATEWAY, outputs={"x": PortSpec("x")}),
         Node(OUTPUT, OUTPUT, GATEWAY, inputs={"y": PortSpec("y")}),
-        _echo_node("left", "left"),
-        _echo_node("right", "right"),
+        _echo_node("left", "left", operator),
+        _echo_node("right", "right", operator),
     ]
     again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
     edges = [
@@ -104,7 +103,7 @@ async def within_a_process(num_pairs: int) -> AsyncIterator[Figure]:
     )
     for name, made, target in cases:
         async with open_graph(made.graph) as graph:
-            ours = _calls(graph, made, _payload(64))
+            ours = calls_of(graph, made, payload_of(64))
 
             async def theirs() -> float:
                 return 1e6 * await queue_echo_seconds(max(1, int(BLOCK_SECONDS / 7e-6)), object())
@@ -117,8 +116,8 @@ async def between_channels(transport: str, peer: ZeroMQEcho, num_pairs: int) -> 
     """Round trips over the transport alone, as bare as the peer."""
     async with ChannelEcho(transport) as echo:
         for size, text in SIZES.items():
-            payload = _payload(size).numpy()
-            values = await take_turns((_echoes(echo, payload), _echoes(peer, payload)), num_pairs)
+            payload = payload_of(size).numpy()
+            values = await take_turns((echoes_of(echo, payload), echoes_of(peer, payload)), num_pairs)
             target = CHANNEL_TARGETS.get((transport, size))
             yield Figure.paired(f"channel round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
 
@@ -128,14 +127,14 @@ async def between_processes(transport: str, peer: ZeroMQEcho, num_pairs: int) ->
     made = ring("many", transport)
     async with open_graph(made.graph) as graph:
         for size, text in SIZES.items():
-            payload = _payload(size)
-            hop = _calls(graph, made, payload)
-            values = await take_turns((_twice(hop), _echoes(peer, payload.numpy())), num_pairs)
+            payload = payload_of(size)
+            hop = calls_of(graph, made, payload)
+            values = await take_turns((twice(hop), echoes_of(peer, payload.numpy())), num_pairs)
             target = ROUND_TRIP_TARGETS.get((transport, size))
             yield Figure.paired(f"actor round trip, {transport}, {text}", "us", values[0], "pyzmq asyncio", values[1], target)
 
 
-def _calls(graph: RunningGraph, made: Ring, payload: Any) -> Callable[[], Awaitable[float]]:
+def calls_of(graph: RunningGraph, made: Ring, payload: Any) -> Callable[[], Awaitable[float]]:
     """Measures one hop, in microseconds: calls of the graph for BLOCK_SECONDS, at least one."""
 
     async def measure_block() -> float:
@@ -148,14 +147,22 @@ def _calls(graph: RunningGraph, made: Ring, payload: Any) -> Callable[[], Awaita
     return measure_block
 
 
-def _twice(hop: Callable[[], Awaitable[float]]) -> Callable[[], Awaitable[float]]:
+def twice(hop: Callable[[], Awaitable[float]]) -> Callable[[], Awaitable[float]]:
     async def measure_block() -> float:
         return 2 * await hop()
 
     return measure_block
 
 
-def _echoes(peer: ZeroMQEcho | ChannelEcho, payload: Any) -> Callable[[], Awaitable[float]]:
+class Echo(Protocol):
+    """What sends a payload and gets it back."""
+
+    async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
+        """The mean, or the median, of `num_rounds` one after the other."""
+        ...
+
+
+def echoes_of(peer: Echo, payload: Any) -> Callable[[], Awaitable[float]]:
     num_rounds = 1
 
     async def measure_block() -> float:
@@ -167,11 +174,11 @@ def _echoes(peer: ZeroMQEcho | ChannelEcho, payload: Any) -> Callable[[], Awaita
     return measure_block
 
 
-def _echo_node(name: str, process: str) -> Node:
-    return Node(name, ECHO, process, {"x": PortSpec("x", (_SPEC,))}, {"y": PortSpec("y", (_SPEC,))})
+def _echo_node(name: str, process: str, operator: str = "echo") -> Node:
+    return Node(name, f"flowrt.bench.operators:{operator}", process, {"x": PortSpec("x", (_SPEC,))}, {"y": PortSpec("y", (_SPEC,))})
 
 
-def _payload(size: int) -> Any:
+def payload_of(size: int) -> Any:
     import torch
 
     return torch.ones(size, dtype=torch.uint8)

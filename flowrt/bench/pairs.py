@@ -13,11 +13,12 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 CONFIDENCE = 0.95
 FEWEST_PAIRS = 20  # of a claim; fewer are for trying out
 
+V = TypeVar("V")
 Verdict = Literal["met", "not met", "not resolved"]
 
 
@@ -31,7 +32,8 @@ class Ratio:
     num_pairs: int
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+        bounded = math.isfinite(self.low)  # too few pairs bound nothing
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})" if bounded else f"{self.median:.2f}"
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,19 @@ def judge(low: float, high: float, target: Target) -> Verdict:
     return "met" if inside else "not met" if outside else "not resolved"
 
 
-def order_of(pair: int) -> tuple[int, int]:
-    """Who is measured first, 0 (ours) or 1 (theirs), in pair number `pair`: each goes first in every second one."""
-    return (0, 1) if pair % 2 == 0 else (1, 0)
+def order_of(pair: int, num_sides: int = 2) -> list[int]:
+    """In which order the sides are measured in pair number `pair`: each is first equally often."""
+    first = pair % num_sides
+    return [*range(first, num_sides), *range(first)]
 
 
-async def take_turns(measures: Sequence[Callable[[], Awaitable[float]]], num_pairs: int) -> list[list[float]]:
-    """Measure two things in turns, `num_pairs` times each after one round that is not counted. Returns what each gave, in order."""
+async def take_turns(measures: Sequence[Callable[[], Awaitable[V]]], num_pairs: int) -> list[list[V]]:
+    """Measure two things (or more, each of which makes pairs with each other) in turns, `num_pairs` times each after one round that
+    is not counted. Returns what each gave, in order."""
     for measure in measures:
         await measure()
-    values: list[list[float]] = [[] for _ in measures]
+    values: list[list[V]] = [[] for _ in measures]
     for pair in range(num_pairs):
-        for side in order_of(pair):
+        for side in order_of(pair, len(measures)):
             values[side].append(await measures[side]())
     return values

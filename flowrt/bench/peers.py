@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,9 +37,13 @@ async def queue_echo_seconds(num_rounds: int, item: object) -> float:
 
 
 class ZeroMQEcho:
-    """A PAIR socket to a child process that sends back each frame it gets, zero-copy on both sides."""
+    """A PAIR socket to a child process that sends back each frame it gets, zero-copy on both sides. `reading`: both read and check
+    every byte (operators.py)."""
 
-    def __init__(self) -> None:
+    name = "pyzmq asyncio"
+
+    def __init__(self, reading: bool = False) -> None:
+        self._reading = reading
         self._folder = tempfile.TemporaryDirectory(prefix="flowrt-bench-")
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: Any = None
@@ -50,8 +55,8 @@ class ZeroMQEcho:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind(address)
-        self._child = _start_child(address)
-        await self.round_trip_seconds(1, b"x")
+        self._child = _start_child(address, self._reading)
+        await self.round_trip_seconds(1, b"\x01")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -67,18 +72,31 @@ class ZeroMQEcho:
     async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
         """Seconds until `payload`, any buffer, is back; the mean of `num_rounds` one after the other."""
         socket = self._socket
+        look = _check if self._reading else _ignore
         start = time.perf_counter()
         for _ in range(num_rounds):
             await socket.send(payload, copy=False)
-            await socket.recv(copy=False)
+            look(await socket.recv(copy=False))
         return (time.perf_counter() - start) / num_rounds
 
 
-def _start_child(address: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "flowrt.bench.peers", address], stdin=subprocess.PIPE)
+def _start_child(address: str, reading: bool) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "flowrt.bench.peers", address, "reading" if reading else ""], stdin=subprocess.PIPE)
 
 
-async def _answer(address: str) -> None:
+def _ignore(frame: Any) -> None:
+    pass
+
+
+def _check(frame: Any) -> None:
+    import numpy as np
+
+    from flowrt.bench.operators import check
+
+    check(np.frombuffer(frame.buffer, np.uint8))
+
+
+async def _answer(address: str, look: Callable[[Any], None]) -> None:
     import zmq.asyncio
 
     loop = asyncio.get_running_loop()
@@ -89,7 +107,9 @@ async def _answer(address: str) -> None:
 
     async def echo() -> None:
         while True:
-            await socket.send(await socket.recv(copy=False), copy=False)
+            frame = await socket.recv(copy=False)
+            look(frame)
+            await socket.send(frame, copy=False)
 
     async with asyncio.TaskGroup() as group:
         task = group.create_task(echo())
@@ -109,4 +129,4 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 if __name__ == "__main__":
     assert Path(sys.argv[1].removeprefix("ipc://")).is_absolute()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_answer(sys.argv[1]))
+        runner.run(_answer(sys.argv[1], _check if sys.argv[2] else _ignore))

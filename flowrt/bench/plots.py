@@ -1,6 +1,6 @@
 """Pictures of what a benchmark found, for the documentation and for whoever tunes. Needs matplotlib.
 
-Here: `plot_decode`. Not here: measuring, tables.
+Here: `plot_decode`, `plot_transports`. Not here: measuring, tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 from flowrt.bench.report import Report
 from flowrt.errors import UserError
 
+COPIES = 2  # of a round trip: one each way is the least
+LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "not resolved": "#c9a227", None: "#5b7083"}
 
 
@@ -32,6 +34,43 @@ def plot_decode(report: Report, path: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
     _save(picture, path)
+
+
+def plot_transports(report: Report, path: str) -> None:
+    """Latency and bandwidth of round trips over size, one core's copying as the limit. Raises UserError as `plot_decode`."""
+    pyplot = _pyplot()
+    picture, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    curves = curves_of(report)
+    limit = dict(curves.pop(LIMIT, []))
+    for name, points in curves.items():
+        ours = any(figure.about.get("scheme") == name for figure in report.figures)
+        style: dict[str, Any] = {"label": name, "marker": "o", "markersize": 3, "linestyle": "-" if ours else "--"}
+        left.plot([size for size, _ in points], [microseconds for _, microseconds in points], **style)
+        right.plot([size for size, _ in points], [COPIES * size / (1e3 * microseconds) for size, microseconds in points], **style)
+    if limit:
+        style = {"label": "memcpy, one core", "color": "black", "linestyle": ":"}
+        left.plot(list(limit), [COPIES * size / (1e3 * rate) for size, rate in limit.items()], **style)
+        right.plot(list(limit), list(limit.values()), **style)
+    for axes, title, unit in ((left, "round trip", "us"), (right, "bandwidth, both ways", "GB/s")):
+        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
+        axes.grid(visible=True, which="major", alpha=0.3)
+    left.legend(fontsize="small")
+    picture.suptitle(str(report.machine), fontsize="x-small")
+    _save(picture, path)
+    pyplot.close(picture)
+
+
+def curves_of(report: Report) -> dict[str, list[tuple[int, float]]]:
+    """name -> (bytes, median) by size: round trips of each transport and each peer in microseconds, and `LIMIT` in GB/s."""
+    curves: dict[str, dict[int, float]] = {}
+    for figure in report.figures:
+        if "bytes" not in figure.about or "scheme" not in figure.about:
+            continue
+        size = figure.about["bytes"]
+        curves.setdefault(figure.about["scheme"], {})[size] = figure.ours.median
+        if figure.peer is not None and figure.theirs is not None:
+            curves.setdefault(figure.peer, {})[size] = figure.theirs.median
+    return {name: sorted(points.items()) for name, points in curves.items()}
 
 
 def _save(picture: Any, path: str) -> None:
