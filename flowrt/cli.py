@@ -1,8 +1,8 @@
-"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`.
+"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`, `flowrt check`.
 
 Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(cli_run.py, cli_graph.py, cli_bench.py, doctor.py); they load when they are called, so that `flowrt --help` is quick. `main` is the
-entry point.
+(cli_run.py, cli_graph.py, cli_bench.py, cli_check.py, doctor.py); they load when they are called, so that `flowrt --help` is quick.
+`main` is the entry point.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, Token
 
 import flowrt
 from flowrt.cli_bench import bench_app
+from flowrt.cli_check import check_app
 from flowrt.cli_graph import graph_app
 from flowrt.errors import UserError
 
@@ -35,6 +36,7 @@ app = App(
 )
 app.command(graph_app)
 app.command(bench_app)
+app.command(check_app)
 
 
 def _number(kind: Any, tokens: Sequence[Token]) -> int | float:

@@ -1,8 +1,8 @@
 """The promises of the contract, executable: every transport is held to the same ones.
 
-Here: what holds for any two connected ends (`CHANNEL_CHECKS`), and `run_all`. Not here: listening, keys, dead processes
-(checks_meeting.py, whose checks take a transport). Called by the tests, once per scheme and event loop; a transport from another
-package can be held to them with `await run_all("its-scheme")`.
+Here: what holds for any two connected ends, and the lists of all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`). Not here: listening,
+keys, dead processes (checks_meeting.py, whose checks take a scheme), cancellation at every await (checks_cancel.py), sizes that take
+long (checks_long.py), running them all (checks_suite.py). Called by the tests, once per scheme and event loop.
 
 Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes.
 A broken promise is a BrokenPromiseError that says which.
@@ -32,6 +32,8 @@ from transports.checks_basics import (
     soon,
     within,
 )
+from transports.checks_cancel import CANCELLED_CHANNEL_CHECKS, CANCELLED_TRANSPORT_CHECKS
+from transports.checks_meeting import MEETING_CHECKS, PROCESS_CHECKS
 from transports.contract import Channel, Limits
 from transports.errors import (
     BrokenChannelError,
@@ -373,18 +375,6 @@ CHANNEL_CHECKS: tuple[Check, ...] = (
     check_out_of_order_release,
     check_statistics,
     check_sixty_four_mebibytes,
+    *CANCELLED_CHANNEL_CHECKS,
 )
-
-
-async def run_all(scheme: str) -> list[str]:
-    """Run every check on `scheme`; returns their names. Raises BrokenPromiseError at the first that fails."""
-    from transports.checks_meeting import TRANSPORT_CHECKS, pair_maker
-
-    done = []
-    for check in CHANNEL_CHECKS:
-        await check(pair_maker(scheme))
-        done.append(check.__name__)
-    for transport_check in TRANSPORT_CHECKS:
-        await transport_check(scheme)
-        done.append(transport_check.__name__)
-    return done
+TRANSPORT_CHECKS = (*MEETING_CHECKS, *CANCELLED_TRANSPORT_CHECKS, *PROCESS_CHECKS)

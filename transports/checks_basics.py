@@ -7,6 +7,7 @@ promise (checks.py, checks_meeting.py, which call this).
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -15,9 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from transports.contract import Channel, Limits
-from transports.errors import (
-    TransportError,
-)
+from transports.errors import TransportError
 from transports.message import Message, Tag, Tensor, TensorSpec
 
 MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
@@ -125,3 +124,8 @@ async def receive_all(channel: Channel, first: int, last: int, nbytes: int = 0) 
 async def soon(task: asyncio.Task[Any]) -> None:
     """Let `task`, and whatever carries messages, run for a while."""
     await asyncio.wait([task], timeout=MANY_SECONDS)
+
+
+def num_descriptors() -> int:
+    """How many this process holds; 0 where the system does not tell."""
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

@@ -1,7 +1,7 @@
 """The promises of the contract about meeting and parting: listening, keys, identities, dead processes, nothing left behind.
 
-Here: `TRANSPORT_CHECKS`, each of which takes a scheme, `pair_maker`, and the other process that some of them need
-(`python -m transports.checks_peer`). Not here: what holds for any two connected ends (checks.py).
+Here: `MEETING_CHECKS`, and `PROCESS_CHECKS` for schemes that reach other processes, each of which takes a scheme; `pair_maker`, and the
+other process that some of them need (`python -m transports.checks_peer`). Not here: what holds for any two connected ends (checks.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-from transports.checks_basics import MakePair, check_numbered, expect, expect_error, numbered, receive_all, send_all, within
+from transports.checks_basics import (
+    MakePair,
+    check_numbered,
+    expect,
+    expect_error,
+    num_descriptors,
+    numbered,
+    receive_all,
+    send_all,
+    within,
+)
 from transports.contract import Channel, Identity, Limits, Listener
 from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, HandshakeError
 from transports.handshake import KEY_BYTES
-from transports.registry import get_transport, transport_class
+from transports.registry import get_transport
 
 TransportCheck: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
 
@@ -130,29 +140,23 @@ async def check_listener(scheme: str) -> None:
         await receive_all(two, 1, 2)
 
 
-async def check_many_connections(scheme: str) -> None:
+async def check_many_connections(scheme: str, count: int = NUM_CONNECTIONS) -> None:
     """Hundreds of channels, opened and closed, each used; no descriptor is left."""
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         before = 0
-        for number in range(NUM_CONNECTIONS):
+        for number in range(count):
             one, two = await connect_pair(scheme, listener, SMALL)
             async with one, two:
                 await one.send(numbered(number, 100))
                 await receive_all(two, number, number + 1, 100)
             if number == 20:
-                before = _num_descriptors()
-        after = _num_descriptors()
-        expect(after <= before + 4, f"no descriptor is left behind: {before} after 20 connections, {after} after {NUM_CONNECTIONS}")
-
-
-def _num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+                before = num_descriptors()
+        after = num_descriptors()
+        expect(after <= before + 4, f"no descriptor is left behind: {before} after 20 connections, {after} after {count}")
 
 
 async def check_other_process(scheme: str) -> None:
     """Echo through another process, then an orderly end from here."""
-    if not transport_class(scheme).capabilities.between_processes:
-        return
     async with other_process(scheme, "echo") as (channel, peer):
         sizes = [0, 1, 5000, 60_000, 250_000]
         for number in range(40):
@@ -165,8 +169,6 @@ async def check_other_process(scheme: str) -> None:
 
 async def check_dead_peer(scheme: str) -> None:
     """A killed peer is noticed: what it had sent arrives, then BrokenChannelError, for whoever waits too."""
-    if not transport_class(scheme).capabilities.between_processes:
-        return
     async with other_process(scheme, "send five and hang") as (channel, peer):
         check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
         await asyncio.sleep(0.1)  # the other four are on their way
@@ -189,8 +191,6 @@ async def check_dead_peer(scheme: str) -> None:
 
 async def check_stopped_peer(scheme: str) -> None:
     """A stopped peer only makes send wait; when it goes on, everything arrives. Closing does not wait for it for ever."""
-    if not transport_class(scheme).capabilities.between_processes:
-        return
     async with other_process(scheme, "echo") as (channel, peer):
         await channel.send(numbered(0, 1000))
         check_numbered(await within(channel.recv(), "echo"), 0, 1000)
@@ -206,13 +206,11 @@ async def check_stopped_peer(scheme: str) -> None:
         peer.send_signal(signal.SIGCONT)
 
 
-TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
+MEETING_CHECKS: tuple[TransportCheck, ...] = (
     check_identities_and_limits,
     check_wrong_key,
     check_addresses,
     check_listener,
     check_many_connections,
-    check_other_process,
-    check_dead_peer,
-    check_stopped_peer,
 )
+PROCESS_CHECKS: tuple[TransportCheck, ...] = (check_other_process, check_dead_peer, check_stopped_peer)

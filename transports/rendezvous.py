@@ -255,7 +255,7 @@ async def meet(
             answer = handshake.receive(await _read(line))
             if answer:
                 _send_with(line, answer, descriptors)
-        if await _read(line) != _READY:
+        if await _read(line, len(_READY)) != _READY:  # no more: what follows belongs to the channel
             raise HandshakeError("the listener answered nonsense at the end of the handshake")
     except BaseException as error:
         line.close()
@@ -317,11 +317,11 @@ async def _connect(line: socket.socket, address: str | tuple[str, int], shown: s
             raise AddressError(f"cannot connect to {shown}: {error.strerror}") from error
 
 
-async def _read(line: socket.socket) -> bytes:
+async def _read(line: socket.socket, most: int = _READ_BYTES) -> bytes:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data = line.recv(_READ_BYTES)
+            data = line.recv(most)
         except (BlockingIOError, InterruptedError):
             readable: asyncio.Future[None] = loop.create_future()
             loop.add_reader(line.fileno(), _set, readable)

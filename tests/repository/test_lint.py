@@ -18,6 +18,7 @@ SEAM_FILES = {
     "flowrt/cluster/forked.py": "starts the starter",
     "flowrt/cluster/launcher.py": "makes the run's key",
     "flowrt/bench": "measures the real world",
+    "transports/checks_suite.py": "times the checks, and waits for what ends by itself",
     "transports/handshake.py": "draws nonces, which nobody must foretell",
     "transports/rendezvous.py": "draws the names of sockets, which nobody must foretell",
     "transports/zeromq.py": "draws the names of sockets, which nobody must foretell",
@@ -34,6 +35,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/api.py": "the cancels of a run and the window of a stream: both end where `async with` and the generator end",
     "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
     "transports/checks_meeting.py": "the same",
+    "transports/checks_cancel.py": "the same",
     "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")

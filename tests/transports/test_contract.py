@@ -9,9 +9,9 @@ import pytest
 from transports import checks, checks_meeting
 from transports.checks import Check
 from transports.checks_basics import MakePair
-from transports.checks_meeting import TransportCheck
+from transports.checks_meeting import PROCESS_CHECKS, TransportCheck
 from transports.contract import Channel, Identity, Limits
-from transports.registry import unavailable_reason
+from transports.registry import transport_class, unavailable_reason
 from transports.stream import StreamChannel
 
 SCHEMES = ("inproc", "shm", "zmq")
@@ -43,8 +43,10 @@ async def test_channel(scheme: str, check: Check, loop_kind: str) -> None:
     await check(_maker(scheme))
 
 
-@pytest.mark.parametrize("check", checks_meeting.TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", checks.TRANSPORT_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_transport(scheme: str, check: TransportCheck, loop_kind: str) -> None:
     _skip_unavailable(scheme)
+    if check in PROCESS_CHECKS and not transport_class(scheme).capabilities.between_processes:
+        pytest.skip("stays within a process")
     await check(scheme)

@@ -1,0 +1,184 @@
+"""tcp://127.0.0.1:port: whole messages as frames over a plain TCP socket, in a package of its own.
+
+What it takes from flowrt: the meeting of two processes with its proofs (rendezvous), the credit window and the line of waiting senders
+(WindowedEndpoint), messages to bytes and back (codec). What is its own: frames, and reading and writing a socket. It is written to be
+read; flowrt's own transports copy less.
+
+A frame is `uint32 length, uint8 kind` and a body. The body of a MESSAGE is `uint32 length` of the envelope, the envelope, the tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from typing import ClassVar
+
+from transports.address import expect_scheme
+from transports.codec import WireError, decode_envelope, encode, is_repeat
+from transports.contract import LINGER_SECONDS, Capabilities, Channel, Identity, Limits, Listener, Transport
+from transports.handshake import check_key
+from transports.message import Message
+from transports.rendezvous import Meeting, SocketListener, meet
+from transports.windowed import WindowedEndpoint
+
+FRAME, LENGTH, TAKEN = struct.Struct("<IB"), struct.Struct("<I"), struct.Struct("<QQ")
+MESSAGE, SAY_TAKEN, SAY_WAITING, CLOSE = range(1, 5)
+READ_BYTES, READS_AT_ONCE = 1 << 18, 8  # then the loop turns
+
+
+class TcpChannel(WindowedEndpoint):
+    """One end. Both ends read as soon as bytes arrive; the window bounds what can."""
+
+    scheme: ClassVar[str] = "tcp"
+
+    def __init__(self, sock: socket.socket, limits: Limits, peer: Identity) -> None:
+        super().__init__(limits, peer)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._flushed: asyncio.Future[None] | None = None
+        self._most = LENGTH.size + limits.max_header_bytes + limits.max_message_bytes
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+
+    # What WindowedEndpoint asks for.
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        size = sum(map(len, parts)) - len(parts[0])
+        if not self._sending.fits(size):
+            return False
+        self._count_sent(size)
+        self._write(MESSAGE, b"".join((LENGTH.pack(len(parts[0])), *parts)))
+        return True
+
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write(SAY_TAKEN, TAKEN.pack(messages, payload_bytes))
+
+    def _say_waiting(self) -> None:
+        self._write(SAY_WAITING)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def _shut(self) -> None:
+        try:
+            if not self._ended and self._broken is None:
+                self._write(CLOSE)
+                if self._unsent:
+                    self._flushed = self._loop.create_future()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LINGER_SECONDS):
+                            await self._flushed
+        finally:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._inbox.clear()
+            self._socket.close()
+
+    # Bytes out.
+
+    def _write(self, kind: int, body: bytes = b"") -> None:
+        if not self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._on_writable)
+        self._unsent += FRAME.pack(len(body), kind) + body
+        self._on_writable()
+
+    def _on_writable(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._unsent)  # nobody is there; reading tells, once what had arrived is read
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket.fileno())
+            if self._flushed is not None and not self._flushed.done():
+                self._flushed.set_result(None)
+
+    # Bytes in.
+
+    def _on_readable(self) -> None:
+        try:
+            for _ in range(READS_AT_ONCE):
+                data = self._socket.recv(READ_BYTES)
+                if not data:
+                    raise WireError(f"{self.peer.name} died: its connection closed without a word")
+                self._received += data
+                self._read_frames()
+                if self._ended:
+                    return
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, WireError) as error:
+            self._loop.remove_reader(self._socket.fileno())
+            self._break(str(error))
+
+    def _read_frames(self) -> None:
+        start = 0
+        while not self._ended and len(self._received) - start >= FRAME.size:
+            size, kind = FRAME.unpack_from(self._received, start)
+            if size > self._most:
+                raise WireError(f"a frame of {size} bytes; at most {self._most} are allowed")
+            if len(self._received) - start < FRAME.size + size:
+                break
+            body = memoryview(self._received)[start + FRAME.size : start + FRAME.size + size]
+            try:
+                self._read_frame(kind, body)
+            finally:
+                body.release()
+            start += FRAME.size + size
+        del self._received[:start]
+
+    def _read_frame(self, kind: int, body: memoryview) -> None:
+        if kind == MESSAGE and len(body) >= LENGTH.size:
+            self._read_message(body[LENGTH.size :], LENGTH.unpack_from(body)[0])
+        elif kind == SAY_TAKEN and len(body) == TAKEN.size:
+            self._hear_taken(*TAKEN.unpack(body))
+        elif kind == SAY_WAITING and not body:
+            self._hear_waiting()
+        elif kind == CLOSE and not body:
+            self._loop.remove_reader(self._socket.fileno())
+            self._end()
+        else:
+            raise WireError(f"a frame of kind {kind} and {len(body)} bytes")
+
+    def _read_message(self, body: memoryview, envelope_bytes: int) -> None:
+        envelope, sizes = decode_envelope(bytes(body[:envelope_bytes]), self.limits)
+        if envelope_bytes + sum(sizes) != len(body):
+            raise WireError(f"tensors of {sizes} bytes were announced, {len(body) - envelope_bytes} bytes came")
+        if not is_repeat(envelope.sequence, self._expected):
+            self._receiving.arrived(sum(sizes))  # raises for a peer that had no credit
+        buffers, place = [], envelope_bytes
+        for size in sizes:
+            buffers.append(bytearray(body[place : place + size]))
+            place += size
+        self._deliver(envelope, buffers, sum(sizes))
+
+
+class TcpTransport(Transport):
+    """The scheme. SocketListener and meet do the handshake on the very socket that then carries the frames."""
+
+    scheme: ClassVar[str] = "tcp"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or "127.0.0.1:0"
+        return SocketListener(self.scheme, name, limits, key, identity, _channel)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        return _channel(await meet(self.scheme, expect_scheme(address, self.scheme), limits, key, identity, lambda agreed: (b"", [])))
+
+
+def _channel(meeting: Meeting) -> TcpChannel:
+    return TcpChannel(meeting.line, meeting.limits, meeting.peer)

@@ -1,0 +1,56 @@
+"""`flowrt check transport`: the table, the file, the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowrt import cli
+from transports import inproc
+
+
+def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["flowrt", "check", "transport", *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(str(stopped.value.code))
+
+
+def test_promises_verdicts_and_seconds_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results = tmp_path / "results.json"
+    assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "--json", str(results)) == 0
+    shown = capsys.readouterr().out
+    assert "cancelled recv: A recv that is cancelled" in shown
+    assert "8 kept in" in shown
+    found = json.loads(results.read_text())
+    assert {each["name"] for each in found} >= {"check_cancelled_recv", "check_connect_cancelled_at_every_turn"}
+    assert all(each["verdict"] == "kept" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
+
+
+def test_a_broken_promise_is_named_and_ends_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(inproc.InprocChannel, "_payload_bytes", lambda self, message: 0)
+    assert check(monkeypatch, "inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio") == 1
+    shown = capsys.readouterr().out
+    assert "broken on asyncio: check_bounds: at most 8 messages of 131072 bytes" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("nosuch",), "unknown transport 'nosuch'; known: inproc, shm, zmq"),
+        (("inproc", "--only", "zzz"), "no check has 'zzz' in its name"),
+        (("inproc", "--loop", "trio"), "trio"),
+    ],
+)
+def test_bad_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+) -> None:
+    assert check(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
