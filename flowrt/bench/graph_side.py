@@ -42,7 +42,7 @@ class GraphSide:
     async def run(self, prompts: Prompts, new_tokens: int, on_prefilled: Callable[[], Awaitable[None]] | None = None) -> Run:
         """Decode greedily. `on_prefilled` is awaited when every sequence has its first token, while the graph goes on.
 
-        Raises UserError when a request fails.
+        Raises UserError when a request fails, or when all tokens come at once.
         """
         parameters = Parameters(max_tokens=new_tokens, ignore_eos=True)
         clock = TurnClock()
@@ -74,7 +74,10 @@ class GraphSide:
                     await on_prefilled()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return run_of(prefilled.result(), times, tokens)
+        run = run_of(prefilled.result(), times, tokens)
+        if not run.decode_tokens:
+            raise UserError(f"no token came after the last first one: {new_tokens} new tokens are too few to measure decoding; use more")
+        return run
 
 
 def check_room(graph: Graph, batches: list[int], prompt_tokens: int, new_tokens: int) -> None:
