@@ -1,111 +1,132 @@
-"""`python -m flowrt.simulation GRAPH --seeds 1000`: the same requests under many seeds; the tokens must be the same under each.
+"""`python -m flowrt.simulation [GRAPH ...] --seeds 1000`: graphs under many seeds of virtual time, faults and all.
 
-Here: the command, and what it prints. Not here: the run itself (cluster.py). `make simulate` calls it. A seed that fails is printed with
-the command that replays it alone; the exit code is then 1.
+Here: the command, and what it prints. Not here: the runs (campaign.py, cases.py). `make simulate` calls it. A seed that fails is printed
+with what is left of it after shrinking and the command that replays just that; the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrt.cluster.gateway import Parameters
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
-from flowrt.simulation.cluster import Served, SimulatedRequest, serve
-from flowrt.simulation.weather import NetworkConditions
-from flowrt.simulation.world import Outcome, run
+from flowrt.graph.scenario_file import load_scenario
+from flowrt.reliability.scenario import KINDS, AnyFault
+from flowrt.simulation.campaign import Failure, Tally, campaign, fails
+from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.cluster import Served
+from flowrt.simulation.shrink import shrink
+from flowrt.simulation.world import Outcome
 from operators.model_config import ModelError, read_model_config
 
-REPORT_EVERY = 50
-DEFAULT_GRAPH = "examples/quickstart.yaml"
-
-
-def make_requests(graph: Graph, vocab_size: int, count: int, max_tokens: int) -> list[SimulatedRequest]:
-    """`count` prompts of random ids and various lengths; the same ones for every seed."""
-    chance = random.Random("prompts")
-    longest = max(1, min(24, graph.limits.max_step_tokens))
-    prompts = [tuple(chance.randrange(vocab_size) for _ in range(chance.randint(1, longest))) for _ in range(count)]
-    return [SimulatedRequest(prompt, Parameters(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
-
-
-def simulate(graph: Graph, requests: Sequence[SimulatedRequest], seed: int) -> Outcome[Served]:
-    """One seed, under weather that the seed draws: a calm network or a rough one, with or without tiny queues."""
-    chance = random.Random(f"conditions {seed}")
-    conditions = NetworkConditions(
-        most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
-        slow_one_in=chance.choice((0, 50, 5)),
-        duplicate_one_in=chance.choice((0, 40, 4)),
-        tiny_one_in=chance.choice((0, 0, 3)),
-    )
-    return run(seed, lambda world: serve(world, graph, requests), conditions=conditions)
+REPORT_EVERY = 100
+DEFAULT_GRAPHS = ("examples/quickstart.yaml",)
+ALL_KINDS_FROM = 1000  # seeds: so many must have met each kind of fault
+MOST_FAILURES = 10  # to look at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 when all seeds gave the first one's tokens, 1 when one did not, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m flowrt.simulation", description="Run a graph under many seeds of virtual time.")
-    parser.add_argument("graph", nargs="?", default=DEFAULT_GRAPH, help="a graph file with a model (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=200, help="how many seeds (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=6, help="requests per run (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8, help="tokens per request (default: %(default)s)")
-    parser.add_argument("--digests", action="store_true", help="print each seed's digest and number of steps")
-    given = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the worker brings torch: its threads are no part of the seed
+    """The exit code: 0 when everything held under each seed, 1 when it did not, 2 for bad input."""
+    given = _parser().parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a worker brings torch: its threads are no part of the seed
     try:
-        graph = load_graph(Path(given.graph), facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+        graphs = [_load(path) for path in _files(given.graphs)]
+        scenario = None if given.scenario is None else load_scenario(Path(given.scenario), graphs[0])
+        kept = Kept(_numbers(given.keep_faults), _numbers(given.keep_requests), given.calm)
     except (UserError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
+    again = "python -m flowrt.simulation " + " ".join([*given.graphs, *([f"--scenario {given.scenario}"] if given.scenario else [])])
+    again += " --weights" if given.weights else ""
+
+    def on_run(case: Case, came: Outcome[Served] | Failure, tally: Tally) -> bool:
+        if isinstance(came, Failure):
+            print(f"seed {case.seed}: {came.text}", file=sys.stderr)
+            _tell_smallest(draw(case.seed, graphs, scenario, case.exact), kept, again, shrinks=not given.no_shrink)
+        elif given.digests:
+            print(case.seed, came.digest, came.num_steps, f"{came.virtual_seconds:.9f}", flush=True)
+        if tally.num_seeds % REPORT_EVERY == 0 or tally.num_seeds == given.seeds:
+            print(f"{tally.num_seeds} seeds, {len(tally.failures)} failed, {tally.num_steps} steps", flush=True)
+        return len(tally.failures) < MOST_FAILURES
+
+    seeds = range(given.first, given.first + given.seeds)
+    tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, on_run=on_run)
+    print(f"outcomes: {_counts(tally.outcomes)}; virtual time {tally.virtual_seconds:.0f} s")
+    print(f"faults: {_counts(tally.faults)}")
+    unmet = [kind for kind in KINDS if not tally.faults[kind]]
+    if unmet and tally.num_seeds >= ALL_KINDS_FROM and scenario is None:
+        print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)
+        return 1
+    return 1 if tally.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flowrt.simulation", description="Run graphs under many seeds of virtual time.")
+    parser.add_argument("graphs", nargs="*", default=list(DEFAULT_GRAPHS), help="graph files with a model, or folders of them")
+    parser.add_argument("--seeds", type=int, default=200, help="how many seeds (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--scenario", help="a scenario file: its faults in every run, instead of drawn ones")
+    parser.add_argument("--weights", action="store_true", help="compute with the model's weights, not with the exact model")
+    parser.add_argument("--digests", action="store_true", help="print each seed's digest and number of steps")
+    parser.add_argument("--keep-faults", metavar="N,N", help="of the drawn faults only these; - for none")
+    parser.add_argument("--keep-requests", metavar="N,N", help="of the drawn requests only these")
+    parser.add_argument("--calm", action="store_true", help="no weather but the faults")
+    parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest part of a case that fails")
+    return parser
+
+
+def _files(names: Sequence[str]) -> list[Path]:
+    files: list[Path] = []
+    for name in names:
+        path = Path(name)
+        files += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{', '.join(names)}: no *.yaml in it; give a graph file or a folder of graph files")
+    return files
+
+
+def _load(path: Path) -> Graph:
+    graph = load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
     if graph.model is None:
-        print(f"{given.graph}: no model, so nothing to ask of it; give a graph file with model:", file=sys.stderr)
-        return 2
-    requests = make_requests(graph, read_model_config(Path(graph.model.path)).vocab_size, given.requests, given.max_tokens)
-    return _all_seeds(graph, requests, given)
+        raise UserError(f"{path}: no model, so nothing to ask of it; give a graph file with model:")
+    return graph
 
 
-def _all_seeds(graph: Graph, requests: Sequence[SimulatedRequest], given: argparse.Namespace) -> int:
-    expected: tuple[tuple[int, ...], ...] | None = None
-    steps, failed = 0, []
-    for number, seed in enumerate(range(given.first, given.first + given.seeds), 1):
-        try:
-            outcome = simulate(graph, requests, seed)
-            expected = outcome.result.token_ids if expected is None else expected
-            _check(outcome.result, expected)
-            steps += outcome.num_steps
-            if given.digests:
-                print(seed, outcome.digest, outcome.num_steps, f"{outcome.virtual_seconds:.9f}", flush=True)
-        except Exception as error:
-            failed.append(seed)
-            options = f"--first {seed} --seeds 1 --requests {given.requests} --max-tokens {given.max_tokens}"
-            for leaf in _leaves(error):
-                print(f"seed {seed}: {type(leaf).__name__}: {leaf}", file=sys.stderr)
-            print(f"  again: python -m flowrt.simulation {given.graph} {options}", file=sys.stderr, flush=True)
-        if number % REPORT_EVERY == 0 or number == given.seeds:
-            print(f"{number} seeds, {len(failed)} failed, {steps} steps", flush=True)
-    return 1 if failed else 0
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return () if text == "-" else tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} is no list of numbers; write 0,2 or -") from None
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors inside of groups of groups; of those that the same fault brought up several times, one."""
-    if isinstance(error, BaseExceptionGroup):
-        found = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-        return list({(type(leaf), str(leaf)): leaf for leaf in found}.values())
-    return [error]
+def _tell_smallest(case: Case, kept: Kept, again: str, shrinks: bool) -> None:
+    """What is left of a failing case, and how to see it again."""
+    if shrinks and kept == Kept():
+        kept = shrink(case, fails)
+    left = kept.of(case)
+    options = [f"--first {case.seed}", "--seeds 1"]
+    if kept.faults is not None and len(kept.faults) < len(case.scenario.faults):
+        options.append(f"--keep-faults {','.join(map(str, kept.faults)) or '-'}")
+    if kept.requests is not None and len(kept.requests) < len(case.requests):
+        options.append(f"--keep-requests {','.join(map(str, kept.requests))}")
+    options += ["--calm"] * kept.calm
+    weather = "calm" if kept.calm else "its weather"
+    print(f"  with {len(left.requests)} requests, {weather}, {_faults_text(left.scenario.faults)}", file=sys.stderr)
+    print(f"  again: {again} {' '.join(options)}", file=sys.stderr, flush=True)
 
 
-def _check(served: Served, expected: tuple[tuple[int, ...], ...]) -> None:
-    """Raise AssertionError unless every request finished, and with the tokens expected."""
-    for index, reason in enumerate(served.finish_reasons):
-        if reason not in ("length", "stop"):
-            raise AssertionError(f"request {index} ended with {reason}: {served.errors[index]}")
-    for index, (ours, theirs) in enumerate(zip(served.token_ids, expected, strict=True)):
-        if ours != theirs:
-            raise AssertionError(f"request {index} gave {ours}, under the first seed {theirs}")
+def _faults_text(faults: Sequence[AnyFault]) -> str:
+    return "; ".join(f"{fault.kind} of {' and '.join(fault.processes)} at {fault.at_seconds:.4f} s" for fault in faults) or "no fault"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
 
 
 if __name__ == "__main__":

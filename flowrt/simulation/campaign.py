@@ -1,0 +1,102 @@
+"""Many seeds, one after another, and what came of them.
+
+Here: `campaign`, Failure, Tally. Not here: what a seed means (cases.py), options and texts (__main__.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flowrt.graph.model import Graph
+from flowrt.reliability.scenario import Scenario
+from flowrt.simulation.cases import Case, Kept, draw, run_case
+from flowrt.simulation.cluster import Served
+from flowrt.simulation.errors import DeadlockError, ForeignThreadError, InvariantError, LivelockError, UnhandledError
+from flowrt.simulation.world import Outcome
+
+_NAMES: tuple[tuple[type[BaseException], str], ...] = (
+    (DeadlockError, "deadlock"),
+    (LivelockError, "livelock"),
+    (UnhandledError, "unhandled"),
+    (ForeignThreadError, "foreign thread"),
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed that failed: by which invariant, or else by which kind of error, and the text."""
+
+    seed: int
+    invariant: str
+    text: str
+
+
+@dataclass
+class Tally:
+    """Of all seeds so far. `faults` counts, by kind, those that met something that lived; `outcomes` counts runs by how they ended."""
+
+    num_seeds: int = 0
+    num_steps: int = 0
+    virtual_seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def campaign(
+    seeds: Iterable[int],
+    graphs: Sequence[Graph],
+    *,
+    scenario: Scenario | None = None,
+    exact: bool = True,
+    kept: Kept = Kept(),
+    on_run: Callable[[Case, Outcome[Served] | Failure, Tally], bool] = lambda case, came, tally: True,
+) -> Tally:
+    """Run each seed; `on_run` hears of every one, and ends the campaign by returning False."""
+    tally = Tally()
+    for seed in seeds:
+        case = kept.of(draw(seed, graphs, scenario, exact))
+        came: Outcome[Served] | Failure
+        try:
+            came = run_case(case)
+        except Exception as error:
+            came = failure_of(seed, error)
+            tally.failures.append(came)
+            tally.outcomes["failed"] += 1
+        else:
+            tally.num_steps += came.num_steps
+            tally.virtual_seconds += came.virtual_seconds
+            tally.faults.update(came.num_faults)
+            tally.outcomes["named error" if came.result.failure is not None else "tokens"] += 1
+        tally.num_seeds += 1
+        if not on_run(case, came, tally):
+            break
+    return tally
+
+
+def fails(case: Case) -> bool:
+    try:
+        run_case(case)
+    except Exception:
+        return True
+    return False
+
+
+def failure_of(seed: int, error: BaseException) -> Failure:
+    """Told by the first error at the bottom; an invariant before anything else, since errors in a group are of one fault."""
+    leaves = list(_leaves(error))
+    worst = next((leaf for leaf in leaves if isinstance(leaf, InvariantError)), leaves[0])
+    if isinstance(worst, InvariantError):
+        return Failure(seed, worst.invariant, str(worst))
+    name = next((name for kind, name in _NAMES if isinstance(worst, kind)), type(worst).__name__)
+    return Failure(seed, name, f"{type(worst).__name__}: {worst}")
+
+
+def _leaves(error: BaseException) -> Iterable[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,234 @@
+"""What a seed means: a graph, requests, weather and faults, all drawn from it, and the run of them with its checks.
+
+Here: Case, `draw`, `run_case`, Cut-downs of a case (`Kept`). Not here: what must hold (invariants.py), many seeds and their report
+(campaign.py), finding the smallest case that fails (shrink.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from flowrt.cluster.gateway import Gateway, Parameters, Placed
+from flowrt.graph.model import GATEWAY, Graph
+from flowrt.reliability.scenario import (
+    AnyFault,
+    Crash,
+    Cut,
+    Duplicate,
+    Hang,
+    Pause,
+    Reset,
+    Scenario,
+    Skew,
+    Slow,
+    SlowLink,
+    Stall,
+    TinyQueues,
+)
+from flowrt.simulation.cluster import Served, SimulatedRequest, serve
+from flowrt.simulation.inside import EXACT_MODEL
+from flowrt.simulation.invariants import Reference, check
+from flowrt.simulation.simulated_seams import ComputeCost
+from flowrt.simulation.weather import CALM, NetworkConditions
+from flowrt.simulation.world import Outcome, run
+from operators.model_config import read_model_config
+
+GRACE_SECONDS = 60.0  # of virtual time beyond the last fault and its deadline: whoever needs more is stuck
+POOL = 12  # different requests; few, so that their references are worked out once for all seeds
+_COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, all of it said. `number` of the fault and request are their places here."""
+
+    seed: int
+    graph: Graph
+    requests: tuple[SimulatedRequest, ...]
+    scenario: Scenario
+    conditions: NetworkConditions
+    cost: ComputeCost
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a drawn case. None: all."""
+
+    faults: tuple[int, ...] | None = None
+    requests: tuple[int, ...] | None = None
+    calm: bool = False  # no weather, computing takes the usual time
+
+    def of(self, case: Case) -> Case:
+        faults, requests = case.scenario.faults, case.requests
+        if self.faults is not None:
+            faults = tuple(fault for number, fault in enumerate(faults) if number in self.faults)
+        if self.requests is not None:
+            requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
+        case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests)
+        return replace(case, conditions=CALM, cost=ComputeCost()) if self.calm else case
+
+
+def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True) -> Case:
+    """The case of a seed. `scenario` takes the place of drawn faults."""
+    chance = random.Random(f"case {seed}")
+    graph = graphs[chance.randrange(len(graphs))]
+    requests = _draw_requests(random.Random(f"requests {seed}"), graph)
+    conditions = NetworkConditions(
+        most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
+        slow_one_in=chance.choice((0, 50, 5)),
+        duplicate_one_in=chance.choice((0, 40, 4)),
+        tiny_one_in=chance.choice((0, 0, 3)),
+    )
+    cost = chance.choice(_COSTS)
+    if scenario is None:
+        scenario = Scenario(faults=tuple(_draw_faults(random.Random(f"faults {seed}"), graph)))
+    return Case(seed, graph, requests, scenario, conditions, cost, exact)
+
+
+def run_case(case: Case) -> Outcome[Served]:
+    """Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
+    outcome = run(
+        case.seed,
+        lambda world: serve(world, case.graph, case.requests, scenario=case.scenario, exact=case.exact),
+        conditions=case.conditions,
+        cost=case.cost,
+        max_seconds=case.scenario.ends_seconds + case.scenario.deadline_seconds + GRACE_SECONDS,
+    )
+    references = [reference_of(case, request) for request in case.requests]
+    check(case.graph, case.scenario, case.requests, outcome.result, references)
+    return outcome
+
+
+# Requests
+
+_References = dict[tuple[str, str, bool, SimulatedRequest], Reference]
+_known: _References = {}
+
+
+def reference_of(case: Case, request: SimulatedRequest) -> Reference:
+    """The tokens that are right: by plain arithmetic; with weights, those of the request alone on a calm day."""
+    assert case.graph.model is not None
+    request = replace(request, after_seconds=None, cancel_seconds=None)
+    key = (case.graph.model.path, case.graph.numerics, case.exact, request)
+    if key not in _known:
+        if case.exact:
+            gateway = Gateway(["any"], case.graph.limits, _positions(case.graph.model.path), draw_seed=lambda: 0)
+            placed = gateway.admit(request.prompt_token_ids, request.parameters)
+            assert isinstance(placed, Placed), placed
+            module = import_module(EXACT_MODEL)
+            _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
+        else:
+            alone = run(0, lambda world: serve(world, case.graph, [request]), conditions=CALM)
+            _known[key] = alone.result.choices[0]
+    return _known[key]
+
+
+@lru_cache(maxsize=64)
+def _positions(path: str) -> int:
+    return read_model_config(Path(path)).max_position_embeddings
+
+
+@lru_cache(maxsize=64)
+def _vocabulary(path: str) -> int:
+    return read_model_config(Path(path)).vocab_size
+
+
+def _pool(graph: Graph) -> list[SimulatedRequest]:
+    """The requests that seeds choose from: lengths from one token to several chunks and pages, and each way to ask."""
+    assert graph.model is not None
+    vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
+    room = min(limits.kv_pages * limits.page_tokens, _positions(graph.model.path))
+    most_new = min(limits.max_tokens, 7)
+    pool = []
+    for number in range(POOL):
+        length = min((1, 3, 9, 17, 30)[number % 5], room - most_new)
+        stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
+        sampled = number % 3 == 1
+        parameters = Parameters(
+            max_tokens=chance.randint(1, most_new),
+            min_tokens=1 if number % 8 == 2 else 0,
+            n=2 if number in (1, 6) else 1,
+            temperature=0.9 if sampled else 0.0,
+            top_k=5 if number == 4 else 0,
+            seed=number,
+            frequency_penalty=0.5 if number == 7 else 0.0,
+            stop_token_ids=stops,
+            ignore_eos=not stops,
+            logprobs=2 if number == 5 else None,
+        )
+        pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), parameters))
+    return pool
+
+
+def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedRequest, ...]:
+    pool = _pool(graph)
+    apart = chance.choice((0.0, 2e-3, 30e-3))
+    drawn = []
+    for _ in range(chance.randint(2, 5)):
+        patience = chance.uniform(0.0, 0.1) if chance.random() < 0.12 else None
+        drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), cancel_seconds=patience))
+    return tuple(drawn)
+
+
+# Faults
+
+_KINDS = {
+    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
+    "tiny_queues": 6, "swizzle": 5,
+}  # fmt: skip
+
+
+def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    count = chance.choice((0, 1, 1, 2, 2, 3, 5))
+    names = list(graph.process_names())
+    process_of = {node.name: node.process for node in graph.nodes.values()}
+    pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges}
+    links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
+    faults: list[AnyFault] = []
+    for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
+        faults += _draw_fault(chance, kind, names, links)
+    return faults
+
+
+def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
+    name, between = chance.choice(names), chance.choice(links)
+    at = 10 ** chance.uniform(-3.3, -0.8)
+    lasts = 10 ** chance.uniform(-3, 0.4)
+    match kind:
+        case "crash":
+            return [Crash(at_seconds=at, process=name)]
+        case "pause":
+            return [Pause(at_seconds=at, process=chance.choice([name, name, GATEWAY]), for_seconds=lasts)]
+        case "stall":
+            return [Stall(at_seconds=at, process=chance.choice([name, name, GATEWAY]), for_seconds=lasts)]
+        case "hang":
+            return [Hang(at_seconds=at, process=name, for_seconds=lasts)]
+        case "slow":
+            return [Slow(at_seconds=at, process=name, for_seconds=lasts, factor=chance.choice((2.0, 5.0, 50.0)))]
+        case "slow_link":
+            return [SlowLink(at_seconds=at, between=between, for_seconds=lasts, factor=chance.choice((3.0, 30.0, 300.0)))]
+        case "cut":
+            return [Cut(at_seconds=at, between=between, for_seconds=lasts, direction=chance.choice(("both", "there", "back")))]
+        case "reset":
+            return [Reset(at_seconds=at, between=between)]
+        case "duplicate":
+            return [Duplicate(at_seconds=at, between=between, for_seconds=lasts, one_in=chance.choice((1, 2, 5)))]
+        case "skew":
+            return [Skew(at_seconds=at, process=name, rate=chance.choice((0.5, 0.95, 1.05, 2.0)))]
+        case "tiny_queues":
+            return [TinyQueues(process=name)]
+        case _:  # swizzle: links of one process are cut one after another and heal in another order
+            own = [link for link in links if name in link]
+            return [
+                Cut(at_seconds=at + 1e-3 * place, between=link, for_seconds=chance.uniform(5e-3, lasts + 5e-3))
+                for place, link in enumerate(chance.sample(own, len(own)))
+            ]

@@ -1,0 +1,73 @@
+"""What must hold after every run, whatever befell it.
+
+Here: `check`, `may_fail`, SURVIVED. Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
+(cases.py). Raises InvariantError with the number of what does not hold:
+
+I1 tokens: indexes 0 to n-1, each once, the reference's. I2 nothing of an old epoch or incarnation is used: seen as I1, I3 and I4.
+I3 each page free or held once. I4 credits at hand and on their way are all there are. I5 every request ends, once, in time.
+I6 queues within their bounds: the code's own checks. I7 who did nothing wrong is not held to be dead. I8 nothing is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowrt.graph.model import Graph
+from flowrt.reliability.scenario import AnyFault, Scenario
+from flowrt.simulation.cluster import Served, SimulatedRequest
+from flowrt.simulation.errors import InvariantError
+
+# (kind of fault, role of a process it befalls) that a run outlives with all its tokens, although it does not heal by itself. Whoever
+# builds a recovery adds its line here, and every drawn and written scenario asks for it from then on.
+SURVIVED: frozenset[tuple[str, str]] = frozenset()
+
+Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
+
+
+def role_of(graph: Graph, process: str) -> str:
+    """ "attention" or "experts" for a worker of a model graph, "gateway" otherwise."""
+    operators = {node.operator for node in graph.nodes_of(process)}
+    return "attention" if "attention" in operators else "experts" if "experts" in operators else "gateway"
+
+
+def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
+    """The processes that the run may fail for, by name: those that a fault befalls which neither heals nor is outlived."""
+    return frozenset(name for fault in scenario.faults if _is_fatal(graph, fault) for name in fault.processes)
+
+
+def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
+    return not fault.heals and not all((fault.kind, role_of(graph, name)) in SURVIVED for name in fault.processes)
+
+
+def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest], served: Served, references: Sequence[Reference]) -> None:
+    """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names who
+    failed, in time, with all requests ended and all tokens given till then right."""
+    if served.failure is not None:
+        culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
+        if served.failed not in culprits:
+            raise InvariantError("I7", f"the run failed for {served.failed}, which nothing befell that would allow it: {served.failure}")
+        latest = scenario.ends_seconds + scenario.deadline_seconds
+        if served.failed_seconds is not None and served.failed_seconds > latest:
+            raise InvariantError("I5", f"the failure was told after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
+    if len(served.choices) < len(requests) and served.failure is None:
+        raise InvariantError("I5", f"{len(served.choices)} of {len(requests)} requests were taken")
+    for index, (request, choices, reference) in enumerate(zip(requests, served.choices, references, strict=False)):
+        if served.num_ends[index] != 1:
+            raise InvariantError("I5", f"request {index} ended {served.num_ends[index]} times")
+        reason = served.finish_reasons[index]
+        broken_off = reason == "cancelled" and request.cancel_seconds is not None
+        broken_off = broken_off or (reason == "error" and served.failure is not None and bool(served.errors[index]))
+        if not broken_off and reason not in ("length", "stop"):
+            raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {served.errors[index]}")
+        _check_tokens(index, choices, served.indexes[index], reference, whole=not broken_off)
+
+
+def _check_tokens(index: int, choices: Reference, told: Sequence[Sequence[int]], reference: Reference, whole: bool) -> None:
+    if len(choices) != len(reference):
+        raise InvariantError("I1", f"request {index} has {len(choices)} choices of {len(reference)}")
+    for choice, (ours, theirs, indexes) in enumerate(zip(choices, reference, told, strict=True)):
+        which = f"request {index}" + (f" choice {choice}" if choice else "")
+        if list(indexes) != list(range(len(ours))):
+            raise InvariantError("I1", f"{which}: its client was told the indexes {list(indexes)}")
+        if ours != (theirs if whole else theirs[: len(ours)]):
+            raise InvariantError("I1", f"{which} gave {ours}, the reference {theirs}")
