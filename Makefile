@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Whatever decides what is installed; a change of any of these installs again, nothing else does.
-INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_words.c)
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_*.[ch])
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 ARGS ?=

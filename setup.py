@@ -1,4 +1,4 @@
-"""Only for the one C file, which is optional: without a compiler the install goes on, and shared memory reports why it is missing.
+"""Only for the one C module, which is optional: without a compiler the install goes on, and shared memory reports why it is missing.
 
 Everything else about the package is in pyproject.toml. For development: python setup.py build_ext --inplace
 """
@@ -12,8 +12,10 @@ if sys.platform == "linux":
     extensions.append(
         Extension(
             "transports._words",
-            ["transports/_words.c"],
-            extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wno-unused-parameter"],
+            ["transports/_words.c", "transports/_records.c", "transports/_copier.c"],
+            depends=["transports/_words.h"],
+            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     )

@@ -7,27 +7,20 @@
  * Ledger(...)          ranges of such memory handed out in order and given back in any order; the released prefix is published
  * Lease                one range of a Ledger, a writable buffer; gone when the last view of it is, on whatever thread that happens
  *
- * All of it runs under the interpreter's lock, which is what makes a Ledger safe to touch from several threads of one process.
+ * Records(...)         the record ring: one call writes a record, one reads the next (_records.c)
+ * Lane(...)            copies made in order by a thread of their own (_copier.c)
+ *
+ * All but the copies of a Lane runs under the interpreter's lock, which is what makes a Ledger safe to touch from several threads of one process.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "_words.h"
 #include <sys/mman.h>
-#include <unistd.h>
 
-typedef struct {
-    PyObject_HEAD
-    char *base;
-    Py_ssize_t nbytes;
-} Memory;
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14; the headers may be older than the kernel */
+#define MADV_POPULATE_WRITE 23
+#endif
 
-static PyTypeObject MemoryType;
-
-static uint64_t *word(Memory *self, PyObject *offset)
+uint64_t *flowrt_word(Memory *self, Py_ssize_t at)
 {
-    Py_ssize_t at = PyLong_AsSsize_t(offset);
-    if (at == -1 && PyErr_Occurred())
-        return NULL;
     if (at < 0 || at % 8 || at > self->nbytes - 8) {
         PyErr_Format(PyExc_IndexError, "no 64-bit word at offset %zd of %zd bytes", at, self->nbytes);
         return NULL;
@@ -35,7 +28,13 @@ static uint64_t *word(Memory *self, PyObject *offset)
     return (uint64_t *)(self->base + at);
 }
 
-static int expect(Py_ssize_t given, Py_ssize_t wanted)
+static uint64_t *word(Memory *self, PyObject *offset)
+{
+    Py_ssize_t at = PyLong_AsSsize_t(offset);
+    return at == -1 && PyErr_Occurred() ? NULL : flowrt_word(self, at);
+}
+
+int flowrt_expect(Py_ssize_t given, Py_ssize_t wanted)
 {
     if (given == wanted)
         return 1;
@@ -80,52 +79,34 @@ static int memory_getbuffer(Memory *self, Py_buffer *view, int flags)
 static PyObject *memory_load(Memory *self, PyObject *offset)
 {
     uint64_t *at = word(self, offset);
-    return at ? PyLong_FromUnsignedLongLong(__atomic_load_n(at, __ATOMIC_ACQUIRE)) : NULL;
+    return at ? PyLong_FromUnsignedLongLong(flowrt_load(at)) : NULL;
 }
 
 static PyObject *memory_store(Memory *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t *at;
-    if (!expect(count, 2) || !(at = word(self, args[0])))
+    uint64_t *at, value;
+    if (!flowrt_expect(count, 2) || !(at = word(self, args[0])) || !flowrt_uint64(args[1], &value))
         return NULL;
-    uint64_t value = PyLong_AsUnsignedLongLong(args[1]);
-    if (value == (uint64_t)-1 && PyErr_Occurred())
-        return NULL;
-    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    flowrt_store(at, value);
     Py_RETURN_NONE;
-}
-
-/* The two halves of going to sleep without missing a wake-up. Each side writes its own word, passes a full fence, and reads the
- * other's: at least one of the two sees what the other wrote. */
-static int publish(uint64_t *at, uint64_t value, uint64_t *flag)
-{
-    __atomic_store_n(at, value, __ATOMIC_RELEASE);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0 && __atomic_exchange_n(flag, 0, __ATOMIC_SEQ_CST) != 0;
 }
 
 static PyObject *memory_publish(Memory *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t *at, *flag;
+    uint64_t *at, *flag, value;
     if (count < 3 || count % 2 == 0) {
-        expect(count, 3);
+        flowrt_expect(count, 3);
         return NULL;
     }
-    if (!(at = word(self, args[0])) || !(flag = word(self, args[2])))
-        return NULL;
-    uint64_t value = PyLong_AsUnsignedLongLong(args[1]);
-    if (value == (uint64_t)-1 && PyErr_Occurred())
+    if (!(at = word(self, args[0])) || !flowrt_uint64(args[1], &value) || !(flag = word(self, args[2])))
         return NULL;
     for (Py_ssize_t next = 3; next < count; next += 2) {
-        uint64_t *other = word(self, args[next]);
-        if (!other)
+        uint64_t *other = word(self, args[next]), also;
+        if (!other || !flowrt_uint64(args[next + 1], &also))
             return NULL;
-        uint64_t also = PyLong_AsUnsignedLongLong(args[next + 1]);
-        if (also == (uint64_t)-1 && PyErr_Occurred())
-            return NULL;
-        __atomic_store_n(other, also, __ATOMIC_RELEASE);
+        flowrt_store(other, also);
     }
-    return PyBool_FromLong(publish(at, value, flag));
+    return PyBool_FromLong(flowrt_publish(at, value, flag));
 }
 
 static PyObject *memory_raise_flag(Memory *self, PyObject *offset)
@@ -138,19 +119,66 @@ static PyObject *memory_raise_flag(Memory *self, PyObject *offset)
     Py_RETURN_NONE;
 }
 
+static PyObject *memory_populate(Memory *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!flowrt_expect(count, 2))
+        return NULL;
+    Py_ssize_t at = PyLong_AsSsize_t(args[0]), nbytes = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (at < 0 || nbytes < 0 || at > self->nbytes || nbytes > self->nbytes - at)
+        return PyErr_Format(PyExc_ValueError, "no %zd bytes at %zd of %zd", nbytes, at, self->nbytes);
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    do
+        failed = madvise(self->base + at, (size_t)nbytes, MADV_POPULATE_WRITE) < 0 ? errno : 0;
+    while (failed == EINTR || failed == EAGAIN);
+    Py_END_ALLOW_THREADS
+    if (!failed || failed == EINVAL)
+        return PyBool_FromLong(!failed);
+    errno = failed;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *memory_fill(Memory *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!flowrt_expect(count, 2))
+        return NULL;
+    Py_ssize_t at = PyLong_AsSsize_t(args[0]);
+    if (at == -1 && PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[1], &view, PyBUF_FULL_RO) < 0)
+        return NULL;
+    int failed = at < 0 || at > self->nbytes || view.len > self->nbytes - at;
+    if (failed)
+        PyErr_Format(PyExc_ValueError, "no %zd bytes at %zd of %zd", view.len, at, self->nbytes);
+    else
+        failed = flowrt_flatten(self->base + at, &view) < 0;
+    PyBuffer_Release(&view);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef memory_methods[] = {
     {"load", (PyCFunction)memory_load, METH_O, "load(offset) -> int: the word at `offset`, with acquire order."},
     {"store", (PyCFunction)(void (*)(void))memory_store, METH_FASTCALL, "store(offset, value): with release order."},
     {"publish", (PyCFunction)(void (*)(void))memory_publish, METH_FASTCALL,
      "publish(offset, value, flag_offset, *more) -> bool: store pairs (offset, value) of `more`, then `value`, with release order; full "
      "fence; lower the flag; was it raised?"},
+    {"populate", (PyCFunction)(void (*)(void))memory_populate, METH_FASTCALL,
+     "populate(offset, nbytes) -> bool: allocate and map whole pages for writing, with their content kept. False when this kernel cannot "
+     "(then they must have been allocated before); OSError when there is no memory."},
+    {"fill", (PyCFunction)(void (*)(void))memory_fill, METH_FASTCALL,
+     "fill(offset, buffer): copy a buffer there, row-major; it may have strides."},
     {"raise_flag", (PyCFunction)memory_raise_flag, METH_O, "raise_flag(flag_offset): set the word to 1, then a full fence."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyBufferProcs memory_buffer = {(getbufferproc)memory_getbuffer, NULL};
 
-static PyTypeObject MemoryType = {
+PyTypeObject MemoryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transports._words.Memory",
     .tp_doc = "Memory(fd, nbytes): the first `nbytes` of `fd`, mapped shared. Keeps no descriptor.",
     .tp_basicsize = sizeof(Memory),
@@ -171,8 +199,8 @@ typedef struct {
     Memory *memory;
     char *area;
     uint64_t area_bytes;
-    uint64_t *tail_word, *flag_word;
-    uint64_t tail;
+    uint64_t *tail_word, *flag_word; /* after the tail's word comes that of the bytes held */
+    uint64_t tail, held_bytes;
     uint64_t first, next; /* numbers of the oldest entry kept and of the next one; the entries lie in a power-of-two ring */
     uint64_t capacity;
     Py_ssize_t held;
@@ -203,7 +231,7 @@ static PyObject *ledger_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (area < 0 || area_bytes < 0 || area > memory->nbytes || area_bytes > memory->nbytes - area)
         return PyErr_Format(PyExc_ValueError, "an area of %zd bytes at %zd does not fit", area_bytes, area);
     uint64_t *tail_word = word(memory, tail), *flag_word = tail_word ? word(memory, flag) : NULL;
-    if (!flag_word)
+    if (!flag_word || !flowrt_word(memory, (char *)(tail_word + 1) - memory->base))
         return NULL;
     Ledger *self = (Ledger *)type->tp_alloc(type, 0);
     if (!self)
@@ -243,15 +271,12 @@ static int ledger_grow(Ledger *self)
 
 static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (!expect(count, 2))
+    if (!flowrt_expect(count, 2))
         return NULL;
     if (self->detached)
         return PyErr_Format(PyExc_ValueError, "a detached ledger hands out nothing");
-    uint64_t start = PyLong_AsUnsignedLongLong(args[0]);
-    if (start == (uint64_t)-1 && PyErr_Occurred())
-        return NULL;
-    uint64_t nbytes = PyLong_AsUnsignedLongLong(args[1]);
-    if (nbytes == (uint64_t)-1 && PyErr_Occurred())
+    uint64_t start, nbytes;
+    if (!flowrt_uint64(args[0], &start) || !flowrt_uint64(args[1], &nbytes))
         return NULL;
     int empty = self->next == self->first; /* then the peer may begin anew anywhere further on */
     uint64_t last = empty ? self->tail : self->entries[(self->next - 1) & (self->capacity - 1)].end;
@@ -276,10 +301,11 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
     entry->end = start + nbytes;
     entry->released = 0;
     self->held++;
+    flowrt_store(self->tail_word + 1, self->held_bytes += nbytes);
     return (PyObject *)lease;
 }
 
-static void ledger_release(Ledger *self, uint64_t number)
+static void ledger_release(Ledger *self, uint64_t number, uint64_t nbytes)
 {
     self->held--;
     if (self->detached) { /* nobody waits for room any more; the mapping goes with the last lease */
@@ -287,16 +313,14 @@ static void ledger_release(Ledger *self, uint64_t number)
             Py_CLEAR(self->memory);
         return;
     }
+    flowrt_store(self->tail_word + 1, self->held_bytes -= nbytes);
     self->entries[number & (self->capacity - 1)].released = 1;
     if (number != self->first)
         return;
     while (self->first < self->next && self->entries[self->first & (self->capacity - 1)].released)
         self->tail = self->entries[self->first++ & (self->capacity - 1)].end;
-    if (publish(self->tail_word, self->tail, self->flag_word) && self->wake_fd >= 0) {
-        uint64_t one = 1;
-        while (write(self->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
-            ;
-    }
+    if (flowrt_publish(self->tail_word, self->tail, self->flag_word))
+        flowrt_wake(self->wake_fd);
 }
 
 static PyObject *ledger_detach(Ledger *self, PyObject *unused)
@@ -327,7 +351,7 @@ static PyGetSetDef ledger_attributes[] = {
 static PyTypeObject LedgerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transports._words.Ledger",
     .tp_doc = "Ledger(memory, area_offset, area_bytes, tail_offset, flag_offset, wake_fd): who still looks at which range of an area. "
-              "The end of the released prefix is stored at tail_offset; a raised flag is lowered and answered by a write to wake_fd.",
+              "The end of the released prefix is stored at tail_offset, the bytes held in the word after it; a raised flag is lowered and answered by a write to wake_fd.",
     .tp_basicsize = sizeof(Ledger),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = ledger_new,
@@ -339,7 +363,7 @@ static PyTypeObject LedgerType = {
 static void lease_dealloc(Lease *self)
 {
     Ledger *ledger = self->ledger;
-    ledger_release(ledger, self->number);
+    ledger_release(ledger, self->number, (uint64_t)self->nbytes);
     Py_DECREF(ledger);
     PyObject_Free(self);
 }
@@ -369,15 +393,10 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__words(void)
 {
-    if (PyType_Ready(&MemoryType) < 0 || PyType_Ready(&LedgerType) < 0 || PyType_Ready(&LeaseType) < 0)
-        return NULL;
+    PyTypeObject *types[] = {&MemoryType, &LedgerType, &LeaseType, &RecordsType, &LaneType};
     PyObject *self = PyModule_Create(&module);
-    if (!self)
-        return NULL;
-    if (PyModule_AddObjectRef(self, "Memory", (PyObject *)&MemoryType) < 0 || PyModule_AddObjectRef(self, "Ledger", (PyObject *)&LedgerType) < 0 ||
-        PyModule_AddObjectRef(self, "Lease", (PyObject *)&LeaseType) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
+    for (size_t index = 0; self && index < sizeof types / sizeof *types; index++)
+        if (PyModule_AddType(self, types[index]) < 0)
+            Py_CLEAR(self);
     return self;
 }

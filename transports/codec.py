@@ -48,22 +48,30 @@ _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
 
 def encode(message: Message, sequence: int, limits: Limits | None = None) -> list[Part]:
-    """The wire parts of `message`: the envelope, then one part per tensor, which is a view of the tensor's own memory.
+    """The wire parts of `message`: the envelope, then one part per tensor, which is a view of the tensor's own memory, or of a copy
+    where that has strides.
 
     Raises InvalidMessageError when it cannot be encoded, LimitError when `limits` are given and too small for it.
     """
+    return [encode_envelope(message, sequence, limits)[0], *map(tensor_bytes, message.tensors)]
+
+
+def encode_envelope(message: Message, sequence: int, limits: Limits | None = None) -> tuple[bytes, list[int], int]:
+    """The envelope alone, the bytes of each tensor and their sum, for media that look at the tensors' buffers themselves."""
     header = message.header
     if header is not None and type(header) is not bytes:
         header = bytes(header) if isinstance(header, (bytearray, memoryview)) else _encode_header(message)
     tensors = message.tensors
-    specs = []
-    parts: list[Part] = [b""]
+    specs: list[TensorSpec] = []
+    sizes: list[int] = []
     total = 0
-    for tensor in tensors:
-        view = tensor_bytes(tensor)
-        total += len(view)
-        specs.append(tensor.spec)
-        parts.append(view)
+    if tensors:
+        specs = [tensor.spec for tensor in tensors]
+        try:
+            sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
+        except (WireError, TypeError) as error:
+            raise InvalidMessageError(str(error)) from error
+        total = sum(sizes)
     try:
         envelope = _encode_msgpack((sequence, message.kind, message.edge, message.tag, header, specs))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -73,9 +81,9 @@ def encode(message: Message, sequence: int, limits: Limits | None = None) -> lis
             raise LimitError(
                 f"the header of a {message.kind!r} message takes {len(envelope)} bytes, the limit is {limits.max_header_bytes}"
             )
-        check_limits(message, total, limits)
-    parts[0] = envelope
-    return parts
+        if total > limits.max_message_bytes or len(tensors) > limits.max_tensors:
+            check_limits(message, total, limits)
+    return envelope, sizes, total
 
 
 def check_limits(message: Message, payload_bytes: int, limits: Limits) -> None:
@@ -87,11 +95,14 @@ def check_limits(message: Message, payload_bytes: int, limits: Limits) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of `tensor` as a flat view of its own memory; InvalidMessageError when buffer and spec disagree."""
+    """The bytes of `tensor` as a flat view of its own memory, or of a copy if that has strides; InvalidMessageError when buffer and
+    spec disagree."""
     data: Any = tensor.data
     try:
         view = memoryview(data)
-        if type(data) is not bytearray and (view.format != "B" or view.ndim != 1 or not view.c_contiguous):
+        if not view.c_contiguous:
+            view = memoryview(view.tobytes())
+        elif type(data) is not bytearray and (view.format != "B" or view.ndim != 1):
             view = view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
         raise InvalidMessageError(f"the buffer of a {tensor.spec.dtype} tensor cannot be sent: {error}") from error

@@ -31,7 +31,8 @@ import msgspec
 
 from transports.message import Message
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MAX_LANES = 16
 LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
 
 
@@ -47,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 1 << 24
     capacity_messages: int = 64
     capacity_bytes: int = 1 << 25
+    lanes: int = 1  # over how many lanes, each with a copier of its own, a bulk payload is cut; at most MAX_LANES; shm only
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -89,6 +91,13 @@ class Channel(ABC):
         """Hand over `message`; waits while the channel is full. Does not suspend when there is room.
 
         Raises LimitError or InvalidMessageError (nothing sent), ClosedChannelError, BrokenChannelError.
+        """
+
+    @abstractmethod
+    async def send_acknowledged(self, message: Message) -> None:
+        """Synchronous send: as `send`, and returns only once the peer's user has taken `message` (and so all before it).
+
+        Cancelled after the message was sent, it is sent all the same. A peer that ends without taking it: BrokenChannelError.
         """
 
     @abstractmethod

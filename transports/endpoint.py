@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from transports.contract import Channel, ChannelStatistics, Identity, Limits
-from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel
+from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
 from transports.message import Message
 
 YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
@@ -27,6 +27,7 @@ YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop tu
 class Endpoint(Channel):
     """One end of a channel; subclasses move the bytes."""
 
+    _copying = False  # the message that was sent last is not copied yet: `send` must wait for that
     yields = True  # whether a peer in another process can keep `recv` from ever waiting
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
@@ -41,6 +42,7 @@ class Endpoint(Channel):
         self._room: asyncio.Future[None] | None = None  # what the sender at the head of the line waits on
         self._line_taken = False
         self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
+        self._unacknowledged: list[asyncio.Future[None]] = []  # synchronous sends
         self._gone: asyncio.Future[None] | None = None
         self._streak = 0
 
@@ -57,6 +59,17 @@ class Endpoint(Channel):
     @abstractmethod
     async def _shut(self) -> None:
         """Tell the peer that this is the end and let go of everything; called once, must not fail."""
+
+    def _num_sent(self) -> int:
+        """How many messages have been sent, in the same count as `_num_taken`."""
+        return self._counters.messages_sent
+
+    def _num_taken(self) -> int:
+        """How many messages the peer's user has taken, as far as known; `_expect_room` asks to be woken when that changes."""
+        raise UnavailableError(f"{self.scheme} has no acknowledgements")
+
+    async def _settle(self) -> None:
+        """Wait until the tensors of the message sent last have been copied, even when cancelled. Only where `_copying` is ever true."""
 
     def _advance(self, message: Message) -> bool:
         """As `_transmit`, for the sender at the head of the line; it may send a message in parts over several calls."""
@@ -88,6 +101,33 @@ class Endpoint(Channel):
             self._raise_unsendable()
         if self._line_taken or not self._transmit(message):
             await self._send_in_line(message)
+        if self._copying:
+            await self._settle()
+
+    async def send_acknowledged(self, message: Message) -> None:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        if self._line_taken or not self._transmit(message):
+            await self._send_in_line(message)
+        number = self._num_sent()
+        if self._copying:
+            await self._settle()
+        while True:
+            if self._closed:
+                self._raise_unsendable()
+            if self._num_taken() >= number:
+                return
+            if self._ended or self._broken is not None:
+                self._raise_unsendable()
+            if self._expect_room():
+                await asyncio.sleep(0)
+                continue
+            acknowledged: asyncio.Future[None] = self._loop.create_future()
+            self._unacknowledged.append(acknowledged)
+            try:
+                await acknowledged
+            finally:
+                self._unacknowledged.remove(acknowledged)
 
     def recv_nowait(self) -> Message | None:
         if self._receiver is not None:
@@ -154,6 +194,9 @@ class Endpoint(Channel):
         future = self._room
         if future is not None and not future.done():
             future.set_result(None)
+        for future in self._unacknowledged:
+            if not future.done():
+                future.set_result(None)
 
     def _end(self) -> None:
         """The peer has closed in order; what it sent before may still be taken."""
@@ -196,24 +239,27 @@ class Endpoint(Channel):
                 raise
         self._line_taken = True
         try:
-            while True:
-                if self._closed or self._ended or self._broken is not None:
-                    self._raise_unsendable()
-                if self._advance(message):
-                    return
-                if self._expect_room():
-                    await asyncio.sleep(0)
-                    continue
-                self._room = self._loop.create_future()
-                try:
-                    await self._room
-                finally:
-                    self._room = None
+            await self._send_at_head(message)
         except BaseException:
             self._abandon()
             raise
         finally:
             self._pass_turn()
+
+    async def _send_at_head(self, message: Message) -> None:
+        while True:
+            if self._closed or self._ended or self._broken is not None:
+                self._raise_unsendable()
+            if self._advance(message):
+                return
+            if self._expect_room():
+                await asyncio.sleep(0)
+                continue
+            self._room = self._loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
 
     def _pass_turn(self) -> None:
         while self._turns:

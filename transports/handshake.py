@@ -47,7 +47,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
     name: str
     incarnation: str
-    limits: tuple[int, int, int, int, int]
+    limits: tuple[int, int, int, int, int, int]  # as in Limits, in its order
 
 
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode

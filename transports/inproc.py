@@ -72,10 +72,13 @@ class InprocChannel(Endpoint):
         counters = self._counters
         counters.messages_received += 1
         counters.bytes_received += size
-        room = self._other._room
-        if room is not None and not room.done():
-            room.set_result(None)
+        other = self._other
+        if other._room is not None or other._unacknowledged:
+            other._wake_sender()
         return message
+
+    def _num_taken(self) -> int:
+        return self._other._counters.messages_received
 
     def _payload_bytes(self, message: Message) -> int:
         size = 0

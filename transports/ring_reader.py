@@ -1,133 +1,116 @@
 """The receiving half of one direction of a shared-memory channel.
 
-Here: RingReader. Not here: the layout and its rules (ring.py), waiting (shared_memory.py calls this and sleeps when nothing is there).
+Here: RingReader. Not here: the layout and its rules (ring.py), the bytes of a record (_records.c), waiting (shared_memory.py calls
+this and sleeps when nothing is there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import os
 from typing import TYPE_CHECKING
 
 from transports.codec import Envelope, WireError, assemble, decode_envelope, is_repeat
 from transports.contract import ChannelStatistics, Limits
 from transports.message import Message
 from transports.ring import (
-    ABANDON,
-    BEGIN,
+    ACKNOWLEDGED,
+    BULK,
     CHUNK,
+    CHUNKED,
     CLOSED,
-    HEAD,
+    EVENT,
+    FIELD_BYTES,
+    FIELDS,
+    GIVEN_UP,
     INLINE,
+    LANE_TAIL,
     PLACED,
     READER_SLEEPS,
-    RECORD,
-    RECORD_ALIGNMENT,
-    SKIP,
-    TAIL,
-    TAKEN_BYTES,
-    TAKEN_MESSAGES,
     WRITER_SLEEPS,
     Layout,
+    pieces,
     placement,
 )  # fmt: skip
 
 if TYPE_CHECKING:
     from transports._words import Ledger, Memory
 
+OWN_MAPPING_BYTES = 1 << 22  # from here on memory comes from the kernel, in huge pages, zeroed by it and not by us
+
 
 class RingReader:
-    """The receiving half. Everything in the memory was written by the peer and is believed only as far as it was checked.
-
-    `wake` is called when the writer sleeps and there is room again.
-    """
+    """The receiving half. Everything in the memory was written by the peer and is believed only as far as it was checked."""
 
     def __init__(
-        self,
-        memory: Memory,
-        ledger: Ledger,
-        layout: Layout,
-        direction: int,
-        limits: Limits,
-        counters: ChannelStatistics,
-        wake: Callable[[], None],
+        self, memory: Memory, ledger: Ledger, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake_fd: int = -1
     ) -> None:
+        from transports._words import Records
+
         self._memory = memory
         self._ledger = ledger
-        self._words = layout.words(direction)
-        self._records = memoryview(memory)[layout.records(direction) :][: layout.records_bytes]
+        self._layout = layout
+        self._words = words = layout.words(direction)
+        records = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd)
+        self._next, self._took, self._unread = records.next, records.took, records.unread
+        view = memoryview(memory)
+        self._slots = [view[layout.slots(direction, lane) :][: layout.lane_bytes] for lane in range(layout.lanes)]
         self._limits = limits
         self._counters = counters
-        self._records_bytes = layout.records_bytes
-        self._head = self._tail = 0
-        self._taken_messages = self._taken_bytes = 0
+        self._wake_fd = wake_fd
         self._expected = 0
-        self._envelope: Envelope | None = None  # of a message that comes in chunks
-        self._buffers: list[bytearray] = []
-        self._index = self._filled = 0  # where the next chunk goes
-        self._wake = wake
+        self._lane_tails = [0] * layout.lanes  # bytes of slots ever emptied
+        self._num_dropped = 0  # messages that the writer gave up
+        self._arriving: _Arriving | None = None  # a message that the lanes bring
 
     def take(self) -> Message | None:
         """The next message that is here whole, else None. Raises WireError when what is here is not one."""
-        size = self._records_bytes
-        last = self._tail + size  # of a message in chunks, no more than one ring at a time: the loop must turn
-        while self._tail < last:
-            if self._tail == self._head:
-                head = self._memory.load(self._words + HEAD)
-                if head == self._tail:
-                    return None
-                if not 0 < head - self._tail <= size:
-                    raise WireError("the peer's cursors are impossible")
-                self._head = head
-            at = self._tail % size
-            if self._head - self._tail < RECORD.size or at + RECORD.size > size:
-                raise WireError("a record that is cut off")
-            record_bytes, kind, envelope_bytes, payload_bytes, start = RECORD.unpack_from(self._records, at)
-            if (
-                record_bytes % RECORD_ALIGNMENT
-                or RECORD.size + envelope_bytes + payload_bytes > record_bytes
-                or record_bytes > min(self._head - self._tail, size - at)
-            ):
-                raise WireError(f"a record of {record_bytes} bytes that does not fit where it lies")
-            begin = at + RECORD.size
-            message = None
-            if kind in (INLINE, PLACED):
-                message = self._whole(kind, begin, envelope_bytes, payload_bytes, start)
-            elif kind == CHUNK:
-                message = self._chunk(self._records[begin : begin + envelope_bytes])
-            elif kind == BEGIN:
-                self._begin(bytes(self._records[begin : begin + envelope_bytes]))
-            elif kind == ABANDON:
-                self._drop()
-            elif kind != SKIP or not record_bytes:
-                raise WireError(f"a record of kind {kind}")
-            self._tail += record_bytes
-            words = self._words
-            if self._memory.publish(
-                words + TAIL,
-                self._tail,
-                words + WRITER_SLEEPS,
-                words + TAKEN_MESSAGES,
-                self._taken_messages,
-                words + TAKEN_BYTES,
-                self._taken_bytes,
-            ):
-                self._wake()
+        while True:
+            if self._arriving is not None:
+                return self._take_arriving(self._arriving)
+            try:
+                record = self._next()
+            except ValueError as error:
+                raise WireError(str(error)) from error
+            if record is None:
+                return None
+            kind, start, payload_bytes, part, payload = record
+            envelope, sizes = decode_envelope(part, self._limits)
+            if kind == INLINE:
+                total = sum(sizes) if sizes else 0
+                if total != payload_bytes:
+                    raise WireError(f"tensors of {total} bytes were announced, {payload_bytes} came")
+                buffers: list[object] = [] if not sizes else [payload] if len(sizes) == 1 and payload is not None else _cut(payload, sizes)
+                message = self._deliver(envelope, buffers, total)
+            elif kind == PLACED:
+                total = sum(sizes)
+                if total != payload_bytes:
+                    raise WireError(f"tensors of {total} bytes were announced, {payload_bytes} placed")
+                message = self._deliver(envelope, self._placed(sizes, start), total)
+            else:
+                self._arrive(kind, start, envelope, sizes)
+                continue
             if message is not None:
-                self._counters.messages_received += 1
                 return message
-        return None
 
     def expect_message(self) -> bool:
         """The owner is about to sleep until something comes. True when something came already."""
         self._memory.raise_flag(self._words + READER_SLEEPS)
-        return self.has_records()
+        return self.has_something()
 
     def flag_is_up(self) -> bool:
         """Whether the writer has yet to notice that we sleep; lowering the flag is its promise to wake us."""
         return self._memory.load(self._words + READER_SLEEPS) == 1
 
-    def has_records(self) -> bool:
-        return self._memory.load(self._words + HEAD) != self._tail
+    def has_something(self) -> bool:
+        """Whether `take` has something to do."""
+        arriving = self._arriving
+        if arriving is None:
+            return self._unread()
+        if arriving.buffers is None:
+            return self._stripes_are_there(arriving)
+        lane = arriving.number % self._layout.lanes
+        return self._field(lane, LANE_TAIL) != self._lane_tails[lane] or self._field(0, GIVEN_UP) != self._num_dropped
 
     def peer_has_closed(self) -> bool:
         return self._memory.load(self._words + CLOSED) == 1
@@ -135,74 +118,132 @@ class RingReader:
     def close(self) -> None:
         """Let go of the memory, but for what received tensors alias."""
         self._ledger.detach()
-        self._records.release()
-        self._buffers = []
-        del self._memory
+        for slots in self._slots:
+            slots.release()
+        self._arriving = None
+        del self._memory, self._next, self._took, self._unread
 
-    def _whole(self, kind: int, begin: int, envelope_bytes: int, payload_bytes: int, start: int) -> Message | None:
-        records = self._records
-        if self._envelope is not None:
-            raise WireError("a message within a message")
-        position = begin + envelope_bytes
-        envelope, sizes = decode_envelope(bytes(records[begin:position]), self._limits)
-        buffers: list[object] = []
-        total_bytes = sum(sizes)
-        if kind == PLACED:
-            offsets, area_bytes = placement(sizes)
-            try:
-                view = memoryview(self._ledger.lease(start, area_bytes))
-            except (ValueError, OverflowError) as error:
-                raise WireError(str(error)) from error
-            buffers = [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        elif sizes:
-            if total_bytes != payload_bytes:
-                raise WireError(f"tensors of {total_bytes} bytes were announced, {payload_bytes} came")
-            for size in sizes:
-                end = position + size
-                buffers.append(bytearray(records[position:end]))
-                position = end
-        return self._deliver(envelope, buffers, total_bytes)
+    def _field(self, lane: int, word: int) -> int:
+        return self._memory.load(self._words + FIELDS + lane * FIELD_BYTES + word)
 
-    def _begin(self, part: bytes) -> None:
-        if self._envelope is not None:
-            raise WireError("a message within a message")
-        self._envelope, sizes = decode_envelope(part, self._limits)
-        self._buffers = [bytearray(size) for size in sizes]
-        self._index = self._filled = 0
+    def _placed(self, sizes: list[int], start: int) -> list[object]:
+        offsets, area_bytes = placement(sizes)
+        try:
+            view = memoryview(self._ledger.lease(start, area_bytes))
+        except (ValueError, OverflowError) as error:
+            raise WireError(str(error)) from error
+        return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
-    def _chunk(self, piece: memoryview) -> Message | None:
-        envelope = self._envelope
-        while envelope is not None and self._index < len(self._buffers) and self._filled == len(self._buffers[self._index]):
-            self._index, self._filled = self._index + 1, 0  # tensors of no bytes have no chunks
-        if envelope is None or self._index >= len(self._buffers):
-            raise WireError("a chunk of no message")
-        buffer = self._buffers[self._index]
-        end = self._filled + len(piece)
-        if end > len(buffer) or not len(piece):
-            raise WireError("a chunk beyond its tensor")
-        buffer[self._filled : end] = piece
-        self._filled = end
-        if end < len(buffer) or any(len(later) for later in self._buffers[self._index + 1 :]):
-            return None
-        buffers = self._buffers
-        self._envelope, self._buffers = None, []
-        return self._deliver(envelope, buffers, sum(map(len, buffers)))
+    def _arrive(self, kind: int, start: int, envelope: Envelope, sizes: list[int]) -> None:
+        """A message that the lanes bring was announced."""
+        if kind == CHUNKED and start != envelope.sequence + 1:
+            raise WireError(f"event {start} was announced for message {envelope.sequence}")
+        total = sum(sizes)
+        if not total or kind not in (BULK, CHUNKED):
+            raise WireError(f"a record of kind {kind} for {total} bytes")
+        placed = self._placed(sizes, start) if kind == BULK else None
+        self._arriving = _Arriving(envelope, sizes, total, placed, None if placed else [_allocate(size) for size in sizes])
 
-    def _drop(self) -> None:
-        if self._envelope is None:
-            raise WireError("a message was abandoned that never began")
-        self._taken(sum(map(len, self._buffers)))
-        self._envelope, self._buffers = None, []
+    def _take_arriving(self, arriving: _Arriving) -> Message | None:
+        if arriving.placed is not None:
+            if not self._stripes_are_there(arriving):
+                return None
+            buffers = arriving.placed
+        else:
+            if not self._drain(arriving):
+                return None
+            buffers = list(arriving.buffers or ())
+        self._arriving = None
+        self._took(arriving.total)
+        return self._deliver(arriving.envelope, buffers, arriving.total)
 
-    def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> Message | None:
-        self._taken(payload_bytes)
+    def _stripes_are_there(self, arriving: _Arriving) -> bool:
+        event = arriving.envelope.sequence + 1
+        return all(self._field(lane, EVENT) >= event for lane in range(self._layout.lanes))
+
+    def _drain(self, arriving: _Arriving) -> bool:
+        """Copy the chunks that are here out of the lanes' slots, no more than all the slots hold: the loop must turn. True at the end."""
+        layout, num_lanes, event = self._layout, self._layout.lanes, arriving.envelope.sequence + 1
+        slot, ring = layout.slot_bytes, layout.lane_bytes
+        given_up = self._field(0, GIVEN_UP) != self._num_dropped  # looked at before the tails, which move no more after it
+        last = arriving.read + num_lanes * ring
+        while arriving.read < min(last, arriving.total):
+            lane = arriving.number % num_lanes
+            tail, head = self._lane_tails[lane], self._field(lane, LANE_TAIL)
+            if head == tail:
+                if given_up:
+                    self._drop(arriving)
+                return False
+            if not slot <= head - tail <= ring or self._field(lane, EVENT) < event:
+                raise WireError(f"lane {lane} is at event {self._field(lane, EVENT)} and byte {head} when {event} and {tail} were due")
+            end = min(arriving.read + slot, arriving.total)
+            at = tail % ring
+            assert arriving.buffers is not None
+            for index, begin, nbytes in pieces(arriving.sizes, arriving.read, end):
+                memoryview(arriving.buffers[index])[begin : begin + nbytes] = self._slots[lane][at : at + nbytes]  # type: ignore[arg-type]
+                at += nbytes
+            self._acknowledge(lane, event, arriving.number, tail + slot)
+            arriving.read, arriving.number = end, arriving.number + 1
+        return arriving.read == arriving.total
+
+    def _acknowledge(self, lane: int, event: int, chunk: int, tail: int) -> None:
+        self._lane_tails[lane] = tail
+        words = self._words
+        field = words + ACKNOWLEDGED + lane * FIELD_BYTES
+        if self._memory.publish(field + LANE_TAIL, tail, words + WRITER_SLEEPS, field + EVENT, event, field + CHUNK, chunk):
+            self._wake()
+
+    def _drop(self, arriving: _Arriving) -> None:
+        """The writer has given up the message that is arriving, and nothing of it is in any slot."""
+        self._arriving = None
+        self._num_dropped += 1
+        self._took(arriving.total)
+
+    def _deliver(self, envelope: Envelope, buffers: list[object], payload_bytes: int) -> Message | None:
+        counters = self._counters
         if envelope.sequence != self._expected and is_repeat(envelope.sequence, self._expected):
-            self._counters.messages_dropped += 1
+            counters.messages_dropped += 1
             return None
         self._expected += 1
-        self._counters.bytes_received += payload_bytes
+        counters.messages_received += 1
+        counters.bytes_received += payload_bytes
         return assemble(envelope, buffers)
 
-    def _taken(self, payload_bytes: int) -> None:
-        self._taken_messages += 1
-        self._taken_bytes += payload_bytes
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+
+class _Arriving:
+    """A message on its way through the lanes: into `placed`, which aliases the area, or by chunks into `buffers`."""
+
+    __slots__ = ("buffers", "envelope", "number", "placed", "read", "sizes", "total")
+
+    def __init__(self, envelope: Envelope, sizes: list[int], total: int, placed: list[object] | None, buffers: list[object] | None) -> None:
+        self.envelope = envelope
+        self.sizes = sizes
+        self.total = total
+        self.placed = placed
+        self.buffers = buffers
+        self.read = 0
+        self.number = 0  # of the next chunk
+
+
+def _allocate(nbytes: int) -> object:
+    """Memory for a tensor that comes in chunks."""
+    if nbytes < OWN_MAPPING_BYTES:
+        return bytearray(nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
+
+
+def _cut(payload: bytearray | None, sizes: list[int]) -> list[object]:
+    """Each tensor's bytes as memory of its own, for alignment."""
+    view = memoryview(payload or b"")
+    buffers: list[object] = []
+    start = 0
+    for size in sizes:
+        buffers.append(bytearray(view[start : start + size]))
+        start += size
+    return buffers

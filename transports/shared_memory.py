@@ -12,10 +12,11 @@ stays open: its end-of-file is the peer's end, orderly if the ring says so too.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import sys
-from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 from transports.address import expect_scheme
@@ -26,7 +27,7 @@ from transports.errors import UnavailableError
 from transports.handshake import check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
-from transports.ring import RELEASED, WRITER_SLEEPS, Layout
+from transports.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from transports.ring_reader import RingReader
 from transports.ring_writer import RingWriter
 
@@ -60,8 +61,9 @@ class SharedMemoryChannel(Endpoint):
             layout.words(incoming) + WRITER_SLEEPS,
             peer_wake,
         )
-        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, self._wake_peer)
-        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, self._wake_peer)
+        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, peer_wake, own_wake)
+        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, peer_wake)
+        self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
         self._unreadable = False
         self._looks = 0  # in a row at which something was there that nobody had woken us for
         self._lifeline = Lifeline(meeting.line, self._on_gone)
@@ -72,19 +74,57 @@ class SharedMemoryChannel(Endpoint):
         self._counters.held_buffers = self._ledger.held
         return super().statistics()
 
+    def send_nowait(self, message: Message) -> bool:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        try:
+            return not self._line_taken and self._writer.send(message)
+        except WireError as error:
+            return self._cannot_send(error)
+
     def _transmit(self, message: Message) -> bool:
-        return self._send_through(self._writer.send, message)
+        writer = self._writer
+        try:
+            sent = writer.send(message, True)
+        except WireError as error:
+            return self._cannot_send(error)
+        self._copying = writer.copying
+        return sent
 
     def _advance(self, message: Message) -> bool:
-        return self._send_through(self._writer.advance, message)
-
-    def _send_through(self, send: Callable[[Message], bool], message: Message) -> bool:
+        writer = self._writer
         try:
-            return send(message)
+            sent = writer.advance(message)
         except WireError as error:
-            self._break(str(error))
-            self._raise_unsendable()
-            return False
+            return self._cannot_send(error)
+        self._copying = writer.copying
+        return sent
+
+    def _cannot_send(self, error: WireError) -> bool:
+        self._break(str(error))
+        self._raise_unsendable()
+        return False
+
+    async def _settle(self) -> None:
+        writer = self._writer
+        self._copying = writer.copying = False
+        ticket = writer.ticket()
+        while not writer.settled(ticket):
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._settling.append(future)
+            try:
+                await future
+            except BaseException:
+                writer.settle()  # as long as a copy takes: the tensors are the caller's again when this returns
+                raise
+            finally:
+                self._settling.remove(future)
+
+    def _num_sent(self) -> int:
+        return self._writer.num_sent
+
+    def _num_taken(self) -> int:
+        return self._writer.num_taken()
 
     def _abandon(self) -> None:
         if not self._closed:
@@ -106,12 +146,6 @@ class SharedMemoryChannel(Endpoint):
     def _expect_room(self) -> bool:
         return self._writer.expect_room()
 
-    def _wake_peer(self) -> None:
-        try:
-            os.eventfd_write(self._peer_wake, 1)
-        except OSError as error:  # a full counter cannot be: it is read before anyone sleeps
-            self._break(f"cannot wake the peer: {error.strerror}")
-
     def _on_wake(self) -> None:
         try:
             os.eventfd_read(self._own_wake)
@@ -120,6 +154,9 @@ class SharedMemoryChannel(Endpoint):
         self._looks = 0
         self._wake_receiver()
         self._wake_sender()
+        for future in self._settling:
+            if not future.done():
+                future.set_result(None)
 
     def _recheck(self) -> None:
         """The bounded look of a sleeping side. Something there at two looks in a row was lost if the peer has not lowered our flag:
@@ -127,8 +164,8 @@ class SharedMemoryChannel(Endpoint):
         if self._broken is not None or self._ended:
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
-        unread = self._receiver is not None and self._reader.has_records()
-        room = self._room is not None and self._writer.has_more_room()
+        unread = self._receiver is not None and self._reader.has_something()
+        room = (self._room is not None or bool(self._unacknowledged)) and self._writer.has_more_room()
         self._looks = self._looks + 1 if unread or room else 0
         unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up())
         if self._looks > (1 if unpromised else PATIENT_LOOKS):
@@ -150,6 +187,9 @@ class SharedMemoryChannel(Endpoint):
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)
         self._writer.close()
+        for future in self._settling:
+            if not future.done():
+                future.set_result(None)
         self._reader.close()
         self._lifeline.close()  # after the ring says that this is the end
         os.close(self._own_wake)
@@ -184,7 +224,7 @@ class SharedMemoryTransport(Transport):
         made: list[int] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            made.append(sealed_memory(Layout.of(agreed).total_bytes))
+            made.append(sealed_memory(Layout.of(agreed).total_bytes, by_parts=can_populate()))
             made.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
             return b"", made
 
@@ -192,7 +232,11 @@ class SharedMemoryTransport(Transport):
             meeting = await meet(self.scheme, name, limits, key, identity, bring)
             try:
                 layout = Layout.of(meeting.limits)
-                channel = SharedMemoryChannel(_CONNECTOR, meeting, Memory(made[0], layout.total_bytes), layout, made[1], made[2])
+                memory = Memory(made[0], layout.total_bytes)
+                memory.populate(0, PAGE_BYTES)  # what every message needs; slots and areas are allocated as they are used
+                for direction in range(2):
+                    memory.populate(layout.records(direction), layout.records_bytes)
+                channel = SharedMemoryChannel(_CONNECTOR, meeting, memory, layout, made[1], made[2])
             except BaseException:
                 meeting.line.close()
                 raise
@@ -223,8 +267,24 @@ def _accepted(meeting: Meeting) -> Channel:
     return channel
 
 
-def sealed_memory(nbytes: int) -> int:
-    """A memfd of `nbytes`, all of them allocated, that nobody can shrink or grow. Raises UnavailableError when there is no memory."""
+@cache
+def can_populate() -> bool:
+    """Whether this kernel allocates mapped memory on demand and says no instead of killing who touches it (Linux 5.14)."""
+    memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memfd, PAGE_BYTES)
+        return Memory(memfd, PAGE_BYTES).populate(0, PAGE_BYTES)
+    except OSError:
+        return False
+    finally:
+        os.close(memfd)
+
+
+def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
+    """A memfd of `nbytes` that nobody can shrink or grow, all of them allocated, unless the caller will do that `by_parts`.
+
+    Raises UnavailableError when there is no memory.
+    """
     available = _available_bytes()
     if nbytes > available // 2:  # the kernel would take the machine's last page for it before it says no
         raise UnavailableError(
@@ -232,7 +292,10 @@ def sealed_memory(nbytes: int) -> int:
         )
     memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(memfd, 0, nbytes)
+        if by_parts:
+            os.ftruncate(memfd, nbytes)
+        else:
+            os.posix_fallocate(memfd, 0, nbytes)
         fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
         os.close(memfd)

@@ -41,6 +41,12 @@ class WindowedEndpoint(Endpoint):
         self._counters.messages_sent += 1
         self._counters.bytes_sent += payload_bytes
 
+    def _num_sent(self) -> int:
+        return self._sending.sent_messages
+
+    def _num_taken(self) -> int:
+        return self._sending.taken_messages
+
     def _hear_taken(self, messages: int, payload_bytes: int) -> None:
         """The peer's totals. Raises WireError when they cannot be."""
         self._sending.update(messages, payload_bytes)

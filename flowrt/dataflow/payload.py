@@ -19,7 +19,7 @@ H = TypeVar("H", bound=msgspec.Struct)
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # Those that numpy has too, less the complex ones, whose tensors may be conjugated lazily.
-_NUMPY_TYPES = DTYPE_BYTES.keys() - {"bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
+_NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 

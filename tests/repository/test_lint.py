@@ -19,6 +19,7 @@ SEAM_FILES = {
     "flowrt/cluster/launcher.py": "makes the run's key",
     "flowrt/bench": "measures the real world",
     "transports/checks_suite.py": "times the checks, and waits for what ends by itself",
+    "transports/bulk.py": "measures what a copy and its hand-over cost on this machine",
     "transports/handshake.py": "draws nonces, which nobody must foretell",
     "transports/rendezvous.py": "draws the names of sockets, which nobody must foretell",
     "transports/zeromq.py": "draws the names of sockets, which nobody must foretell",

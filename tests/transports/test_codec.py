@@ -77,7 +77,7 @@ def test_tensors_are_sent_from_their_own_memory() -> None:
         (Message("data", tensors=(Tensor(TensorSpec("uint8", (2,)), b"x"),)), InvalidMessageError),
         (Message("data", tensors=(Tensor(TensorSpec("uint8", (-1, -1)), b"x"),)), InvalidMessageError),
         (Message("data", tensors=(Tensor(TensorSpec("uint8", (1,) * 9), b"x"),)), InvalidMessageError),
-        (Message("data", tensors=(Tensor(TensorSpec("uint8", (2,)), memoryview(bytes(4))[::2]),)), InvalidMessageError),
+        (Message("data", tensors=(Tensor(TensorSpec("uint8", (2,)), memoryview(bytes(6))[::2]),)), InvalidMessageError),
         (Message("data", tensors=(Tensor(TensorSpec("uint8", (1,)), object()),)), InvalidMessageError),
         (Message("data", edge=2**70), InvalidMessageError),
         (Message("data", tensors=(Tensor(TensorSpec("uint8", (1,)), b"x"),) * 5), LimitError),

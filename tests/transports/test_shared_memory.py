@@ -56,8 +56,8 @@ def ring() -> tuple[Memory, Layout, RingWriter, RingReader]:
     layout = Layout.of(LIMITS)
     memory = new_memory(layout.total_bytes)
     ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics(), lambda: None)
-    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics(), lambda: None)
+    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics())
+    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics())
 
 
 class TestWords:
@@ -299,10 +299,13 @@ async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
 
 
 async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
-    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", lambda channel: None)  # a promise not kept
     monkeypatch.setattr(shared_memory, "PATIENT_LOOKS", 1)
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
+        assert isinstance(one, SharedMemoryChannel)
+        elsewhere = os.eventfd(0, os.EFD_NONBLOCK)
+        os.dup2(elsewhere, one._peer_wake, inheritable=False)  # a promise not kept
+        os.close(elsewhere)
         receiving = asyncio.ensure_future(two.recv())
         await asyncio.sleep(0.01)
         await one.send(numbered(3))
@@ -310,14 +313,15 @@ async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPat
         assert two.statistics().late_wakeups == 1
 
 
-async def test_nobody_is_woken_who_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    woken: list[SharedMemoryChannel] = []
-    monkeypatch.setattr(SharedMemoryChannel, "_wake_peer", woken.append)
+async def test_nobody_is_woken_who_does_not_sleep() -> None:
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
         await send_all(one, 0, 8)
         await receive_all(two, 0, 8)
-        assert not woken
+        for channel in (one, two):
+            assert isinstance(channel, SharedMemoryChannel)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(channel._own_wake)
 
 
 async def test_a_corrupt_ring_breaks_the_channel_after_what_was_whole(loop_kind: str) -> None:
@@ -325,7 +329,7 @@ async def test_a_corrupt_ring_breaks_the_channel_after_what_was_whole(loop_kind:
     async with one, two:
         await send_all(one, 0, 2)
         assert isinstance(one, SharedMemoryChannel)
-        one._writer._memory.store(one._writer._words + HEAD, one._writer._head + 32)
+        one._writer._memory.store(one._writer._words + HEAD, one._writer._memory.load(one._writer._words + HEAD) + 32)
         await receive_all(two, 0, 2)
         for _ in range(2):
             with pytest.raises(BrokenChannelError):
