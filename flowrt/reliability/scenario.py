@@ -139,7 +139,12 @@ class TinyQueues(_OfProcess, frozen=True, kw_only=True, tag="tiny_queues"):
     """Channels of the process hold a single message each (F8); from its start, whatever `at_seconds` says."""
 
 
-AnyFault = Crash | Pause | Stall | Hang | Slow | SlowLink | Cut | Reset | Duplicate | Skew | TinyQueues
+class RollBack(_OfProcess, frozen=True, kw_only=True, tag="roll_back"):
+    """The group of an attention worker drops its running steps and begins a new epoch, as a recovery will make it do. What the old
+    epoch still sends must change nothing (I2)."""
+
+
+AnyFault = Crash | Pause | Stall | Hang | Slow | SlowLink | Cut | Reset | Duplicate | Skew | TinyQueues | RollBack
 KINDS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in AnyFault.__args__)
 
 

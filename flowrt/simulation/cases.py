@@ -26,6 +26,7 @@ from flowrt.reliability.scenario import (
     Hang,
     Pause,
     Reset,
+    RollBack,
     Scenario,
     Skew,
     Slow,
@@ -183,7 +184,7 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 8,
 }  # fmt: skip
 
 
@@ -224,6 +225,8 @@ def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[
             return [Duplicate(at_seconds=at, between=between, for_seconds=lasts, one_in=chance.choice((1, 2, 5)))]
         case "skew":
             return [Skew(at_seconds=at, process=name, rate=chance.choice((0.5, 0.95, 1.05, 2.0)))]
+        case "roll_back":
+            return [RollBack(at_seconds=at, process=chance.choice([each for each in names if each.startswith("attention")] or names))]
         case "tiny_queues":
             return [TinyQueues(process=name)]
         case _:  # swizzle: links of one process are cut one after another and heal in another order

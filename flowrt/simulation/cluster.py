@@ -121,7 +121,7 @@ class _Cluster:
         self._worker, self._exact = worker, exact
         self._lines: dict[str, Line] = {}
         self._seams = world.seams(GATEWAY)
-        self._faults = Faults(world, scenario)
+        self._faults = Faults(world, scenario, self._inside_of)
         self._verdict = Verdict(self._seams.clock, lambda _: ())
         self._failure: UserError | WorkerDiedError | None = None
         self._first_seconds = self._failed_seconds = world.loop.time()
@@ -234,6 +234,10 @@ class _Cluster:
         for inside in self._insides():
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
+
+    def _inside_of(self, name: str) -> Inside | None:
+        line = self._lines.get(name)
+        return None if line is None or line.ended.is_set() else line.inside
 
     def _insides(self) -> list[Inside]:
         return [line.inside for line in self._lines.values() if line.inside is not None and not line.ended.is_set()]

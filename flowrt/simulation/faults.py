@@ -19,6 +19,7 @@ from flowrt.reliability.scenario import (
     Hang,
     Pause,
     Reset,
+    RollBack,
     Scenario,
     Skew,
     Slow,
@@ -26,11 +27,13 @@ from flowrt.reliability.scenario import (
     Stall,
     TinyQueues,
 )
+from flowrt.simulation.inside import Inside
 from flowrt.simulation.simulated_seams import thread_of
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World
 
 FATE = "fate"  # the node of all this: no fault befalls it
+RETRY_SECONDS = 200e-6  # of a roll-back, which waits until nothing of the old epoch computes
 
 _End = Callable[[], None]
 
@@ -38,8 +41,10 @@ _End = Callable[[], None]
 class Faults:
     """`begin` starts the scenario's clock; `heal` ends what has begun and calls off the rest."""
 
-    def __init__(self, world: World, scenario: Scenario) -> None:
+    def __init__(self, world: World, scenario: Scenario, inside_of: Callable[[str], Inside | None]) -> None:
+        """`inside_of` gives the worker of a process name, None for what has none."""
         self._world = world
+        self._inside_of = inside_of
         self._scenario = scenario
         self._parks: Counter[str] = Counter()
         self._ends: dict[int, _End] = {}  # of faults that have begun, by their number
@@ -135,9 +140,19 @@ class Faults:
                 return stop
             case Skew(rate=rate) if process is not None and process.clock is not None:
                 process.clock.skew(rate)
+            case RollBack(process=name) if (inside := self._inside_of(name)) is not None and inside.has_engine:
+                context = world.context(nodes[0])
+                world.loop.call_at_node(world.loop.time(), nodes[0], self._roll_back, inside, nodes[0], context=context)
             case _:
                 world.num_faults[fault.kind] -= 1
         return None
+
+    def _roll_back(self, inside: Inside, node: str) -> None:
+        """On the worker's own node, as its own code would."""
+        if not self._over and not inside.roll_back():
+            loop = self._world.loop
+            context = self._world.context(node)
+            loop.call_at_node(loop.time() + RETRY_SECONDS, node, self._roll_back, inside, node, context=context)
 
     def _park(self, *nodes: str) -> _End:
         loop = self._world.loop

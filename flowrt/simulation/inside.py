@@ -1,7 +1,8 @@
 """What the simulation sees inside a worker: its engine's pages, its runner's rows and credits.
 
 Here: Inside, the only code outside those rooms that reads their private parts, so that a change there has one place to mend here. Not
-here: what is right (invariants.py). It changes nothing, but for the model that a worker computes with, before it loads.
+here: what is right (invariants.py). It changes nothing, but for the model that a worker computes with, before it loads, and for
+roll-backs, which the engine and the runner can do and nobody asks for yet.
 """
 
 from __future__ import annotations
@@ -30,6 +31,21 @@ class Inside:
     def _engine(self) -> Any:
         group = self._worker._group
         return None if group is None else group._engine
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    def roll_back(self) -> bool:
+        """Begin a new epoch of the worker's group. False: not now, since something computes that may write into its pages."""
+        worker = self._worker
+        if worker._compute.running is not None:
+            return False
+        group, engine = worker._group, self._engine
+        decisions = engine.roll_back()
+        worker._runner.roll_back(group._source, engine.epoch)
+        group._carry_out(decisions)
+        return True
 
     def waiting(self) -> list[str]:
         """Who waits for what: the runner's account, and the engine's counts."""
