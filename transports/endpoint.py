@@ -89,6 +89,10 @@ class Endpoint(Channel):
         """`send` is about to wait. True when room came meanwhile, so that it must not."""
         return False
 
+    def abort(self, reason: str) -> None:
+        """End the channel as a fault of the world would, for both ends: `reason` is what BrokenChannelError says here."""
+        self._break(reason)
+
     # The contract.
 
     def send_nowait(self, message: Message) -> bool:

@@ -95,6 +95,9 @@ class InprocChannel(Endpoint):
             raise LimitError(f"the header of a {message.kind!r} message takes {len(message.header)} bytes of {limits.max_header_bytes}")
         return size
 
+    def _hang_up(self) -> None:
+        self._other._break(f"{self._other.peer.name or 'the peer'} hung up")
+
     async def _shut(self) -> None:
         self._inbox.clear()
         self._inbox_bytes = 0

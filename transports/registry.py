@@ -19,7 +19,14 @@ _BUILT_IN = {
     "inproc": "transports.inproc:InprocTransport",
     "shm": "transports.shared_memory:SharedMemoryTransport",
     "zmq": "transports.zeromq:ZeroMQTransport",
+    "ucx": "transports.ucx:UCXTransport",
 }
+_FAULTY = "faulty+"  # before any scheme: the same, misbehaving as the plan behind its "?" says (faulty.py)
+
+
+def base_scheme(scheme: str) -> str:
+    """The scheme that carries the messages: `shm` for `faulty+shm?drop@100`."""
+    return scheme.removeprefix(_FAULTY).partition("?")[0] if scheme.startswith(_FAULTY) else scheme
 
 
 def known_schemes() -> tuple[str, ...]:
@@ -30,6 +37,9 @@ def known_schemes() -> tuple[str, ...]:
 
 def transport_class(scheme: str) -> type[Transport]:
     """The class behind `scheme`, available or not. Raises AddressError listing the known ones, UnavailableError if it cannot load."""
+    if scheme.startswith(_FAULTY):
+        faulty: type[Transport] = import_module("transports.faulty").from_scheme(scheme, transport_class)
+        return faulty
     if scheme in _BUILT_IN:
         module, name = _BUILT_IN[scheme].split(":")
         loaded = getattr(import_module(module), name)

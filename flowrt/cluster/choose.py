@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from flowrt.errors import GraphError
 from flowrt.graph.model import GATEWAY, Edge, Graph
-from transports.registry import known_schemes, unavailable_reason
+from transports.errors import AddressError
+from transports.registry import base_scheme, known_schemes, unavailable_reason
 
 LOCAL = "local"  # an edge inside one worker: it never leaves the runner
 AUTO = "auto"
@@ -63,12 +64,15 @@ class _Available(Mapping[str, str | None]):
         self._schemes = known_schemes()
 
     def __getitem__(self, scheme: str) -> str | None:
-        if scheme not in self._schemes:
+        if scheme not in self:
             raise KeyError(scheme)
-        return unavailable_reason(scheme)
+        try:
+            return unavailable_reason(scheme)
+        except AddressError as error:  # a plan of faults that cannot be read
+            return str(error)
 
     def __contains__(self, scheme: object) -> bool:
-        return scheme in self._schemes
+        return isinstance(scheme, str) and base_scheme(scheme) in self._schemes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._schemes)

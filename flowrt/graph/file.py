@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -41,6 +42,7 @@ _EXPLICIT_ONLY = {
     "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
     "folder": "the short form has no functions to find; remove the key",
 }
+_FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm, misbehaving as planned
 
 
 def known_schemes() -> tuple[str, ...]:
@@ -268,7 +270,7 @@ def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], docum
 
     for edge in graph.edges:
         path: Path_ = ("edges", edge.id, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
-        if edge.transport == "auto" or edge.transport in schemes:
+        if edge.transport == "auto" or _FAULT_PLAN.sub("", edge.transport) in schemes:
             continue
         if edge.transport in NOT_BUILT_SCHEMES:
             document.fail(path, f"the transport {edge.transport} is not built yet; write {', '.join(('auto', *schemes))}")
