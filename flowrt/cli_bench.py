@@ -6,7 +6,7 @@ Here: the subcommands as a cyclopts App, which the main command line mounts. Not
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -111,3 +111,39 @@ def decode(
         vllm=vllm,
     )
     raise SystemExit(run(options, json, plot))
+
+
+@bench_app.command
+def operators(
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: random weights of the sizes below]")] = None,
+    /,
+    *,
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Of weights and products.")] = "float32",
+    rows: Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True, help="[default: 1 4 8 32 128 512]")] = None,
+    context: Annotated[int, Parameter(help="Tokens that each row attends to.")] = 64,
+    layers: Annotated[int, Parameter(help="Layers with experts that are timed in turn.")] = 4,
+    threads: Annotated[int | None, Parameter(help="Compute threads. [default: the cores]")] = None,
+    hidden: Annotated[int, Parameter(help="Without a model: width of a row.")] = 1024,
+    width: Annotated[int, Parameter(help="Width of an expert.")] = 512,
+    experts: Annotated[int, Parameter(help="Experts of a layer.")] = 32,
+    top_k: Annotated[int, Parameter(help="Experts of a row.")] = 4,
+    vocabulary: Annotated[int, Parameter(help="Tokens of the vocabulary.")] = 32000,
+    json: JsonFile = None,
+    plot: Annotated[str | None, Parameter(help="Draw the fractions of the limit into this file (.svg, .png, .pdf).")] = None,
+) -> None:
+    """Each operator's time against its roofline: bytes over measured bandwidth, multiplications over the measured rate."""
+    from flowrt.bench.limits import usable_cores
+    from flowrt.bench.operators_command import run
+    from flowrt.bench.roofline import Options
+
+    sizes = {"hidden": hidden, "width": width, "experts": experts, "top-k": top_k, "vocabulary": vocabulary}
+    options = Options(
+        model=model,
+        sizes=sizes,
+        dtype=dtype,
+        rows=tuple(rows or (1, 4, 8, 32, 128, 512)),
+        context=context,
+        layers=layers,
+        num_threads=usable_cores() if threads is None else threads,
+    )
+    run(options, json, plot)

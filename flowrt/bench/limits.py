@@ -1,7 +1,7 @@
 """What this machine can do at most: bytes read per second and multiplications per second, with so many threads.
 
-Here: `usable_cores`, MachineLimits, `measure_limits` (in this process: needs torch) and `measure_limits_apart` (in one of its own). Not
-here: what is held against them (roofline.py, step_split.py).
+Here: `usable_cores`, MachineLimits, `better_of`, `measure_limits` (in this process: needs torch), `measure_limits_apart` (in one of its
+own). Not here: what is held against them (roofline.py, step_split.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class MachineLimits:
     def seconds(self, num_bytes: float, num_flops: float, dtype: str) -> float:
         """The least time for work that reads so many bytes and computes so much: the roofline (Williams et al., CACM 2009)."""
         return max(num_bytes / self.read_bytes_per_second, num_flops / self.flops_per_second[dtype])
+
+
+def better_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
+    """What the machine can do is what it did at the better moment; of the same threads and dtypes."""
+    flops = {dtype: max(rate, other.flops_per_second[dtype]) for dtype, rate in one.flops_per_second.items()}
+    return MachineLimits(one.num_threads, max(one.read_bytes_per_second, other.read_bytes_per_second), flops)
 
 
 def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> MachineLimits:

@@ -1,10 +1,11 @@
 """Pictures of what a benchmark found, for the documentation and for whoever tunes. Needs matplotlib.
 
-Here: `plot_decode`, `plot_transports`. Not here: measuring, tables.
+Here: `plot_decode`, `plot_operators`, `plot_transports`. Not here: measuring, tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,28 @@ def plot_decode(report: Report, path: str) -> None:
     axes.set_yticks(range(len(figures)), [f"{figure.name}, to {figure.peer}" for figure in figures])
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
+    _save(picture, path)
+
+
+def plot_operators(fractions: Sequence[tuple[str, int, float]], limits: str, path: str) -> None:
+    """A bar per operator and number of rows, of (operator, rows, fraction of the limit). Raises UserError as `plot_decode`."""
+    pyplot = _pyplot()
+    names = list(dict.fromkeys(operator for operator, _, _ in fractions))
+    loads = list(dict.fromkeys(rows for _, rows, _ in fractions))
+    height = 0.8 / len(loads)
+    picture, axes = pyplot.subplots(figsize=(8, 1.2 + 0.13 * len(loads) * len(names)), layout="constrained")
+    colours = pyplot.get_cmap("viridis")
+    for number, rows in enumerate(loads):
+        found = [(operator, fraction) for operator, load, fraction in fractions if load == rows]
+        places = [names.index(operator) + (number - (len(loads) - 1) / 2) * height for operator, _ in found]
+        colour = colours(number / max(1, len(loads) - 1))
+        axes.barh(places, [100 * fraction for _, fraction in found], height=height, color=colour, label=f"{rows} rows")
+    axes.axvline(100.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("per cent of the limit")
+    axes.set_title(limits, fontsize="small")
+    axes.legend(fontsize="small")
     _save(picture, path)
 
 
