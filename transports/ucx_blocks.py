@@ -1,0 +1,85 @@
+"""Memory that UCX reads from and writes into: blocks that are used again and again, so that they stay mapped and registered.
+
+Here: `BlockPool`. Not here: UCX (ucx_link.py), what is in the blocks (ucx.py, which calls this). A block is whole pages of anonymous
+memory. A sender takes one for a message's bytes and gives it back when UCX has completed. A receiver takes one, and hands out a *lease*
+on it: the block comes back by itself when the last view of the lease is gone, on whatever thread that happens.
+
+Sizes are rounded up to a power of two or three quarters of one, so that a block fits many messages; at most `idle_bytes` are kept unused.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from typing import TypeAlias
+
+Block: TypeAlias = mmap.mmap
+
+SMALLEST_BYTES = 1 << 16
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of the block for `nbytes`: at least as much, at most half as much again (and a smallest size)."""
+    size = SMALLEST_BYTES
+    while size < nbytes:
+        size *= 2
+    three_quarters = size // 4 * 3
+    return three_quarters if nbytes <= three_quarters and three_quarters >= SMALLEST_BYTES else size
+
+
+class BlockPool:
+    """Blocks of one channel. Not shared between threads, but for leases that end on another one."""
+
+    def __init__(self, idle_bytes: int) -> None:
+        self._most_idle_bytes = idle_bytes
+        self._idle_bytes = 0
+        self._idle: dict[int, list[Block]] = {}
+        self._ended: deque[Block] = deque()  # by leases, perhaps on another thread
+        self._leases: dict[int, weakref.ref[object]] = {}
+        self._closed = False
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that somebody still looks at."""
+        return len(self._leases)
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least `nbytes`, with anything in it."""
+        while self._ended:
+            self.give_back(self._ended.popleft())
+        size = block_bytes(nbytes)
+        idle = self._idle.get(size)
+        if idle:
+            self._idle_bytes -= size
+            return idle.pop()
+        return mmap.mmap(-1, size)
+
+    def give_back(self, block: Block) -> None:
+        """The block is free: kept for the next one, unless enough are."""
+        size = len(block)
+        if not self._closed and self._idle_bytes + size <= self._most_idle_bytes:
+            self._idle_bytes += size
+            self._idle.setdefault(size, []).append(block)
+
+    def lease(self, block: Block) -> memoryview:
+        """All of `block`, which is given back when the last view of what this returns is gone."""
+        import numpy as np  # UCX's own Python package needs it too
+
+        array = np.frombuffer(block, np.uint8)
+        number = id(array)
+
+        def end(_: object) -> None:
+            self._leases.pop(number, None)
+            self._ended.append(block)
+
+        self._leases[number] = weakref.ref(array, end)
+        view: memoryview = memoryview(array)  # type: ignore[arg-type, unused-ignore]  # numpy's stubs for Python 3.11 do not say so
+        return view
+
+    def close(self) -> None:
+        """Keep nothing from now on. What is leased lives until its last view is gone."""
+        self._closed = True
+        self._idle.clear()
+        self._ended.clear()
+        self._idle_bytes = 0
