@@ -13,6 +13,7 @@ LONG_FILES: dict[str, str] = {}  # path: why it must be longer; empty, and meant
 SEAM_MODULES = {"time", "random", "uuid", "secrets", "threading", "subprocess", "_thread", "sched"}
 SEAM_FILES = {
     "flowrt/seams.py": "the seams themselves",
+    "flowrt/timer.py": "the clock of the seams, finer than the loop's",
     "flowrt/simulation/": "the other form of the seams",
     "flowrt/cluster/starter.py": "starts processes",
     "flowrt/cluster/forked.py": "starts the starter",
@@ -38,6 +39,7 @@ TASK_OWNERS: dict[str, str] = {
     "transports/checks_meeting.py": "the same",
     "transports/checks_cancel.py": "the same",
     "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
+    "transports/link.py": "the reader of a channel: ended and awaited by its aclose",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")

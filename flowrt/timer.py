@@ -1,0 +1,186 @@
+"""A timer finer than the event loop's millisecond, for waits that stand for something.
+
+Here: FineTimer (timerfd, Linux), LoopTimer (the loop's own, elsewhere and in virtual time), `new_timer`, which picks, and
+`measure_lateness`. Not here: what is waited for (flowrt/emulation.py, transports/link.py). A leaf. Nothing here spins: a wait costs a
+wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import heapq
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_CLOCK_MONOTONIC, _ABSOLUTE = 1, 1  # TFD_TIMER_ABSTIME
+_FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK, TFD_CLOEXEC
+
+
+class Alarm:
+    """One call to come; `cancel` it, or let it come."""
+
+    __slots__ = ("callback", "is_over")
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback = callback
+        self.is_over = False
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+
+class Timer(Protocol):
+    """`now` is the machine's monotonic clock in seconds, the same in every process. Calls come in the loop, never early."""
+
+    def now(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[[], object]) -> Alarm: ...
+    async def wait_until(self, when: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Waits:
+    """`wait_until` by means of `call_at`."""
+
+    def now(self) -> float:
+        raise NotImplementedError
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
+        raise NotImplementedError
+
+    async def wait_until(self, when: float) -> None:
+        """Returns at `when`, at once if that is over."""
+        if when <= self.now():
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        alarm = self.call_at(when, lambda: None if done.done() else done.set_result(None))
+        try:
+            await done
+        finally:
+            alarm.cancel()
+
+
+class FineTimer(_Waits):
+    """Of the running loop, until `close`: one descriptor, however many calls wait."""
+
+    now = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        library = _library()
+        if library is None:
+            raise OSError("this system has no timerfd")
+        self._settime = library.timerfd_settime
+        self._fd: int = library.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "no timerfd")
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._ring)
+        self._alarms: list[tuple[float, int, Alarm]] = []  # heap
+        self._count = 0
+        self._set_seconds = 0.0  # when the descriptor rings; 0: never
+        self._value = (ctypes.c_long * 4)()  # struct itimerspec: interval, then first expiry
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
+        alarm = Alarm(callback)
+        self._count += 1
+        heapq.heappush(self._alarms, (when, self._count, alarm))
+        self._arm()
+        return alarm
+
+    def close(self) -> None:
+        """Drops the calls that wait. Idempotent."""
+        if self._fd >= 0:
+            self._alarms.clear()
+            with contextlib.suppress(RuntimeError):  # the loop is closed already
+                self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _arm(self) -> None:
+        alarms = self._alarms
+        while alarms and alarms[0][2].is_over:
+            heapq.heappop(alarms)
+        when = alarms[0][0] if alarms else 0.0
+        if when == self._set_seconds or not alarms or self._fd < 0:
+            return  # one ring too many costs less than setting the descriptor back
+        self._set_seconds = when
+        nanoseconds = max(1, round(when * 1e9))
+        self._value[2], self._value[3] = nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000
+        self._settime(self._fd, _ABSOLUTE, self._value, None)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 8)
+        self._set_seconds = 0.0
+        alarms = self._alarms
+        while alarms and (alarms[0][2].is_over or alarms[0][0] <= time.monotonic()):
+            alarm = heapq.heappop(alarms)[2]
+            if not alarm.is_over:
+                alarm.is_over = True
+                alarm.callback()
+        self._arm()
+
+
+class LoopTimer(_Waits):
+    """The running loop's own timer: as fine as the loop, which is a millisecond, or exact where time is virtual."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def now(self) -> float:
+        return self._loop.time()
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
+        alarm = Alarm(callback)
+        handle: asyncio.TimerHandle | None = None
+
+        def ring() -> None:
+            nonlocal handle
+            if alarm.is_over:
+                return
+            if self._loop.time() < when:  # a loop may round down
+                handle = self._loop.call_later(1e-3, ring)
+                return
+            alarm.is_over = True
+            callback()
+
+        handle = self._loop.call_at(when, ring)
+        return alarm
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def new_timer() -> Timer:
+    """The finest timer this system has, for the running loop; close it."""
+    try:
+        return FineTimer()
+    except (OSError, NotImplementedError):
+        return LoopTimer()
+
+
+async def measure_lateness(timer: Timer, num_blocks: int = 5, num_waits: int = 60, wait_seconds: float = 250e-6) -> list[float]:
+    """How late waits end here, in seconds: of each block of waits the 95th percentile, sorted.
+
+    The first of the list is what this machine can do, the last what it does when something else runs on it.
+    """
+    blocks = []
+    for _ in range(num_blocks):
+        late = []
+        for _ in range(num_waits):
+            due = timer.now() + wait_seconds
+            await timer.wait_until(due)
+            late.append(timer.now() - due)
+        blocks.append(sorted(late)[min(num_waits - 1, int(0.95 * num_waits))])
+    return sorted(blocks)
+
+
+def _library() -> Any:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "timerfd_create") else None

@@ -1,0 +1,188 @@
+"""How a NIC's direction is shared: tables small enough to check by hand, and a slow model that recomputes everything at every event."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transports.link_model import SharedLine
+from transports.link_profiles import NUMBERS, PROFILES, profile_of
+
+Message = tuple[str, float, float]  # flow, begin, work
+
+
+def finishes(messages: list[Message]) -> list[tuple[float, str]]:
+    """(when, flow) of every message, all known from the beginning."""
+    line = SharedLine()
+    for flow, begin, work in messages:
+        assert line.add(flow, begin, work) == 0.0
+    found = []
+    while (done := line.step(math.inf)) is not None:
+        found.append((done[0], str(done[1])))
+    assert line.next_event() is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([("a", 0, 4)], [(4, "a")]),
+        ([("a", 0, 4), ("b", 0, 4)], [(8, "a"), (8, "b")]),
+        ([("a", 0, 4), ("a", 0, 4)], [(4, "a"), (8, "a")]),  # one flow: one after the other
+        ([("a", 0, 10), ("b", 0, 1)], [(2, "b"), (11, "a")]),  # a small one pays twice its own time, not bulk's
+        ([("a", 0, 4), ("b", 2, 4)], [(6, "a"), (8, "b")]),
+        ([("a", 0, 4), ("b", 9, 4)], [(4, "a"), (13, "b")]),  # idle between
+        ([("a", 0, 3), ("a", 5, 1), ("b", 4, 2)], [(3, "a"), (7, "b"), (7, "a")]),
+        ([("a", 0, 0), ("b", 0, 2)], [(0, "a"), (2, "b")]),
+        ([(name, 0, 1) for name in "abcdefgh"], [(8, name) for name in "abcdefgh"]),
+    ],
+)
+def test_shares_are_equal_and_the_line_never_idles(messages: list[Message], expected: list[tuple[float, str]]) -> None:
+    assert finishes(messages) == expected
+
+
+@dataclass
+class _Job:
+    flow: str
+    begin: Fraction
+    left: Fraction
+
+
+def slow_model(messages: list[Message]) -> list[tuple[float, str]]:
+    """The same by recomputing who is served after every event, in exact fractions."""
+    queues: dict[str, list[_Job]] = {}
+    for flow, begin, work in messages:
+        queues.setdefault(flow, []).append(_Job(flow, Fraction(begin), Fraction(work)))
+    time, found = Fraction(0), []
+    while any(queues.values()):
+        heads = [queue[0] for queue in queues.values() if queue]
+        served = [job for job in heads if job.begin <= time]
+        later = [job.begin for job in heads if job.begin > time]
+        if not served:
+            time = min(later)
+            continue
+        step = min(job.left for job in served) * len(served)
+        if later:
+            step = min(step, min(later) - time)
+        time += step
+        for job in served:
+            job.left -= step / len(served)
+            if job.left == 0:
+                queues[job.flow].pop(0)
+                found.append((float(time), job.flow))
+    return found
+
+
+_MESSAGES = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=14)
+
+
+def _in_order(messages: list[tuple[str, int, int]]) -> list[Message]:
+    return [(flow, float(begin), float(work)) for flow, begin, work in sorted(messages, key=lambda message: message[1])]
+
+
+@given(_MESSAGES)
+def test_equals_the_slow_model(messages: list[tuple[str, int, int]]) -> None:
+    ordered = _in_order(messages)
+    found, expected = finishes(ordered), slow_model(ordered)
+    assert sorted(flow for _, flow in found) == sorted(flow for _, flow in expected)
+    for flow in "abcd":
+        ours, theirs = ([time for time, other in each if other == flow] for each in (found, expected))
+        assert ours == pytest.approx(theirs)
+
+
+@given(_MESSAGES)
+def test_nothing_is_faster_than_alone_and_the_last_ends_with_the_work(messages: list[tuple[str, int, int]]) -> None:
+    ordered = _in_order(messages)
+    found = finishes(ordered)
+    assert [time for time, _ in found] == sorted(time for time, _ in found)
+    for flow in "abcd":
+        sent = [(begin, work) for other, begin, work in ordered if other == flow]
+        for (begin, work), time in zip(sent, [time for time, other in found if other == flow], strict=True):
+            assert time >= begin + work - 1e-9
+    busy_until = 0.0
+    for _, begin, work in ordered:
+        busy_until = max(busy_until, begin) + work
+    assert found[-1][0] == pytest.approx(busy_until)
+
+
+@given(_MESSAGES, st.integers(1, 9))
+def test_what_is_heard_of_late_counts_from_its_own_time(messages: list[tuple[str, int, int]], delay: int) -> None:
+    """A message told `delay` after its begin gives the same times, unless a finish after that begin was given out already."""
+    ordered = _in_order(messages)
+    line, found, moved = SharedLine(), [], 0.0
+    for flow, begin, work in ordered:
+        while (done := line.step(begin + delay - 1)) is not None:
+            found.append((done[0], str(done[1])))
+        moved += line.add(flow, begin, work)
+    while (done := line.step(math.inf)) is not None:
+        found.append((done[0], str(done[1])))
+    if not moved:
+        for flow in "abcd":
+            ours, theirs = ([time for time, other in each if other == flow] for each in (found, finishes(ordered)))
+            assert ours == pytest.approx(theirs)
+
+
+def test_what_comes_after_the_facts_is_moved_and_told() -> None:
+    line = SharedLine()
+    line.add("a", 0.0, 2.0)
+    assert line.step(5.0) == (2.0, "a")
+    assert line.add("b", 0.5, 1.0) == 1.5  # its own begin is over: a finish after it was given out
+    assert line.step(5.0) == (3.0, "b")
+
+
+def test_what_follows_a_finish_begins_at_that_instant_however_late_one_asks() -> None:
+    line, times = SharedLine(), []
+    line.add("a", 0.0, 1.0)
+    while (done := line.step(100.0)) is not None:
+        times.append(done[0])
+        if len(times) < 5:
+            line.add("a", done[0], 1.0)
+    assert times == [1, 2, 3, 4, 5]
+
+
+def test_the_finish_at_the_present_share() -> None:
+    line = SharedLine()
+    line.add("a", 0.0, 4.0)
+    line.add("b", 0.0, 1.0)
+    assert line.step(0.0) is None
+    assert (line.finish_at_this_share("a"), line.finish_at_this_share("b"), line.finish_at_this_share("c")) == (8.0, 2.0, None)
+
+
+def test_profiles_say_where_each_number_is_from() -> None:
+    for name, profile in PROFILES.items():
+        assert profile.name == name
+        assert set(profile.sources) == set(NUMBERS)
+        assert all(text.startswith(("read: ", "derived: ", "assumed: ", "assumed")) for text in profile.sources.values())
+        assert profile.seconds(1 << 20) == pytest.approx(
+            profile.latency_seconds + profile.message_seconds + (1 << 20) / profile.bandwidth_bytes_per_second
+        )
+
+
+def test_the_numbers_behind_ub() -> None:
+    """1 MB in under 20 us by the source; sharing splits bandwidth and message rate, not latency."""
+    ub = PROFILES["ub"]
+    assert 19e-6 < ub.seconds(1_000_000) < 20.2e-6
+    half = ub.shared_by(2)
+    assert half.bandwidth_bytes_per_second == ub.bandwidth_bytes_per_second / 2
+    assert (half.message_seconds, half.latency_seconds) == (2 * ub.message_seconds, ub.latency_seconds)
+
+
+def test_own_numbers_and_what_is_no_link() -> None:
+    own = profile_of("latency_seconds=2e-06,bandwidth_bytes_per_second=1e9,message_seconds=0.0")
+    assert (own.latency_seconds, own.bandwidth_bytes_per_second, own.message_seconds) == (2e-6, 1e9, 0.0)
+    assert profile_of("ub") is PROFILES["ub"]
+    for text in (
+        "ubb",
+        "",
+        "latency_seconds=1",
+        "bandwidth_bytes_per_second=0",
+        "bandwidth_bytes_per_second=1,x=2",
+        "latency_seconds=nan,",
+    ):
+        with pytest.raises(ValueError, match="write one of ub"):
+            profile_of(text)

@@ -1,0 +1,123 @@
+"""Link profiles as data: what a message costs on links that this machine does not have, each number with its source.
+
+Here: LinkProfile, PROFILES, and `profile_of`, which also reads a user's own numbers. Not here: what the numbers do to messages
+(link_model.py, link.py), the names as keys of a graph file (flowrt/graph/notation.py; a test holds both equal). Called by flowrt/actors,
+flowrt/bench, flowrt/doctor.
+
+Sources, with the sections that the numbers stand in:
+
+* xDeepServe, "Model-as-a-Service on Huawei CloudMatrix384" (2025): sections 2.2, 3.1
+* MegaScale-Infer, "Serving Mixture-of-Experts at Scale with Disaggregated Expert Parallelism" (2025): sections 7.1, 7.3
+* MixServe (2026): section IV, the list of clusters
+* CloudMatrix384, "Serving Large Language Models on Huawei CloudMatrix384" (arXiv 2506.12708): its hardware overview
+* DeepEP's published low-latency curves (GB200, EP4): dispatch takes 15.9 us + 0.0934 us per token
+
+"read" is in the source as it stands here, "derived" follows from it by the arithmetic given, "assumed" has no source: replace it by a
+number of your own when a conclusion hangs on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """One kind of link, as a process of the graph sees it: its own NIC, and the way to any other.
+
+    A message of b bytes keeps a direction of the NIC busy for `message_seconds` + b / `bandwidth_bytes_per_second` (per direction), and
+    is there `latency_seconds` after that. `sources`: number -> where it comes from.
+    """
+
+    name: str
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+    message_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def busy_seconds(self, num_bytes: int) -> float:
+        """How long a message has a direction of the NIC to itself, when nobody shares it."""
+        return self.message_seconds + num_bytes / self.bandwidth_bytes_per_second
+
+    def seconds(self, num_bytes: int) -> float:
+        """From the sending to the arrival of one message on an idle link."""
+        return self.busy_seconds(num_bytes) + self.latency_seconds
+
+    def shared_by(self, num_processes: int) -> LinkProfile:
+        """What each of `num_processes` has of a NIC that is split evenly between them, used or not."""
+        return replace(
+            self,
+            bandwidth_bytes_per_second=self.bandwidth_bytes_per_second / num_processes,
+            message_seconds=self.message_seconds * num_processes,
+        )
+
+
+def _profile(name: str, latency: tuple[float, str], bandwidth: tuple[float, str], message: tuple[float, str]) -> LinkProfile:
+    sources = dict(zip(NUMBERS, (latency[1], bandwidth[1], message[1]), strict=True))
+    return LinkProfile(name, latency[0], bandwidth[0], message[0], sources)
+
+
+PROFILES: Mapping[str, LinkProfile] = {
+    profile.name: profile
+    for profile in (
+        _profile(
+            "ub",
+            (14e-6, "derived: XCCL sends less than 1 MB in under 20 us (xDeepServe 3.1, figure 5); 1 MB at 196 GB/s takes 5.1 us of them"),
+            (196e9, "derived: 392 GB/s per direction and package of two dies (CloudMatrix384); a process is a die"),
+            (1e-6, "assumed: of the 15 us that do not depend on size, what keeps the NIC from the next message"),
+        ),
+        _profile(
+            "nvlink",
+            (14e-6, "derived: a dispatch over NVLink costs 15.9 us beside its rows (DeepEP, GB200, EP4), kernel starts included"),
+            (450e9, "derived: half of 900 GB/s, which counts both directions (H20: MegaScale-Infer 7.1, MixServe IV)"),
+            (2e-6, "assumed: the rest of those 15.9 us"),
+        ),
+        _profile(
+            "hccs",
+            (14e-6, "assumed: as ub"),
+            (60e9, "read: up to 480 Gbit/s (MixServe IV, Atlas 800T A2)"),
+            (1e-6, "assumed: as ub"),
+        ),
+        _profile(
+            "roce-200g",
+            (20e-6, "assumed: what software costs on ub, and a few microseconds of NIC and switch"),
+            (25e9, "read: 200 Gbit/s per NIC, a NIC per accelerator (MegaScale-Infer 7.1 and 7.3; MixServe IV)"),
+            (1e-6, "assumed: as ub"),
+        ),
+        _profile(
+            "roce-400g",
+            (20e-6, "assumed: as roce-200g"),
+            (50e9, "read: 400 Gbit/s per NIC (MegaScale-Infer 7.1; MixServe IV; up to 400 Gbit/s per NPU, CloudMatrix384)"),
+            (1e-6, "assumed: as roce-200g"),
+        ),
+        _profile(
+            "vpc",
+            (50e-6, "assumed: TCP through the kernels of two virtual machines; xDeepServe 2.2 names the network without numbers"),
+            (3.125e9, "assumed: 25 Gbit/s"),
+            (10e-6, "assumed: system calls and interrupts of a message"),
+        ),
+    )
+}
+
+
+def profile_of(link: str) -> LinkProfile:
+    """The profile that an edge's `link` names: a key of PROFILES, or numbers as "latency_seconds=2e-06,...". ValueError for others."""
+    known = PROFILES.get(link)
+    if known is not None:
+        return known
+    try:
+        numbers = {key: float(number) for key, _, number in (part.partition("=") for part in link.split(","))}
+        if set(numbers) - set(NUMBERS) or not all(math.isfinite(number) and number >= 0 for number in numbers.values()):
+            raise ValueError
+        bandwidth = numbers["bandwidth_bytes_per_second"]
+        if bandwidth <= 0:
+            raise ValueError
+    except (KeyError, ValueError):
+        text = f"{link!r} is no link; write one of {', '.join(PROFILES)}, or {'=..,'.join(NUMBERS)}=.."
+        raise ValueError(text) from None
+    own = dict.fromkeys(NUMBERS, "the user's")
+    return LinkProfile(link, numbers.get("latency_seconds", 0.0), bandwidth, numbers.get("message_seconds", 0.0), own)
