@@ -12,9 +12,10 @@ GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 ARGS ?=
 TEST_PROCESSES ?= 2
+EXAMPLES ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types simulate clean
+.PHONY: help install run test lint format types fuzz simulate clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -46,6 +47,9 @@ format: $(STAMP) ## put every file into the format that lint asks for
 
 types: $(STAMP) ## mypy, strict, over flowrt, transports and operators
 	@$(BIN)/mypy
+
+fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time
+	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 
 simulate: $(STAMP) ## the 2x3 graph under SEEDS=1000 seeds of virtual time
 	@$(BIN)/python -m flowrt.simulation --seeds $(SEEDS) $(ARGS)

@@ -78,6 +78,7 @@ class ChannelStatistics(msgspec.Struct):
     late_wakeups: int = 0  # wake-ups found only by the bounded re-check: a lost one, must stay 0
     held_buffers: int = 0  # received buffers still referred to that lie in the transport's memory
     messages_dropped: int = 0  # repeated messages, each dropped once
+    nonsense: int = 0  # 1 when the channel broke because the peer sent what is no message, or more than it may
 
 
 class Channel(ABC):

@@ -209,10 +209,11 @@ class Endpoint(Channel):
         self._wake_receiver()
         self._wake_sender()
 
-    def _break(self, reason: str) -> None:
-        """The channel is broken; what had arrived whole may still be taken. The first reason holds."""
+    def _break(self, reason: str, nonsense: bool = False) -> None:
+        """The channel is broken; what had arrived whole may still be taken. The first reason holds. `nonsense`: counted as such."""
         if self._broken is None and not self._ended:
             self._broken = reason
+            self._counters.nonsense += nonsense
             self._hang_up()
         self._wake_receiver()
         self._wake_sender()

@@ -126,14 +126,14 @@ class StreamChannel(WindowedEndpoint):
                 if received < 0:
                     return
                 if received == 0:
-                    raise WireError(f"{self.peer.name or 'the peer'} died: its end of the line closed without a word")
+                    raise ConnectionError(f"{self.peer.name or 'the peer'} died: its end of the line closed without a word")
                 budget -= received
                 self._parse()
                 if self._ended or self._closed:
                     return
         except (OSError, WireError) as error:
             self._stop_reading()
-            self._break(str(error))
+            self._break(str(error), nonsense=isinstance(error, WireError))
 
     def _receive(self) -> int:
         """Read into the target if it is large, else into the scratch buffer. -1: nothing there now; 0: end of file."""

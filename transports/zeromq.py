@@ -176,7 +176,7 @@ class ZeroMQChannel(WindowedEndpoint):
                     return
                 self._read_message()
         except (zmq.ZMQError, WireError) as error:
-            self._fail(str(error))
+            self._fail(str(error), nonsense=isinstance(error, WireError))
             return
         self._read_soon()
 
@@ -276,8 +276,8 @@ class ZeroMQChannel(WindowedEndpoint):
             self._fail(f"{self.peer.name or 'the peer'} died")
         self._finish()
 
-    def _fail(self, reason: str) -> None:
-        self._break(reason)
+    def _fail(self, reason: str, nonsense: bool = False) -> None:
+        self._break(reason, nonsense)
         self._finish()
         if not self.greeted.done():
             self.greeted.set_exception(HandshakeError(reason))

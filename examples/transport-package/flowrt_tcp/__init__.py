@@ -107,7 +107,7 @@ class TcpChannel(WindowedEndpoint):
             for _ in range(READS_AT_ONCE):
                 data = self._socket.recv(READ_BYTES)
                 if not data:
-                    raise WireError(f"{self.peer.name} died: its connection closed without a word")
+                    raise ConnectionError(f"{self.peer.name} died: its connection closed without a word")
                 self._received += data
                 self._read_frames()
                 if self._ended:
@@ -116,7 +116,7 @@ class TcpChannel(WindowedEndpoint):
             return
         except (OSError, WireError) as error:
             self._loop.remove_reader(self._socket.fileno())
-            self._break(str(error))
+            self._break(str(error), nonsense=isinstance(error, WireError))
 
     def _read_frames(self) -> None:
         start = 0
