@@ -7,7 +7,7 @@ Here: ProcessReport, EdgeReport, Account (both, with how the run began and ended
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowrt.actors.control import Statistics
@@ -46,12 +46,14 @@ class EdgeReport:
 
 @dataclass(frozen=True)
 class Account:
-    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when it never came to that."""
+    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when it never came to that.
+    `strict_blocks`: with strict numerics, in which blocks rows are computed, by process."""
 
     processes: tuple[ProcessReport, ...]
     edges: tuple[EdgeReport, ...]
     start_seconds: float | None
     late_wakeups: int
+    strict_blocks: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,6 +73,7 @@ def account(
         edges=_edges(graph, statistics),
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
+        strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
     )
 
 

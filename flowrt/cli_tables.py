@@ -116,6 +116,9 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
         lines.append(f"start: {duration_text(account.start_seconds)}")
     if account.late_wakeups:
         lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
+    for text in dict.fromkeys(account.strict_blocks.values()):
+        names = ", ".join(name for name, blocks in account.strict_blocks.items() if blocks == text)
+        lines.append(f"strict numerics, {names}: {text}")
     return lines
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
+from flowrt.emulation import EmulationStatistics
 from transports.message import Message
 
 
@@ -194,6 +195,8 @@ class Statistics(Control, frozen=True):
     num_steps: int = 0
     late_wakeups: int = 0
     resident_bytes: int = 0
+    strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
+    emulation: EmulationStatistics | None = None
 
 
 class Stop(Control, frozen=True):

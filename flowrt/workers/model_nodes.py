@@ -1,6 +1,6 @@
 """The functions of a model graph's nodes: built-in operator names bound to weights.
 
-Here: `build_model_nodes`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions of a user's graph
+Here: `build_model_nodes`, `strict_blocks_text`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions of a user's graph
 (user_nodes.py). Called by process.py while it loads; each worker reads only the weights of its own nodes.
 """
 
@@ -109,6 +109,15 @@ def build_model_nodes(
     if isinstance(blocks, StrictBlocks):
         log.info("%s: strict numerics: %s", process, describe(blocks.sizes))
     return functions
+
+
+def strict_blocks_text(graph: Graph) -> str:
+    """The blocks that this process has proven for a strict graph's model, for people; "" for none. Asked for in the thread that built
+    the nodes: another may have another number of compute threads."""
+    if graph.numerics != "strict" or graph.model is None:
+        return ""
+    config = read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
+    return describe(blocks_of(config, torch.get_num_threads()).sizes)
 
 
 def batch_payloads(batch: Batch, page_tokens: int, device: torch.device) -> dict[str, Payload]:

@@ -44,8 +44,9 @@ from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Seams
+from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
-from flowrt.workers.model_nodes import build_model_nodes
+from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.user_nodes import build_user_nodes
 from operators.model_config import ModelError, read_model_config
 from transports.contract import Channel, Identity
@@ -105,7 +106,12 @@ class Worker:
         self._peers: asyncio.Future[Peers | None] = self._loop.create_future()  # None: stopped before they came
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
+        self._strict_blocks = ""
         self._compute = seams.new_compute(start.name)
+        self._emulated: EmulatedWorker | None = None
+        if self._graph.emulation is not None:
+            self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, seams.new_timer())
+            self._compute = self._emulated.compute
         self._runner: Runner | None = None
         self._links: Links | None = None
         self._group: Group | None = None
@@ -157,6 +163,8 @@ class Worker:
             await self._compute.aclose()
             if self._links is not None:
                 await self._links.aclose()
+            if self._emulated is not None:
+                self._emulated.close()
 
     async def _work(self, runner: Runner, links: Links) -> None:
         """From the addresses of the others to the end: link up, then fire and exchange messages until cancelled."""
@@ -191,7 +199,8 @@ class Worker:
 
         functions = build_user_nodes(self._graph, self._start.name, self._device)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built))
-        return functions
+        self._strict_blocks = strict_blocks_text(self._graph)
+        return functions if self._emulated is None else self._emulated.charged(functions)
 
     def _make_runner(self, functions: dict[str, NodeFunction]) -> None:
         graph, name, seams = self._graph, self._start.name, self._seams
@@ -209,7 +218,10 @@ class Worker:
             self._device,
             {edge.id for edge in graph.edges if edge.transport in staying},
         )
-        self._links = Links(identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.accept, self._runner.settle)
+        wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
+        self._links = Links(
+            identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.accept, self._runner.settle, **wrap
+        )
         process_of = {node.name: node.process for node in graph.nodes.values()}
         for edge in graph.edges:
             ends = {process_of[edge.source], process_of[edge.target]}
@@ -297,6 +309,8 @@ class Worker:
             num_steps=self._group.num_steps if self._group is not None else 0,
             late_wakeups=sum(link.statistics().late_wakeups for link in self._links.values()),
             resident_bytes=self._seams.resident_bytes(),
+            strict_blocks=self._strict_blocks,
+            emulation=self._emulated.statistics() if self._emulated is not None else None,
         )
 
 
