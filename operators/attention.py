@@ -21,6 +21,7 @@ from operators.kv_pages import KvPages
 from operators.latent_attention import LatentAttentionBlock
 from operators.model_config import ModelConfig
 from operators.normalization import rms_norm, row_norm
+from operators.products import Product, lay_out
 from operators.rotary import RotaryTable, rotate
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.step_layout import StepLayout
@@ -30,10 +31,10 @@ from operators.weights import Checkpoint, torch_dtype
 @dataclass(frozen=True)
 class _LayerWeights:
     input_norm_H: Tensor
-    qkv: Tensor  # [(N + 2K) * D, H]
+    qkv: Product  # [(N + 2K) * D, H]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [N + K, D]
-    output: Tensor  # [H, N * D]
+    output: Product  # [H, N * D]
     output_bias: Tensor | None
     mlp_norm_H: Tensor
 
@@ -97,7 +98,7 @@ class AttentionBlock:
         """(q_TND, k_TKD, v_TKD), turned to their positions."""
         config = self.config
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = F.linear(self._norm(x_TH, weights.input_norm_H), weights.qkv, weights.qkv_bias)
+        qkv = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
         if config.clip_qkv is not None:
             qkv.clamp_(-config.clip_qkv, config.clip_qkv)
         qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -108,7 +109,7 @@ class AttentionBlock:
         return qk[:, :num_heads], qk[:, num_heads:], v_TKD
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
+        residual = x_TH + weights.output(mixed, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
@@ -166,10 +167,10 @@ def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device:
     qkv_rows = (num_heads + 2 * num_kv_heads) * head_dim
     return _LayerWeights(
         input_norm_H=read("attention_norm", hidden),
-        qkv=read("qkv", qkv_rows, hidden),
+        qkv=lay_out(read("qkv", qkv_rows, hidden)),
         qkv_bias=read("qkv_bias", qkv_rows) if config.attention_bias else None,
         qk_norm=qk_norm,
-        output=read("attention_output", hidden, num_heads * head_dim),
+        output=lay_out(read("attention_output", hidden, num_heads * head_dim)),
         output_bias=read("attention_output_bias", hidden) if config.attention_bias else None,
         mlp_norm_H=read("mlp_norm", hidden),
     )

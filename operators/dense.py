@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from operators.model_config import ModelConfig
+from operators.products import Product, read_product
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint
 
@@ -38,8 +39,8 @@ class _GatedMlp:
         self._blocks, self._part = blocks, part
         self._weights = {
             layer: (
-                checkpoint.read_part(config, f"{part}_gate_up", (2 * width, hidden), layer=layer, device=device),
-                checkpoint.read_part(config, f"{part}_down", (hidden, width), layer=layer, device=device),
+                read_product(checkpoint, config, f"{part}_gate_up", (2 * width, hidden), layer=layer, device=device),
+                read_product(checkpoint, config, f"{part}_down", (hidden, width), layer=layer, device=device),
             )
             for layer in layers
         }
@@ -49,8 +50,8 @@ class _GatedMlp:
         return self._blocks.run(self._part, partial(_gated_mlp, *self._weights[layer]), normed_TH, residual_TH)
 
 
-def _gated_mlp(gate_up: Tensor, down: Tensor, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
-    return residual_TH + F.linear(gated_silu(F.linear(normed_TH, gate_up)), down)
+def _gated_mlp(gate_up: Product, down: Product, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
+    return residual_TH + down(gated_silu(gate_up(normed_TH)))
 
 
 class DenseMlp(_GatedMlp):

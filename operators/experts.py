@@ -5,28 +5,35 @@ Only experts that have rows are computed (EaaS, section 4.1). Not here: which ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from operators.dense import gated_silu
+from operators.expert_products import (
+    NEVER_DENSE,
+    DeviceExperts,
+    GroupedExperts,
+    LayerExperts,
+    StackedExperts,
+    has_grouped_product,
+    profile_size,
+    take_profile,
+)
 from operators.model_config import ModelConfig
+from operators.products import form_for, lay_out
 from operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from operators.weights import Checkpoint, torch_dtype
 
 
 @dataclass(frozen=True)
-class _LayerExperts:
-    """The held experts of one layer, stacked; `place_E` is an expert's index in the stack plus 1, or 0 when it is not held."""
+class _Held:
+    """The held experts of one layer; `place_E` is an expert's place among them plus 1, or 0 when it is not held."""
 
     expert_ids: tuple[int, ...]
     place_E: Tensor
-    gate_up: Tensor  # [n, 2F, H]
-    down: Tensor  # [n, H, F]
+    experts: LayerExperts
 
 
 class Experts:
@@ -39,11 +46,19 @@ class Experts:
         held: Mapping[int, Sequence[int]],
         device: torch.device | str = "cpu",
         blocks: RowBlocks = WHOLE,
+        now: Callable[[], float] | None = None,
     ) -> None:
-        """`held` maps a layer to the ids of the experts to read, in any order. Each is read straight into its place."""
+        """`held` maps a layer to the ids of the experts to read, in any order.
+
+        With `now`, which gives seconds, the kind of product is chosen by measuring; without, or with strict blocks, it follows from
+        the machine alone.
+        """
         self.config = config
         self._blocks, self._device = blocks, device
-        self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts), device) for layer, experts in held.items()}
+        self._now = None if blocks.strict else now
+        self._packed: bool | None = None  # not known before the first layer
+        self._profile = NEVER_DENSE
+        self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
@@ -53,7 +68,7 @@ class Experts:
     @property
     def nbytes(self) -> int:
         """Bytes of weights held."""
-        return sum(experts.gate_up.nbytes + experts.down.nbytes for experts in self._layers.values())
+        return sum(held.experts.nbytes for held in self._layers.values())
 
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
         """y_RH: for each row the weighted sum over its pairs, added in pair order. A row without pairs is zero.
@@ -68,55 +83,99 @@ class Experts:
 
     def forward_pairs(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
         """y_PH: each pair's expert applied to its row, without weights."""
-        experts = self._layers[layer]
-        place_P = experts.place_E.index_select(0, expert_P)
+        held = self._layers[layer]
+        place_P = held.place_E.index_select(0, expert_P)
         order_P = place_P.argsort(stable=True)
-        missing, *counts = torch.bincount(place_P, minlength=len(experts.expert_ids) + 1).tolist()
-        if missing:
-            absent = sorted(set(expert_P[place_P == 0].tolist()))
-            raise ValueError(f"layer {layer}: experts {absent} were asked for but are not held here; held are {sorted(experts.expert_ids)}")
+        counts_E = self._counted(layer, held, place_P, expert_P)
         sorted_PH = x_RH.index_select(0, row_P.index_select(0, order_P))
-        y_sorted_PH = torch.empty_like(sorted_PH)
-        start = 0
-        for place, count in enumerate(counts):
-            if count:
-                rows = slice(start, start + count)
-                if self._blocks.strict:
-                    expert = partial(_expert, experts.gate_up[place], experts.down[place])
-                    y_sorted_PH[rows] = self._blocks.run("experts", expert, sorted_PH[rows])
-                else:
-                    width = gated_silu(F.linear(sorted_PH[rows], experts.gate_up[place]))
-                    torch.mm(width, experts.down[place].t(), out=y_sorted_PH[rows])
-                start += count
+        y_sorted_PH = self._run_in_blocks(held, sorted_PH, counts_E) if self._blocks.strict else held.experts.run(sorted_PH, counts_E)
         return torch.empty_like(y_sorted_PH).index_copy_(0, order_P, y_sorted_PH)
+
+    def _counted(self, layer: int, held: _Held, place_P: Tensor, expert_P: Tensor) -> Tensor:
+        """How many pairs each expert held has; on an accelerator nobody waits for the answer, nor for whether one was not held."""
+        if place_P.device.type == "cpu":
+            counts = torch.bincount(place_P, minlength=len(held.expert_ids) + 1)
+            if counts[0]:
+                absent = sorted(set(expert_P[place_P == 0].tolist()))
+                there = f"not held here; held are {sorted(held.expert_ids)}"
+                raise ValueError(f"layer {layer}: experts {absent} were asked for but are {there}")
+        else:
+            counts = place_P.new_zeros(len(held.expert_ids) + 1).scatter_add_(0, place_P, torch.ones_like(place_P))
+            torch._assert_async(counts[0] == 0)
+        return counts[1:]
+
+    def _run_in_blocks(self, held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
+        pieces = [
+            self._blocks.run("experts", held.experts.expert(place), sorted_PH[end - count : end])
+            for place, (count, end) in enumerate(zip(counts_E.tolist(), counts_E.cumsum(0).tolist(), strict=True))
+            if count
+        ]
+        return torch.cat(pieces) if pieces else torch.empty_like(sorted_PH)
 
     def prove(self) -> None:
         """Make the proof of strict blocks, with drawn weights: it must come out alike in every process, whichever experts it holds."""
         config, dtype = self.config, torch_dtype(self.config)
         generator = torch.Generator().manual_seed(config.hidden_size)
-        shapes = (2 * config.expert_width, config.hidden_size), (config.hidden_size, config.expert_width), (PROOF_ROWS, config.hidden_size)
-        gate_up, down, x_RH = (torch.randn(shape, generator=generator).to(self._device, dtype) for shape in shapes)
-        self._blocks.run("experts", partial(_expert, gate_up.div_(config.hidden_size**0.5), down), x_RH)
+        shapes = self._shapes
+        gate_up, down, x_RH = (
+            torch.randn(shape, generator=generator).to(self._device, dtype) for shape in (*shapes, (PROOF_ROWS, config.hidden_size))
+        )
+        drawn = GroupedExperts([(lay_out(gate_up.div_(config.hidden_size**0.5)), lay_out(down))])
+        self._blocks.run("experts", drawn.expert(0), x_RH)
 
-    def _read_layer(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], device: torch.device | str) -> _LayerExperts:
+    @property
+    def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of an expert's two matrices: gate over up, down."""
+        config = self.config
+        return (2 * config.expert_width, config.hidden_size), (config.hidden_size, config.expert_width)
+
+    def _read_layer(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> _Held:
         config = self.config
         wrong = [expert for expert in expert_ids if not 0 <= expert < config.num_experts]
         if layer not in config.moe_layers or wrong or len(set(expert_ids)) != len(expert_ids):
             exist = f"layers {list(config.moe_layers)} have experts 0 to {config.num_experts - 1}, each held once at most"
             raise ValueError(f"layer {layer}, experts {list(expert_ids)} cannot be held: {exist}")
-        hidden, width, dtype = config.hidden_size, config.expert_width, torch_dtype(config)
-        gate_up = _aligned_stack(len(expert_ids), (2 * width, hidden), dtype, device)
-        down = _aligned_stack(len(expert_ids), (hidden, width), dtype, device)
         place = torch.zeros(config.num_experts, dtype=torch.int64)
-        for index, expert in enumerate(expert_ids):
-            checkpoint.read_part(config, "expert_gate_up", (2 * width, hidden), layer=layer, expert=expert, out=gate_up[index])
-            checkpoint.read_part(config, "expert_down", (hidden, width), layer=layer, expert=expert, out=down[index])
-            place[expert] = index + 1
-        return _LayerExperts(expert_ids, place.to(device), gate_up, down)
+        place[list(expert_ids)] = torch.arange(1, len(expert_ids) + 1)
+        return _Held(expert_ids, place.to(self._device), self._read_experts(checkpoint, layer, expert_ids))
 
+    def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
+        """Each expert is read straight into its place, or, if it is packed, into one that all share until they are."""
+        dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
+        if self._packs(checkpoint, layer, expert_ids):
+            gate_up, down = self._read_stacks(checkpoint, layer, expert_ids[:1])
+            experts = []
+            for expert in expert_ids:
+                self._read_expert(checkpoint, layer, expert, gate_up[0], down[0])
+                experts.append((lay_out(gate_up[0], "packed"), lay_out(down[0], "packed")))
+            return GroupedExperts(experts)
+        gate_up, down = self._read_stacks(checkpoint, layer, expert_ids)
+        if has_grouped_product(dtype, device_type, *self._shapes[1]):
+            return DeviceExperts(gate_up, down)
+        return StackedExperts(gate_up, down, self._profile)
 
-def _expert(gate_up: Tensor, down: Tensor, x_RH: Tensor) -> Tensor:
-    return F.linear(gated_silu(F.linear(x_RH, gate_up)), down)
+    def _packs(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> bool:
+        """Whether experts are packed. The first layer read tells, for all of them."""
+        if not expert_ids:
+            return False
+        if self._packed is None:
+            form = form_for(torch_dtype(self.config), torch.device(self._device).type)
+            self._packed = form == "packed"
+            if self._now is not None and torch.device(self._device).type == "cpu":
+                sample = expert_ids[: profile_size(self._shapes, torch_dtype(self.config))]
+                profile = take_profile(*self._read_stacks(checkpoint, layer, sample), self._now)
+                self._packed, self._profile = profile is None, profile or NEVER_DENSE
+        return self._packed
+
+    def _read_stacks(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        gate_up, down = (_aligned_stack(len(expert_ids), shape, torch_dtype(self.config), self._device) for shape in self._shapes)
+        for place, expert in enumerate(expert_ids):
+            self._read_expert(checkpoint, layer, expert, gate_up[place], down[place])
+        return gate_up, down
+
+    def _read_expert(self, checkpoint: Checkpoint, layer: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
+        for part, out in (("expert_gate_up", gate_up), ("expert_down", down)):
+            checkpoint.read_part(self.config, part, tuple(out.shape), layer=layer, expert=expert, out=out)
 
 
 def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

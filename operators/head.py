@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from operators.embedding import Embedding
 from operators.model_config import ModelConfig
 from operators.normalization import row_norm
+from operators.products import Product, lay_out, shared_form
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint
 
@@ -29,15 +29,15 @@ class Head:
         self._norm = row_norm(config)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
         if config.tie_word_embeddings and embedding is not None:
-            self.weight_VH = embedding.weight_VH
+            self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))
         else:
             part = "embedding" if config.tie_word_embeddings else "head"
-            self.weight_VH = checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device)
+            self.product = lay_out(checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device))
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
         """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""
         return self._blocks.run("head", self._logits, x_TH.index_select(0, sample_rows_S))
 
     def _logits(self, x_SH: Tensor) -> Tensor:
-        logits = F.linear(self._norm(x_SH, self._norm_H), self.weight_VH)
+        logits = self.product(self._norm(x_SH, self._norm_H))
         return logits if logits.dtype == torch.float64 else logits.float()

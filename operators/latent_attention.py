@@ -21,6 +21,7 @@ from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
 from operators.kv_pages import KvPages
 from operators.model_config import LatentConfig, ModelConfig
 from operators.normalization import rms_norm, row_norm
+from operators.products import Product, lay_out
 from operators.rotary import RotaryTable, pairs_to_halves_, rotate
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.step_layout import StepLayout
@@ -32,13 +33,13 @@ Form = Literal["cheaper", "absorbed", "expanded"]
 @dataclass(frozen=True)
 class _LayerWeights:
     input_norm_H: Tensor
-    down: Tensor  # [query rows + rank + rope, H]: query latent (or queries, where they have none), latent, rotary key
+    down: Product  # [query rows + rank + rope, H]: query latent (or queries, where they have none), latent, rotary key
     down_bias: Tensor | None
     query_norm: Tensor | None  # [query rank]
-    query_up: Tensor | None  # [N * key width, query rank]
+    query_up: Product | None  # [N * key width, query rank]
     latent_norm: Tensor  # [rank]
     up: Tensor  # [N, nope + value, rank]
-    output: Tensor  # [H, N * value]
+    output: Product  # [H, N * value]
     output_bias: Tensor | None
     mlp_norm_H: Tensor
 
@@ -81,10 +82,10 @@ class LatentAttentionBlock:
     def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without and with position [T, N, D], and what pages keep of a token [T, 1, rank + rope]."""
         latent = self._latent
-        down = F.linear(self._norm(x_TH, weights.input_norm_H), weights.down, weights.down_bias)
+        down = weights.down(self._norm(x_TH, weights.input_norm_H), weights.down_bias)
         queries, compressed, key_rope = down.split((down.shape[1] - latent.page_width, latent.rank, latent.rope_width), dim=1)
         if weights.query_up is not None and weights.query_norm is not None:
-            queries = F.linear(rms_norm(queries, weights.query_norm, latent.norm_epsilon), weights.query_up)
+            queries = weights.query_up(rms_norm(queries, weights.query_norm, latent.norm_epsilon))
         q_TND = queries.reshape(-1, self.config.num_heads, latent.key_width)
         q_nope, q_rope = q_TND.split((latent.nope_width, latent.rope_width), dim=2)
         q_rope = rotate(q_rope, cos_T1D, sin_T1D)
@@ -98,7 +99,7 @@ class LatentAttentionBlock:
         return q_nope, q_rope, kept_T1D
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        residual = x_TH + F.linear(mixed, weights.output, weights.output_bias)
+        residual = x_TH + weights.output(mixed, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
@@ -210,13 +211,13 @@ def _read_layer(config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoin
         pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
     return _LayerWeights(
         input_norm_H=read("attention_norm", hidden),
-        down=down,
+        down=lay_out(down),
         down_bias=down_bias,
         query_norm=query_norm,
-        query_up=query_up,
+        query_up=None if query_up is None else lay_out(query_up),
         latent_norm=read("kv_latent_norm", latent.rank),
         up=read("kv_up", num_heads * (latent.nope_width + latent.value_width), latent.rank).view(num_heads, -1, latent.rank),
-        output=read("attention_output", hidden, num_heads * latent.value_width),
+        output=lay_out(read("attention_output", hidden, num_heads * latent.value_width)),
         output_bias=read("attention_output_bias", hidden) if config.attention_bias else None,
         mlp_norm_H=read("mlp_norm", hidden),
     )

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from operators.model_config import ModelError
+from operators.products import Product, lay_out
 
 SIZES = (4, 8, 16, 32, 64, 128)
 PROOF_ROWS = SIZES[-1]  # rows that a proof is given
@@ -39,6 +40,8 @@ _NOT_COMPUTED = {
     "unflatten",
     "unsqueeze",
     "__getitem__",
+    "t",
+    "copy_",
 }
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
@@ -154,7 +157,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in _NOT_COMPUTED:
             self.note(result)
-        if func is F.linear and result.itemsize < 4:
+        if (func is F.linear or getattr(func, "__name__", "") == "_linear_pointwise") and result.itemsize < 4:
             self.products.append((result.dtype, args[0].shape[-1], result.shape[-1]))
         return result
 
@@ -207,7 +210,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
     with watch:
         function(*(x.clone() for x in rows))
     generator = torch.Generator().manual_seed(1)
-    made: list[tuple[Tensor, Tensor]] = []
+    made: list[tuple[Tensor, Product]] = []
     for dtype, num_inputs, num_outputs in sorted(set(watch.products), key=str):
         order = torch.randperm(num_inputs, generator=generator)
         half = num_inputs // 2
@@ -216,10 +219,10 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
         signs = torch.randn((PROOF_ROWS, half), generator=generator).sign().to(dtype)
         odd = torch.zeros((1, num_inputs - 2 * half), dtype=dtype)
         x = torch.cat((signs, signs, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(rows[0].device)
-        made.append((x, torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(rows[0].device)))
+        made.append((x, lay_out(torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(rows[0].device))))
 
     def extended(*blocks: Tensor) -> tuple[Tensor, ...]:
-        products = [F.linear(x, weights) for x, (_, weights) in zip(blocks[len(rows) :], made, strict=True)]
+        products = [product(x) for x, (_, product) in zip(blocks[len(rows) :], made, strict=True)]
         return *_as_tuple(function(*blocks[: len(rows)])), *products
 
     return extended, [*rows, *(x for x, _ in made)]

@@ -20,6 +20,7 @@ from operators.experts import Experts
 from operators.families.family import Family, Piece
 from operators.head import Head
 from operators.model_config import ModelConfig, ModelError, read_model_config
+from operators.products import Plain
 from operators.weights import INDEX_NAME, Checkpoint
 
 
@@ -87,8 +88,11 @@ def test_tied_weights_are_shared(models: Any) -> None:
 
     config, checkpoint = read_model_config(models["mixed"]), Checkpoint(models["mixed"])
     embedding = Embedding(config, checkpoint)
-    assert Head(config, checkpoint, embedding=embedding).weight_VH is embedding.weight_VH
-    assert torch.equal(Head(config, checkpoint).weight_VH, embedding.weight_VH)
+    shared = Head(config, checkpoint, embedding=embedding).product
+    assert isinstance(shared, Plain)
+    assert shared.weight_NK is embedding.weight_VH
+    x_TH = torch.randn(3, config.hidden_size)
+    torch.testing.assert_close(Head(config, checkpoint).product(x_TH), shared(x_TH))
     assert not checkpoint.has_part(config, "head")
     assert checkpoint.has_part(config, "expert_down", layer=1, expert=7)
 

@@ -1,0 +1,217 @@
+"""The experts of one layer that a process holds, and how their products are taken: one by one, or all in one (EPS-MoE, section III-B).
+
+Here: LayerExperts and its kinds, and the profile that chooses between them. Not here: which rows go to which expert (experts.py),
+the forms of a single matrix (products.py). Built by experts.py while it loads.
+
+*Grouped*: a product per expert that has rows, of exactly these rows. *Dense*: one batched product of all experts held, each padded to
+the most rows that any has: fewer, larger calls, paid with rows of zeros and with experts that have none. Which is faster depends on the
+load, the library and the machine, so a small profile is taken once, with the first layer's own weights. On CUDA one grouped product
+does all, and the host learns nothing about the rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from operators.dense import gated_silu
+from operators.products import Form, Plain, Product, form_for, lay_out, shared_form
+
+LOADS = (1, 2, 4, 8, 16, 32)  # rows per expert that a profile measures
+SPREAD = (0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.5, 2.5)  # of rows over experts, as shares of the mean
+PROFILE_BYTES = 64 << 20  # of weights, so that they come from memory as they do in a step, not from a cache
+PROFILE_SECONDS = 0.4  # no further load is measured after this long
+
+
+class LayerExperts(ABC):
+    """The experts held of one layer, numbered in the order in which they were read."""
+
+    nbytes: int
+
+    @abstractmethod
+    def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
+        """y_PH: rows that are sorted by expert, `counts_E` (int64) of them for each expert held, through their experts."""
+
+    @abstractmethod
+    def expert(self, place: int) -> Callable[[Tensor], Tensor]:
+        """One expert as a function of rows."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds per expert at each of `loads` rows, by kind of product. Pure, so that choices can be tested as tables."""
+
+    loads: tuple[int, ...]
+    grouped_seconds: tuple[float, ...]
+    dense_seconds: tuple[float, ...]
+
+    def dense_pays(self, counts: Sequence[int]) -> bool:
+        """Whether one batched product, padded to the largest count, takes less than a product for each count that is not 0."""
+        return max(counts, default=0) <= self.loads[-1] and self.dense(counts) < self.grouped(counts)
+
+    def grouped(self, counts: Sequence[int]) -> float:
+        """Seconds of a product for each count that is not 0."""
+        return sum(self._at(self.grouped_seconds, count) for count in counts if count)
+
+    def dense(self, counts: Sequence[int]) -> float:
+        """Seconds of one batched product."""
+        return len(counts) * self._at(self.dense_seconds, max(counts, default=0))
+
+    def fastest(self, counts: Sequence[int]) -> float:
+        """Seconds of whichever of the two is chosen."""
+        return self.dense(counts) if self.dense_pays(counts) else self.grouped(counts)
+
+    def _at(self, seconds: tuple[float, ...], load: int) -> float:
+        return seconds[min(bisect_left(self.loads, load), len(seconds) - 1)]
+
+
+NEVER_DENSE = Profile((0,), (0.0,), (0.0,))
+
+
+class GroupedExperts(LayerExperts):
+    """A laid-out matrix pair per expert, and a product for each that has rows."""
+
+    def __init__(self, experts: Sequence[tuple[Product, Product]]) -> None:
+        self._experts = tuple(experts)
+        self.nbytes = sum(gate_up.nbytes + down.nbytes for gate_up, down in self._experts)
+
+    def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
+        return self.run_counted(x_PH, counts_E.tolist())
+
+    def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
+        """As `run`, for counts that the host knows."""
+        pieces = [
+            _expert(*expert, x_PH[end - count : end])
+            for expert, count, end in zip(self._experts, counts, accumulate(counts), strict=True)
+            if count
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty_like(x_PH)
+
+    def expert(self, place: int) -> Callable[[Tensor], Tensor]:
+        return partial(_expert, *self._experts[place])
+
+
+class StackedExperts(LayerExperts):
+    """Matrices in two stacks, for whichever product the profile says."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, profile: Profile) -> None:
+        """gate_up [n, 2F, H], down [n, H, F]."""
+        self._gate_up, self._down, self._profile = gate_up, down, profile
+        self._grouped = _grouped(gate_up, down, shared_form(gate_up))
+        self.nbytes = self._grouped.nbytes
+
+    def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
+        counts: list[int] = counts_E.tolist()
+        if self._profile.dense_pays(counts):
+            return dense(self._gate_up, self._down, x_PH, counts)
+        return self._grouped.run_counted(x_PH, counts)
+
+    def expert(self, place: int) -> Callable[[Tensor], Tensor]:
+        return self._grouped.expert(place)
+
+
+class DeviceExperts(LayerExperts):
+    """Matrices in two stacks on an accelerator, and the library's grouped product: what each expert's rows are stays on the device."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """gate_up [n, 2F, H], down [n, H, F]."""
+        self._gate_up, self._down = gate_up, down
+        self.nbytes = gate_up.nbytes + down.nbytes
+
+    def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        width = gated_silu(F.grouped_mm(x_PH, self._gate_up.transpose(1, 2), offs=ends_E))
+        return F.grouped_mm(width, self._down.transpose(1, 2), offs=ends_E)
+
+    def expert(self, place: int) -> Callable[[Tensor], Tensor]:
+        return partial(_expert, Plain(self._gate_up[place]), Plain(self._down[place]))
+
+
+def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
+    """y_PH as GroupedExperts gives, by one batched product of all experts, each padded with zeros to the largest count."""
+    most, num_experts = max(counts), len(counts)
+    if min(counts) == most:
+        return _batched(gate_up, down, x_PH.view(num_experts, most, -1)).flatten(0, 1)
+    places_P = torch.tensor([place * most + row for place, count in enumerate(counts) for row in range(count)])
+    padded = x_PH.new_zeros(num_experts * most, x_PH.shape[1]).index_copy_(0, places_P, x_PH)
+    return _batched(gate_up, down, padded.view(num_experts, most, -1)).flatten(0, 1).index_select(0, places_P)
+
+
+def profile_size(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """How many experts of such matrices a profile takes: PROFILE_BYTES of them."""
+    return max(1, PROFILE_BYTES // (sum(rows * columns for rows, columns in shapes) * dtype.itemsize))
+
+
+def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Profile | None:
+    """How experts like these are best held on this machine, measured with them (`profile_size` says with how many).
+
+    None: packed, one by one (GroupedExperts); else what StackedExperts needs to know. `now` gives seconds.
+    """
+    number = len(gate_up)
+    kinds: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+        "dense": partial(dense, gate_up, down),
+        "grouped": _grouped(gate_up, down, shared_form(gate_up)).run_counted,
+    }
+    if form_for(gate_up.dtype) == "packed":
+        kinds["packed"] = _grouped(gate_up, down, "packed").run_counted
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    deadline = now() + PROFILE_SECONDS
+    for load in LOADS:
+        x_PH = gate_up.new_ones(number * load, gate_up.shape[2])
+        for kind, run in kinds.items():
+            seconds[kind].append(_fastest(partial(run, x_PH, [load] * number), now) / number)
+        if now() > deadline:
+            break
+    return choose(LOADS[: len(seconds["dense"])], seconds["grouped"], seconds["dense"], seconds.get("packed"))
+
+
+def choose(
+    loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], packed_seconds: Sequence[float] | None
+) -> Profile | None:
+    """None when packed matrices are faster over all loads, each counting alike; else the profile to choose by at each load. Pure.
+
+    Rows are never spread evenly: an expert has some, its neighbour three times as many or none (SPREAD).
+    """
+    stacked = Profile(tuple(loads), tuple(grouped_seconds), tuple(dense_seconds))
+    if packed_seconds is None:
+        return stacked
+    packed = Profile(tuple(loads), tuple(packed_seconds), tuple(packed_seconds))
+    spread = [[round(share * load) for share in SPREAD] for load in loads]
+    return None if prod(packed.grouped(counts) / stacked.fastest(counts) for counts in spread) < 1 else stacked
+
+
+def has_grouped_product(dtype: torch.dtype, device_type: str, *widths: int) -> bool:
+    """Whether the library's grouped product takes these matrices without asking the host for sizes."""
+    return device_type == "cuda" and dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and all(width % 8 == 0 for width in widths)
+
+
+def _grouped(gate_up: Tensor, down: Tensor, form: Form) -> GroupedExperts:
+    return GroupedExperts([(lay_out(each, form), lay_out(other, form)) for each, other in zip(gate_up, down, strict=True)])
+
+
+def _expert(gate_up: Product, down: Product, x_RH: Tensor) -> Tensor:
+    return down(gated_silu(gate_up(x_RH)))
+
+
+def _batched(gate_up: Tensor, down: Tensor, x_EMH: Tensor) -> Tensor:
+    return torch.bmm(gated_silu(torch.bmm(x_EMH, gate_up.transpose(1, 2))), down.transpose(1, 2))
+
+
+def _fastest(run: Callable[[], Tensor], now: Callable[[], float]) -> float:
+    """Seconds of the faster of two calls after one that warms up: what disturbs a call only adds to it."""
+    run()
+    seconds = []
+    for _ in range(2):
+        start = now()
+        run()
+        seconds.append(now() - start)
+    return min(seconds)

@@ -1,0 +1,131 @@
+"""Products of rows with a weight matrix, and the forms in which a matrix is held for them.
+
+Here: Product and its forms, and which form suits a dtype on this machine. Not here: which rows, and what is done with what comes
+out (attention.py, dense.py, experts.py, head.py); choosing by measuring (expert_products.py). A matrix is held once, in one form, laid
+out while it is loaded.
+
+Why forms: a step of decoding brings few rows, so a product reads more than it computes. The library's plain product first rearranges
+the matrix, which costs more than the product itself at 2 to 64 rows; *packed* does that once, at loading. Where the processor has no
+instructions for 16-bit numbers the library's product of many rows computes at a tenth of its float32 rate; *widened* turns blocks
+of the matrix, small enough to stay in the cache, into float32 first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from operators.model_config import ModelConfig
+from operators.weights import Checkpoint
+
+Form = Literal["plain", "packed", "widened"]
+
+WIDEN_FROM_ROWS = 5  # below, the plain product's one pass over the matrix costs less than widening it
+WIDENED_BYTES = 1 << 20  # of a block of the matrix in float32: what a core's own cache holds
+
+
+class Product(ABC):
+    """x @ weight.T (+ bias) for a matrix [N, K] that is held in some form."""
+
+    def __init__(self, shape: tuple[int, int], nbytes: int) -> None:
+        self.shape, self.nbytes = shape, nbytes
+
+    @abstractmethod
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """y_TN in the dtype of x."""
+
+
+class Plain(Product):
+    """The matrix as it is."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        self.weight_NK = weight_NK
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return F.linear(x_TK, self.weight_NK, bias_N)
+
+
+class Widened(Plain):
+    """A 16-bit matrix whose products with several rows are taken in float32, block by block, and rounded once."""
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        if x_TK.shape[0] < WIDEN_FROM_ROWS:
+            return F.linear(x_TK, self.weight_NK, bias_N)
+        (num_outputs, num_inputs), wide_TK = self.shape, x_TK.float()
+        y_TN = wide_TK.new_empty(x_TK.shape[0], num_outputs)
+        rows = max(16, WIDENED_BYTES // (4 * num_inputs))
+        block = wide_TK.new_empty(min(rows, num_outputs), num_inputs)
+        for start in range(0, num_outputs, rows):
+            weight = self.weight_NK[start : start + rows]
+            torch.mm(wide_TK, block[: weight.shape[0]].copy_(weight).t(), out=y_TN[:, start : start + rows])
+        if bias_N is not None:
+            y_TN += bias_N
+        return y_TN.to(x_TK.dtype)
+
+
+class Packed(Product):
+    """The matrix in the order in which oneDNN reads it; the plain one is not kept."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        if not x_TK.shape[0]:
+            return x_TK.new_empty(0, self.shape[0])
+        y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, self._packed, bias_N, "none", [], "")
+        return y_TN
+
+
+FORMS: dict[Form, type[Plain | Widened | Packed]] = {"plain": Plain, "widened": Widened, "packed": Packed}
+
+
+@lru_cache
+def form_for(dtype: torch.dtype, device_type: str = "cpu") -> Form:
+    """The form for matrices of `dtype`, from what the machine has, not from measuring: the same in every process and every run."""
+    if device_type != "cpu":
+        return "plain"
+    instructions = dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16_instructions())
+    if instructions and _can_pack(dtype):
+        return "packed"
+    return "widened" if dtype in (torch.bfloat16, torch.float16) and not instructions else "plain"
+
+
+def shared_form(weight: Tensor) -> Form:
+    """The form for a matrix that something else reads too, and that therefore stays as it is."""
+    form = form_for(weight.dtype, weight.device.type)
+    return "plain" if form == "packed" else form
+
+
+def lay_out(weight_NK: Tensor, form: Form | None = None) -> Product:
+    """The matrix in `form`, or in the one that suits its dtype and device. A packed matrix is a copy; others keep the tensor."""
+    return FORMS[form or form_for(weight_NK.dtype, weight_NK.device.type)](weight_NK)
+
+
+def read_product(
+    checkpoint: Checkpoint, config: ModelConfig, part: str, shape: tuple[int, int], *, layer: int, device: torch.device | str = "cpu"
+) -> Product:
+    """A part of the checkpoint (Checkpoint.read_part), laid out."""
+    return lay_out(checkpoint.read_part(config, part, shape, layer=layer, device=device))
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs matrices, and gives with them what it gives with plain ones. Its own compiler uses these calls."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    weight, x = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
+    try:
+        return torch.equal(Packed(weight)(x), x)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _has_bfloat16_instructions() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
+    return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))
