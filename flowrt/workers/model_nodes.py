@@ -47,9 +47,10 @@ M = TypeVar("M", Attention, Gate, DenseMlp, SharedExperts, Experts, Head)
 
 
 def build_model_nodes(
-    graph: Graph, process: str, device: torch.device, on_built: Callable[[str, int, int], None]
+    graph: Graph, process: str, device: torch.device, on_built: Callable[[str, int, int], None], now: Callable[[], float]
 ) -> dict[str, NodeFunction]:
-    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` follows the loading.
+    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` follows the loading; `now`
+    gives seconds, for the profile of products (operators/expert_products.py).
 
     With strict numerics each module makes its proof (operators/row_blocks.py) before anything is served.
 
@@ -98,7 +99,7 @@ def build_model_nodes(
                 functions[node.name] = Dispatch(_copy_tables(graph, node, config, device), strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
-                functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks)), strict)
+                functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks, now)), strict)
             case "combine":
                 functions[node.name] = Combine(strict)
             case "head":

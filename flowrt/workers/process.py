@@ -198,7 +198,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._send, Progress(text, done, total))
 
         functions = build_user_nodes(self._graph, self._start.name, self._device)
-        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built))
+        functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
         self._strict_blocks = strict_blocks_text(self._graph)
         return functions if self._emulated is None else self._emulated.charged(functions)
 
