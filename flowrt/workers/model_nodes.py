@@ -1,7 +1,7 @@
 """The functions of a model graph's nodes: built-in operator names bound to weights.
 
-Here: `build_model_nodes`, `strict_blocks_text`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions of a user's graph
-(user_nodes.py). Called by process.py while it loads; each worker reads only the weights of its own nodes.
+Here: `build_model_nodes`, `strict_blocks_text`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions
+of a user's graph (user_nodes.py). Called by process.py while it loads; each worker reads only the weights of its own nodes.
 """
 
 from __future__ import annotations
