@@ -111,7 +111,7 @@ class World:
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
-            how = "exited with code 0" if error is None else f"exited with code 1 ({type(error).__name__})"
+            how = "exited with code 0" if error is None else f"exited with code 1 ({_text_of(error)})"
             self._tell_exit(process, here, how)
 
         task.add_done_callback(ended, context=self.context(node))
@@ -136,6 +136,13 @@ class World:
     def _tell_exit(self, process: Process, node: str, how: str) -> None:
         when = self.loop.time() + self._random.uniform(20e-6, 500e-6)
         self.loop.call_at_node(when, node, _set_how, process.exit, how)
+
+
+def _text_of(error: BaseException) -> str:
+    """The first error at the bottom, on one line: more than an exit code says outside."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _set_how(future: asyncio.Future[str], how: str) -> None:

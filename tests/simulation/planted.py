@@ -1,0 +1,184 @@
+"""The planted bugs: what could be wrong with mechanisms that exist today, one at a time. See planting.py and plant.py.
+
+Mechanisms to come (failover, map versions, hand-over) bring their bugs with them.
+"""
+
+from __future__ import annotations
+
+from planting import Bug, bug
+
+MATCHING = "flowrt.dataflow.matching"
+PARTS = "flowrt.dataflow.parts"
+RUNNER = "flowrt.dataflow.runner"
+REGION = "flowrt.dataflow.region"
+MAILBOX = "flowrt.actors.mailbox"
+LINKS = "flowrt.actors.links"
+ENGINE = "flowrt.engine.engine"
+SCHEDULER = "flowrt.engine.scheduler"
+PAGES = "flowrt.engine.page_allocator"
+SEQUENCE = "flowrt.engine.sequence"
+BATCH = "flowrt.engine.batch"
+GROUP = "flowrt.workers.group"
+PROCESS = "flowrt.workers.process"
+SERVICE = "flowrt.exchange.expert_service"
+DISPATCH = "flowrt.exchange.dispatch"
+CUT = "operators.dispatch"
+COMBINE = "operators.combine"
+GATEWAY = "flowrt.cluster.gateway"
+WINDOW = "transports.window"
+CODEC = "transports.codec"
+ENDPOINT = "transports.endpoint"
+
+BUGS: tuple[Bug, ...] = (
+    # tags and matching
+    bug("lanes-mixed", "rows are matched without regard to the lane", (
+        MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
+    bug("groups-mixed", "an expert server's answers are matched without regard to the source", (
+        MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag('any', tag.epoch, tag.micro_batch, tag.step, tag.layer))")),
+    bug("layer-forgotten", "what a node needs is looked up without the layer", (
+        MATCHING, "MatchingTable.arrive", "self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)",
+        "self._shape(edge.target, 1)")),
+    bug("rows-survive-rollback", "a roll-back leaves old rows in the table", (
+        MATCHING, "MatchingTable.drop", "if stale(key[1])", "if stale(key[1]) and False")),
+    bug("epoch-begins-at-zero", "a stateful node of a new epoch waits for step 0", (
+        MATCHING, "MatchingTable._in_turn", "tag.step if tag.epoch else 0", "0")),
+    # parts
+    bug("parts-in-order-of-arrival", "answers are combined in order of arrival", (
+        PARTS, "Cover.complete", "for part in self._plan:", "for part in (self._plan if len(self._arrived) < len(self._plan) else tuple(self._arrived)):")),
+    bug("part-missing", "a tag counts as whole when one part is missing", (
+        PARTS, "Cover.complete", "if values is None:\n            return None", "if values is None and len(self._arrived) + 1 < len(self._plan):\n            return None\n        if values is None:\n            continue")),
+    bug("part-twice", "the last part is added twice", (
+        DISPATCH, "Combine._add", "zip(where, answers, strict=True)]", "zip(where, answers, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
+    bug("parts-overwrite", "a row with answers of two servers keeps the last", (
+        COMBINE, "combine", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
+    bug("residual-in-place", "combine writes into a received buffer and adds it again", (
+        COMBINE, "combine", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
+    bug("wrong-part-id", "a server batching requests answers all with the first one's part id", (
+        SERVICE, "ExpertService.__call__", "request.header_as(PartHeader)", "requests[0].header_as(PartHeader)")),
+    # the expert service and its map
+    bug("batch-offset", "rows of a second request in a batch are taken from the first", (
+        SERVICE, "ExpertService._compute", "offset += size", "offset += 0")),
+    bug("answers-swapped", "two requests answered in one batch get each other's answers", (
+        SERVICE, "ExpertService.__call__", "zip(places, requests, self._compute(layer, requests), strict=True)",
+        "zip(reversed(places), requests, self._compute(layer, requests), strict=True)")),
+    bug("layers-batched", "requests of different layers are computed with one layer's experts", (
+        SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
+    bug("answer-to-everybody", "an answer is sent along every answering edge", (
+        REGION, "Region.route", "if answers is None or answers in firing.via:", "if True:")),
+    bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
+        CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
+    bug("pair-lost", "the last pair of a large part is not sent", (
+        CUT, "cut", "for server, count in enumerate(torch.bincount(server_P, minlength=copies.num_servers).tolist()):",
+        "for server, count in enumerate(torch.bincount(server_P, minlength=copies.num_servers).tolist()):\n        count -= count > 6")),
+    # credits and epochs in the runner
+    bug("credit-lost", "an answer does not bring its request's credit back", (
+        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "pass")),
+    bug("credit-doubled", "an answer brings two credits back", (
+        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "self._release(edge.answers, 2)")),
+    bug("credit-never-taken", "sending takes no credit", (
+        RUNNER, "Runner._emit", "window.free -= 1", "window.free -= 0")),
+    bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
+        RUNNER, "Runner._consumed", "if answered and (edge_id, firing.tag) in answered:", "if False:")),
+    bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
+        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "self._is_stale(tag) or self._release(edge.answers, 1)")),
+    bug("epoch-unchecked", "messages of an old epoch are taken", (
+        RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
+    bug("epoch-unchecked-at-door", "messages of an old epoch that come after the roll-back are taken", (
+        RUNNER, "Runner.accept", "if self._is_stale(tag):", "if False:")),
+    bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
+        RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
+    bug("stale-part-of-a-batch", "a roll-back loses ready firings that are not stale", (
+        RUNNER, "Runner.roll_back", "if kept:\n            self._ready[node] = kept", "if not kept:\n            self._ready[node] = kept")),
+    # waking up
+    bug("missed-wakeup-of-mint", "minting does not wake the runner", (
+        RUNNER, "Runner.mint", "self._wake()", "pass")),
+    bug("missed-wakeup-of-settle", "messages that leave something to fire do not wake the runner", (
+        RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
+    bug("wakeup-between", "the runner sleeps on a future made too late for who wakes it", (
+        RUNNER, "Runner._sleep", "self._sleeper = asyncio.get_running_loop().create_future()",
+        "await asyncio.sleep(0)\n    self._sleeper = asyncio.get_running_loop().create_future()")),
+    bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
+        MAILBOX, "Mailbox.post", "self._wake()", "pass")),
+    bug("mailbox-close-silent", "closing a mailbox does not wake its reader", (
+        MAILBOX, "Mailbox.close", "self._wake()", "pass")),
+    bug("sender-not-woken", "room in a full channel does not wake the sender", (
+        ENDPOINT, "Endpoint._wake_sender", "if future is not None and (not future.done()):", "if False:")),
+    bug("receiver-not-woken", "one message in a wait is taken without waking for the next", (
+        ENDPOINT, "Endpoint._wake_receiver", "if future is not None and (not future.done()):",
+        "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
+    # links and channels
+    bug("outbox-overtaken", "a message overtakes those that wait in the outbox", (
+        LINKS, "Link.post", "if len(self._outbox) == 0:", "if True:")),
+    bug("outbox-lost", "a message that found the channel full is forgotten", (
+        LINKS, "Link.post", "self._outbox.post(message)", "pass")),
+    bug("unpaused", "messages taken in one go are not settled", (
+        LINKS, "Link._read", "on_pause()", "pass")),
+    bug("lost-link-untold", "a worker keeps a lost peer to itself", (
+        PROCESS, "Worker._run_links", "self._send(LinkLost(lost.peer, lost.reason))", "pass")),
+    bug("repeats-taken", "a message that arrives twice is taken twice", (
+        CODEC, "is_repeat", "return True", "return False")),
+    bug("window-off-by-one", "a sender sends one message more than the channel holds", (
+        WINDOW, "SendWindow.fits", "on_the_way < self.capacity_messages", "on_the_way <= self.capacity_messages")),
+    bug("window-forgets", "a sender never learns that its messages were taken", (
+        WINDOW, "SendWindow.update", "self.taken_messages = taken_messages", "pass")),
+    bug("stop-unheard", "a worker told to stop before it has nothing to do goes on", (
+        PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
+    # the engine
+    bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
+        ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",
+        "if sequence.in_step:\n        sequence.cancelled = True\n        sequence.in_step = False\n        self._scheduler.remove(sequence)"), (
+        ENGINE, "Engine.step_done", "if sequence.cancelled:\n            self._scheduler.remove(sequence)", "if sequence.cancelled:\n            pass"), (
+        ENGINE, "Engine.roll_back", "if sequence.cancelled:\n                self._scheduler.remove(sequence)", "if sequence.cancelled:\n                pass")),
+    bug("page-never-freed", "a sequence cancelled during its step keeps its pages", (
+        ENGINE, "Engine.step_done", "if sequence.cancelled:\n            self._scheduler.remove(sequence)", "if sequence.cancelled:\n            pass")),
+    bug("page-freed-while-shared", "a page is free when one of its holders ends", (
+        PAGES, "PageAllocator.free", "if not holders:", "if True:")),
+    bug("page-of-two", "pages taken are given out again", (
+        PAGES, "PageAllocator.allocate", "pages = [self._free.pop() for _ in range(num_pages)]",
+        "pages = [self._free[-1 - at] for at in range(num_pages)]\n    del self._free[len(self._free) - max(1, num_pages - 1) :]")),
+    bug("shared-before-filled", "a choice reads a sibling's pages before they are filled", (
+        SCHEDULER, "Scheduler._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
+    bug("shared-one-too-many", "the page with the last token of the prompt is shared too", (
+        SCHEDULER, "Scheduler._shared_pages", "(sequence.num_prompt_tokens - 1) // self._share_tokens", "sequence.num_prompt_tokens // self._share_tokens")),
+    bug("preempted-keeps-count", "a preempted sequence thinks that its keys are still there", (
+        SCHEDULER, "Scheduler._preempt", "sequence.num_computed_tokens = 0", "pass")),
+    bug("preempted-in-step", "a sequence is preempted while its step runs", (
+        SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
+    bug("preempted-still-scheduled", "a sequence preempted a moment ago takes part in the step", (
+        SCHEDULER, "Scheduler.schedule", "if sequence.state is State.RUNNING and self._grow(sequence):", "if self._grow(sequence):")),
+    bug("claim-kept", "a sequence that ends keeps its claim on pages", (
+        SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
+    bug("moved-in-step", "a sequence changes its lane while its step runs", (
+        SCHEDULER, "Scheduler._balance", "sequence.lane == fullest and (not sequence.in_step)", "sequence.lane == fullest")),
+    bug("lane-starves", "only the first lane gets steps when something happens", (
+        ENGINE, "Engine.next_steps", "for lane in range(len(self._steps))", "for lane in range(1)")),
+    bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (
+        ENGINE, "Engine.step_done", "sequence.in_step = False", "sequence.in_step = not produces_token(sequence, num_rows)")),
+    bug("rollback-forgets-sequences", "a roll-back leaves the sequences marked as in a step", (
+        ENGINE, "Engine.roll_back", "sequence.in_step = False", "pass")),
+    bug("rollback-commits", "a roll-back keeps the rows of the dropped step as computed", (
+        ENGINE, "Engine.roll_back", "sequence.in_step = False", "sequence.in_step = False\n            sequence.num_computed_tokens += max(0, min(_, sequence.num_missing_tokens - 1))")),
+    bug("token-to-the-next", "tokens of a step go to the wrong sequences when one of them got none", (
+        ENGINE, "Engine.step_done", "next(tokens) if produces_token(sequence, num_rows) else None", "next(tokens, None)")),
+    bug("chunk-miscounted", "a chunk counts one row less than it had", (
+        ENGINE, "Engine.step_done", "sequence.num_computed_tokens += num_rows", "sequence.num_computed_tokens += max(1, num_rows - 1)")),
+    bug("noise-repeats", "the noise of a draw does not depend on the place in the output", (
+        BATCH, "build_batch", "sequence.num_output_tokens", "0")),
+    bug("choices-alike", "all choices draw with the first one's noise", (
+        BATCH, "build_batch", "sequence.choice", "0")),
+    bug("penalties-behind", "penalties do not count the tokens drawn so far", (
+        SEQUENCE, "Sequence.append", "self.output_counts.get(token_id, 0) + 1", "self.output_counts.get(token_id, 0)")),
+    bug("stop-too-early", "min_tokens does not hold stop tokens back", (
+        SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.min_tokens", "False")),
+    # group and gateway
+    bug("end-before-tokens", "the end of a request is told before its last token", (
+        GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tuple(tokens)))\n    for end in ends:\n        self._send(end)",
+        "for end in ends:\n        self._send(end)\n    if tokens:\n        self._send(Tokens(tuple(tokens)))")),
+    bug("step-number-off", "the layout of a step is minted for all layers but the last when lanes are busy", (
+        GROUP, "Group._mint", "for tag in tags:", "for tag in tags[:len(tags) - (start.lane > 0)]:")),
+    bug("ends-with-one-choice", "a request ends with the first of its choices", (
+        GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
+    bug("ended-twice", "the end of a request that its client cancelled is told again when the worker says so", (
+        GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt:\n        return []",
+        "if log is None:\n        log = self._logs[int(ended.request_id.split('-')[1])]\n        log.events.append(EndEvent(log.index, ended.reason))\n        return []")),
+)  # fmt: skip
