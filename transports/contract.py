@@ -18,6 +18,9 @@ The promises, held by every scheme and checked by `transports.checks`:
   BrokenChannelError once what it had sent completely is received. A peer that is stopped delays `aclose` by LINGER_SECONDS at most.
 * Nothing is allocated on a peer's word before it is checked against the limits; an invalid message closes the channel
   (BrokenChannelError), never more.
+* One-sided windows: `open_window` registers memory, and whoever is given its key, the peer of this very channel, writes to it and reads
+  from it without this side's user doing anything, and either side raises flags in it. Every scheme has them; where
+  `capabilities.native_windows` is true, a write is one copy into the registered memory, elsewhere messages carry it.
 * Nothing outlives the channel: no descriptor, task, thread, file, shared memory.
 """
 
@@ -29,10 +32,13 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from transports.errors import UnavailableError
 from transports.message import Message
 
 PROTOCOL_VERSION = 2
 MAX_LANES = 16
+MAX_WINDOWS = 64  # that one end of a channel may have open at a time
+MAX_FLAGS = 256  # of a window
 LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
 
 
@@ -63,6 +69,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     aliasing_receive: bool = False  # received tensors may lie in memory the transport owns
     aliases_sender: bool = False  # received tensors may be the sender's own memory
+    native_windows: bool = False  # a peer reaches a window's memory itself, without messages
     between_processes: bool = True
     between_hosts: bool = False
 
@@ -79,6 +86,71 @@ class ChannelStatistics(msgspec.Struct):
     held_buffers: int = 0  # received buffers still referred to that lie in the transport's memory
     messages_dropped: int = 0  # repeated messages, each dropped once
     nonsense: int = 0  # 1 when the channel broke because the peer sent what is no message, or more than it may
+
+
+class Window(ABC):
+    """Memory that this end has registered for its peer. Closed with the channel; `buffer` may be used for as long as it is referred to.
+
+    Flags are words of 64 bits, 0 at first. A flag that the peer raised with a write is seen only after the bytes written.
+    """
+
+    key: bytes  # to be sent to the peer in a message; nobody can guess it, and it opens nothing but this window on this channel
+    nbytes: int
+    num_flags: int
+    buffer: memoryview  # writable, `nbytes` long, zero at first
+
+    @abstractmethod
+    def flag(self, flag: int) -> int:
+        """What the flag is now. Raises WindowError when there is no such flag."""
+
+    @abstractmethod
+    def set_flag(self, flag: int, value: int) -> None:
+        """Set it, and wake whoever waits for it on the other side. `value` is from 0 to 2**64 - 1. Raises WindowError."""
+
+    @abstractmethod
+    async def wait_flag(self, flag: int, seen: int = 0) -> int:
+        """The flag's value once it is another than `seen`; values between may be missed. Any number of tasks may wait.
+
+        Raises WindowError, ClosedChannelError, BrokenChannelError.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Take the window back: later calls of the peer raise WindowError. Idempotent."""
+
+
+class RemoteWindow(ABC):
+    """The peer's window, seen from this end. All errors as in Window; places outside of it are WindowErrors."""
+
+    nbytes: int
+    num_flags: int
+
+    @abstractmethod
+    async def write(self, offset: int, data: object, flag: int | None = None, value: int = 1) -> None:
+        """Copy `data`, any buffer, to `offset` of the window; then, if a flag is given, set it to `value`.
+
+        Returns when the bytes are there and `data` is the caller's again. Cancelled, some bytes may be there, but the flag is not set.
+        """
+
+    @abstractmethod
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        """A copy of what is there now."""
+
+    @abstractmethod
+    async def set_flag(self, flag: int, value: int) -> None:
+        """Set it, after all that this side has written before, and wake whoever waits for it."""
+
+    @abstractmethod
+    def flag(self, flag: int) -> int:
+        """What the flag is, as far as this end knows."""
+
+    @abstractmethod
+    async def wait_flag(self, flag: int, seen: int = 0) -> int:
+        """As Window.wait_flag."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Let go of it. The window stays. Idempotent."""
 
 
 class Channel(ABC):
@@ -115,6 +187,17 @@ class Channel(ABC):
     @abstractmethod
     def recv_nowait(self) -> Message | None:
         """The next message if one is here already, else None. Same errors as `recv`."""
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        """Register `nbytes` of memory, at least one, which this side provides, and up to MAX_FLAGS flags.
+
+        Raises UnavailableError (no memory, or a scheme without windows), WindowError (MAX_WINDOWS), Closed- and BrokenChannelError.
+        """
+        raise UnavailableError(f"{self.scheme} has no windows")
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        """The peer's window that has this key. Raises WindowError when there is none, Closed- and BrokenChannelError."""
+        raise UnavailableError(f"{self.scheme} has no windows")
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -14,12 +14,16 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from transports.contract import Channel, ChannelStatistics, Identity, Limits
+from transports.contract import Channel, ChannelStatistics, Identity, Limits, RemoteWindow, Window
 from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
 from transports.message import Message
+
+if TYPE_CHECKING:
+    from transports.message_windows import MessageWindows
 
 YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
 
@@ -28,6 +32,7 @@ class Endpoint(Channel):
     """One end of a channel; subclasses move the bytes."""
 
     _copying = False  # the message that was sent last is not copied yet: `send` must wait for that
+    windows_by_message = False  # whether arriving messages of the windows' kind are handed to `_message_windows`
     yields = True  # whether a peer in another process can keep `recv` from ever waiting
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
@@ -42,7 +47,8 @@ class Endpoint(Channel):
         self._room: asyncio.Future[None] | None = None  # what the sender at the head of the line waits on
         self._line_taken = False
         self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
-        self._unacknowledged: list[asyncio.Future[None]] = []  # synchronous sends
+        self._windows: MessageWindows | None = None
+        self._waiting: list[asyncio.Future[None]] = []  # for acknowledgements, flags, answers
         self._gone: asyncio.Future[None] | None = None
         self._streak = 0
 
@@ -116,22 +122,7 @@ class Endpoint(Channel):
         number = self._num_sent()
         if self._copying:
             await self._settle()
-        while True:
-            if self._closed:
-                self._raise_unsendable()
-            if self._num_taken() >= number:
-                return
-            if self._ended or self._broken is not None:
-                self._raise_unsendable()
-            if self._expect_room():
-                await asyncio.sleep(0)
-                continue
-            acknowledged: asyncio.Future[None] = self._loop.create_future()
-            self._unacknowledged.append(acknowledged)
-            try:
-                await acknowledged
-            finally:
-                self._unacknowledged.remove(acknowledged)
+        await self._until(lambda: self._num_taken() >= number, self._expect_room)
 
     def recv_nowait(self) -> Message | None:
         if self._receiver is not None:
@@ -142,6 +133,16 @@ class Endpoint(Channel):
         if message is None and (self._ended or self._broken is not None):
             self._raise_unreceivable()
         return message
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._message_windows().open(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return await self._message_windows().attach(key)
 
     async def recv(self) -> Message:
         if self._receiver is not None:
@@ -176,6 +177,8 @@ class Endpoint(Channel):
         self._wake_receiver()
         self._wake_sender()
         try:
+            if self._windows is not None:
+                await self._windows.close()
             await self._shut()
         finally:
             self._gone.set_result(None)
@@ -198,9 +201,39 @@ class Endpoint(Channel):
         future = self._room
         if future is not None and not future.done():
             future.set_result(None)
-        for future in self._unacknowledged:
+        for future in self._waiting:
             if not future.done():
                 future.set_result(None)
+
+    def _message_windows(self) -> MessageWindows:
+        """The windows that messages emulate. Raises UnavailableError when this scheme does not hand them over."""
+        if not self.windows_by_message:
+            raise UnavailableError(f"{self.scheme} has no windows")
+        if self._windows is None:
+            from transports.message_windows import MessageWindows
+
+            self._windows = MessageWindows(self, self._until, self._wake_sender)
+        return self._windows
+
+    async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:
+        """Wait until `ready`, which is looked at whenever `_wake_sender` is called. `expect` is called before each sleep, as
+        `_expect_room` is. Raises ClosedChannelError, and BrokenChannelError when the channel ends before."""
+        while True:
+            if self._closed:
+                self._raise_unsendable()
+            if ready():
+                return
+            if self._ended or self._broken is not None:
+                self._raise_unsendable()
+            if expect():
+                await asyncio.sleep(0)
+                continue
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(future)
+            try:
+                await future
+            finally:
+                self._waiting.remove(future)
 
     def _end(self) -> None:
         """The peer has closed in order; what it sent before may still be taken."""

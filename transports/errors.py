@@ -41,3 +41,7 @@ class UnavailableError(TransportError):
 
 class InvalidMessageError(TransportError, ValueError):
     """What was given to `send` is not a message: an unknown dtype, a buffer of another size than its spec. Nothing was sent."""
+
+
+class WindowError(TransportError):
+    """No window of this channel has that key, it was closed, or the place or flag is outside of it. Nothing was written or raised."""

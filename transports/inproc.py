@@ -14,12 +14,13 @@ from math import prod
 from typing import ClassVar
 
 from transports.address import expect_scheme
-from transports.codec import check_limits
+from transports.codec import WireError, check_limits
 from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from transports.endpoint import Backlog, Endpoint
 from transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
 from transports.handshake import check_key
 from transports.message import DTYPE_BYTES, Message
+from transports.message_windows import RESERVED
 
 _listeners: dict[str, InprocListener] = {}
 _free_names = count(1)
@@ -30,6 +31,7 @@ class InprocChannel(Endpoint):
 
     scheme: ClassVar[str] = "inproc"
     yields = False
+    windows_by_message = True
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
@@ -52,6 +54,9 @@ class InprocChannel(Endpoint):
         size = 0
         if message.tensors or type(message.header) is bytes:
             size = self._payload_bytes(message)
+        if message.kind[:1] == RESERVED:
+            other._hear_of_windows(message)
+            return True
         if inbox and (len(inbox) >= self._capacity_messages or other._inbox_bytes + size > self._capacity_bytes):
             return False
         inbox.append((message, size))
@@ -73,9 +78,16 @@ class InprocChannel(Endpoint):
         counters.messages_received += 1
         counters.bytes_received += size
         other = self._other
-        if other._room is not None or other._unacknowledged:
+        if other._room is not None or other._waiting:
             other._wake_sender()
         return message
+
+    def _hear_of_windows(self, message: Message) -> None:
+        try:
+            if not self._closed:
+                self._message_windows().arrived(message)
+        except WireError as error:
+            self._break(str(error))
 
     def _num_taken(self) -> int:
         return self._other._counters.messages_received

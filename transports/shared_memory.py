@@ -21,15 +21,26 @@ from typing import ClassVar
 
 from transports.address import expect_scheme
 from transports.codec import WireError
-from transports.contract import Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from transports.contract import (
+    Capabilities,
+    Channel,
+    ChannelStatistics,
+    Identity,
+    Limits,
+    Listener,
+    RemoteWindow,
+    Transport,
+    Window,
+)
 from transports.endpoint import Endpoint
 from transports.errors import UnavailableError
 from transports.handshake import check_key
 from transports.message import Message
-from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
+from transports.rendezvous import Meeting, SocketListener, free_name, meet
 from transports.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from transports.ring_reader import RingReader
 from transports.ring_writer import RingWriter
+from transports.shared_window import SEALS, SharedWindows, Sleeping, WindowLine
 
 try:
     from transports._words import Ledger, Memory
@@ -66,7 +77,16 @@ class SharedMemoryChannel(Endpoint):
         self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
         self._unreadable = False
         self._looks = 0  # in a row at which something was there that nobody had woken us for
-        self._lifeline = Lifeline(meeting.line, self._on_gone)
+        self._lifeline = WindowLine(meeting.line, self._on_gone)
+        self._shared_windows = SharedWindows(
+            self._lifeline,
+            Sleeping(memory, layout.words(incoming), layout.words(side), peer_wake),
+            layout.lanes,
+            own_wake,
+            sealed_memory,
+            self._until,
+            self._wake_sender,
+        )
         self._loop.add_reader(own_wake, self._on_wake)
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
 
@@ -81,6 +101,16 @@ class SharedMemoryChannel(Endpoint):
             return not self._line_taken and self._writer.send(message)
         except WireError as error:
             return self._cannot_send(error)
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._shared_windows.open(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._shared_windows.attach(key)
 
     def _transmit(self, message: Message) -> bool:
         writer = self._writer
@@ -101,7 +131,7 @@ class SharedMemoryChannel(Endpoint):
         return sent
 
     def _cannot_send(self, error: WireError) -> bool:
-        self._break(str(error))
+        self._break(str(error), nonsense=True)
         self._raise_unsendable()
         return False
 
@@ -137,7 +167,7 @@ class SharedMemoryChannel(Endpoint):
             return self._reader.take()
         except WireError as error:
             self._unreadable = True
-            self._break(str(error))
+            self._break(str(error), nonsense=True)
             return None
 
     def _expect_message(self) -> bool:
@@ -165,9 +195,10 @@ class SharedMemoryChannel(Endpoint):
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
         unread = self._receiver is not None and self._reader.has_something()
-        room = (self._room is not None or bool(self._unacknowledged)) and self._writer.has_more_room()
-        self._looks = self._looks + 1 if unread or room else 0
-        unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up())
+        room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
+        flags = self._shared_windows.has_news()
+        self._looks = self._looks + 1 if unread or room or flags else 0
+        unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
         if self._looks > (1 if unpromised else PATIENT_LOOKS):
             self._counters.late_wakeups += 1
             self._looks = 0
@@ -178,7 +209,7 @@ class SharedMemoryChannel(Endpoint):
         if reason is None and self._reader.peer_has_closed():
             self._end()
         else:
-            self._break(reason or f"{self.peer.name or 'the peer'} died")
+            self._break(reason or f"{self.peer.name or 'the peer'} died", nonsense=reason is not None)
 
     def _hang_up(self) -> None:
         self._lifeline.close()
@@ -186,6 +217,7 @@ class SharedMemoryChannel(Endpoint):
     async def _shut(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)
+        self._shared_windows.close()
         self._writer.close()
         for future in self._settling:
             if not future.done():
@@ -200,7 +232,7 @@ class SharedMemoryTransport(Transport):
     """`shm://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "shm"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, native_windows=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -256,8 +288,7 @@ def _accepted(meeting: Meeting) -> Channel:
     if len(meeting.descriptors) != 3:
         raise WireError(f"{len(meeting.descriptors)} descriptors came instead of 3")
     memfd, peer_wake, own_wake = meeting.descriptors
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(memfd).st_size != layout.total_bytes:
+    if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(memfd).st_size != layout.total_bytes:
         raise WireError("the memory is not sealed, or not of the size agreed on")
     for descriptor in (peer_wake, own_wake):
         if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
@@ -296,7 +327,7 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
             os.ftruncate(memfd, nbytes)
         else:
             os.posix_fallocate(memfd, 0, nbytes)
-        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, OverflowError) as error:
         os.close(memfd)
         raise UnavailableError(f"no memory for the {nbytes} bytes of a channel's rings ({error}); lower the limits of its edges") from error

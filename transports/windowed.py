@@ -14,11 +14,14 @@ from transports.codec import Envelope, assemble, is_repeat
 from transports.contract import Identity, Limits
 from transports.endpoint import Endpoint
 from transports.message import Message
+from transports.message_windows import RESERVED
 from transports.window import ReceiveWindow, SendWindow
 
 
 class WindowedEndpoint(Endpoint):
     """An end that keeps an inbox of what has arrived; subclasses say and hear TAKEN and WAITING."""
+
+    windows_by_message = True
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
@@ -41,11 +44,24 @@ class WindowedEndpoint(Endpoint):
         self._counters.messages_sent += 1
         self._counters.bytes_sent += payload_bytes
 
+    def _hear_of_windows(self, message: Message, payload_bytes: int) -> None:
+        """A message that only the channel itself looks at, at once: its credit goes back whatever the user has taken."""
+        self._counters.messages_received += 1
+        self._counters.bytes_received += payload_bytes
+        if self._receiving.took(payload_bytes):
+            self._tell_taken()
+        if not self._closed:
+            self._message_windows().arrived(message)
+
     def _num_sent(self) -> int:
-        return self._sending.sent_messages
+        return self._sending.sent_messages - self._num_posted()
 
     def _num_taken(self) -> int:
-        return self._sending.taken_messages
+        # Messages about windows are taken out of turn. Counting them all as taken last is right in the end and never too early.
+        return self._sending.taken_messages - self._num_posted()
+
+    def _num_posted(self) -> int:
+        return 0 if self._windows is None else self._windows.num_posted
 
     def _hear_taken(self, messages: int, payload_bytes: int) -> None:
         """The peer's totals. Raises WireError when they cannot be."""
@@ -64,7 +80,9 @@ class WindowedEndpoint(Endpoint):
             self._counters.messages_dropped += 1
             return
         self._expected += 1
-        if not self._closed:
+        if envelope.kind[:1] == RESERVED:
+            self._hear_of_windows(assemble(envelope, buffers), payload_bytes)
+        elif not self._closed:
             self._inbox.append((assemble(envelope, buffers), payload_bytes))
             self._wake_receiver()
 

@@ -23,7 +23,8 @@ SEAM_FILES = {
     "transports/bulk.py": "measures what a copy and its hand-over cost on this machine",
     "transports/handshake.py": "draws nonces, which nobody must foretell",
     "transports/rendezvous.py": "draws the names of sockets, which nobody must foretell",
-    "transports/zeromq.py": "draws the names of sockets, which nobody must foretell",
+    "transports/window_memory.py": "draws the keys of windows, which nobody must guess",
+    "transports/zeromq": "draws the names of sockets, which nobody must foretell",
 }
 NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
 UNPICKLERS = ("torch.load", "torch.save", "numpy.load", "np.load", "torch.multiprocessing", "joblib.load")
@@ -39,6 +40,8 @@ TASK_OWNERS: dict[str, str] = {
     "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
     "transports/checks_meeting.py": "the same",
     "transports/checks_cancel.py": "the same",
+    "transports/checks_windows.py": "the same",
+    "transports/message_windows.py": "the answers to the peer's calls: ended by the channel's aclose",
     "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "transports/link.py": "the reader of a channel: ended and awaited by its aclose",
 }

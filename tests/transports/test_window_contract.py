@@ -1,0 +1,37 @@
+"""Windows and synchronous sends: every scheme is held to the same promises, on both event loops."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from transports.checks_basics import MakePair
+from transports.checks_meeting import pair_maker
+from transports.checks_windows import WINDOW_CHECKS
+from transports.contract import Channel, Identity, Limits
+from transports.registry import unavailable_reason
+from transports.stream import StreamChannel
+
+
+async def _pipe_pair(limits: Limits) -> tuple[Channel, Channel]:
+    one, two = socket.socketpair()
+    return await StreamChannel.from_socket(one, limits, Identity("two")), await StreamChannel.from_socket(two, limits, Identity("one"))
+
+
+async def _pair_of_lanes(limits: Limits) -> tuple[Channel, Channel]:
+    return await pair_maker("shm")(Limits(**{name: getattr(limits, name) for name in limits.__struct_fields__ if name != "lanes"}, lanes=3))
+
+
+def _maker(scheme: str) -> MakePair:
+    if scheme == "pipe":
+        return _pipe_pair
+    if (reason := unavailable_reason(scheme.partition("-")[0])) is not None:
+        pytest.skip(reason)
+    return _pair_of_lanes if scheme == "shm-lanes" else pair_maker(scheme)
+
+
+@pytest.mark.parametrize("check", WINDOW_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "shm-lanes", "zmq", "pipe"])
+async def test_window(scheme: str, check, loop_kind: str) -> None:  # type: ignore[no-untyped-def]
+    await check(_maker(scheme))
