@@ -34,7 +34,6 @@ from transports.checks_basics import (
 )
 from transports.checks_cancel import CANCELLED_CHANNEL_CHECKS, CANCELLED_TRANSPORT_CHECKS
 from transports.checks_meeting import MEETING_CHECKS, PROCESS_CHECKS
-from transports.checks_windows import WINDOW_CHECKS
 from transports.contract import Channel, Limits
 from transports.errors import (
     BrokenChannelError,
@@ -377,6 +376,5 @@ CHANNEL_CHECKS: tuple[Check, ...] = (
     check_statistics,
     check_sixty_four_mebibytes,
     *CANCELLED_CHANNEL_CHECKS,
-    *WINDOW_CHECKS,
 )
 TRANSPORT_CHECKS = (*MEETING_CHECKS, *CANCELLED_TRANSPORT_CHECKS, *PROCESS_CHECKS)

@@ -24,6 +24,7 @@ from transports.checks import CHANNEL_CHECKS, TRANSPORT_CHECKS
 from transports.checks_basics import BrokenPromiseError, expect, num_descriptors
 from transports.checks_long import LONG_CHANNEL_CHECKS, LONG_TRANSPORT_CHECKS, NEEDED_BYTES
 from transports.checks_meeting import PROCESS_CHECKS, pair_maker
+from transports.checks_windows import WINDOW_CHECKS
 from transports.registry import get_transport
 
 LoopKind = Literal["asyncio", "uvloop"]
@@ -66,7 +67,7 @@ class _Held(NamedTuple):
 
 def plan(scheme: str, *, full: bool = True) -> list[Planned]:
     """Every check for `scheme`; `full` adds those that take minutes and gibibytes."""
-    on_channels = (*CHANNEL_CHECKS, *(LONG_CHANNEL_CHECKS if full else ()))
+    on_channels = (*CHANNEL_CHECKS, *WINDOW_CHECKS, *(LONG_CHANNEL_CHECKS if full else ()))
     on_schemes = (*TRANSPORT_CHECKS, *(LONG_TRANSPORT_CHECKS if full else ()))
     planned = [Planned(check.__name__, _promise(check), False, _bound(check, pair_maker(scheme))) for check in on_channels]
     planned += [Planned(check.__name__, _promise(check), check in PROCESS_CHECKS, _bound(check, scheme)) for check in on_schemes]

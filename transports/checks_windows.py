@@ -1,6 +1,6 @@
 """The promises of the contract about one-sided windows, executable: every scheme is held to the same ones, native or by message.
 
-Here: `WINDOW_CHECKS`, of the same form as those of checks.py, which lists them. Not here: what only shared memory has
+Here: `WINDOW_CHECKS`, of the same form as those of checks.py; checks_suite.py runs both. Not here: what only shared memory has
 (tests/transports/test_window_shared_memory.py).
 """
 
