@@ -147,3 +147,34 @@ def operators(
         num_threads=usable_cores() if threads is None else threads,
     )
     run(options, json, plot)
+
+
+@bench_app.command
+def strict(
+    model: Annotated[Path, Parameter(help="A Hugging Face model directory.")],
+    /,
+    *,
+    graph: Annotated[Path | None, Parameter(help="A graph file. [default: one group and two expert servers]")] = None,
+    dtype: Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True, help="[default: float32 bfloat16]")] = None,
+    batch: Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True, help="Batch sizes. [default: 1 8 32]")] = None,
+    prompt_tokens: Annotated[int, Parameter(help="Tokens of each prompt.")] = 64,
+    new_tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 32,
+    pairs: Annotated[int, Parameter(help="Alternating pairs per batch size; a claim takes 20 or more.")] = 20,
+    overrides: Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """What strict numerics cost: two graphs that differ in `numerics:` alone, the blocks in use, and the check at the start."""
+    from flowrt.bench.strict import Options
+    from flowrt.bench.strict_command import run
+
+    options = Options(
+        model=model,
+        graph=graph,
+        dtypes=tuple(dtype or ("float32", "bfloat16")),
+        batches=tuple(batch or (1, 8, 32)),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        num_pairs=pairs,
+        overrides=tuple(overrides or ()),
+    )
+    run(options, json)

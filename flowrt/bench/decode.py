@@ -96,11 +96,11 @@ async def _measure_dtype(options: Options, dtype: str, say: Say) -> Found:
     check_room(graph, batches, options.prompt_tokens, options.new_tokens)
     vocab_size = read_model_config(options.model).vocab_size
     async with AsyncExitStack() as stack:
-        peers: list[_TransformersSide | _VllmSide | _GraphPeer] = []
+        peers: list[_TransformersSide | _VllmSide | GraphPeer] = []
         if options.against is not None:
             second = _graph(options.against, options, dtype, options.against_overrides)
             check_room(second, batches, options.prompt_tokens, options.new_tokens)
-            peers.append(_GraphPeer(GraphSide(await stack.enter_async_context(open_graph(second))), options.against.stem))
+            peers.append(GraphPeer(GraphSide(await stack.enter_async_context(open_graph(second))), options.against.stem))
         else:
             say(f"{dtype}: transformers loads")
             process = PeerProcess.transformers(options.model, dtype, usable_cores(), IMPLEMENTATIONS)
@@ -117,15 +117,13 @@ async def _measure_dtype(options: Options, dtype: str, say: Say) -> Found:
             for peer in peers:
                 if isinstance(peer, _TransformersSide):
                     found.tried[batch] = await peer.choose_fastest(prompts, options.new_tokens, say)
-            await _measure_cell(found, options, batch, prompts, [_GraphPeer(ours, "flowrt"), *peers], graph, say)
+            await measure_cell(found, options, batch, prompts, [GraphPeer(ours, "flowrt"), *peers], graph, say)
             found.splits[batch] = await split_of(ours, prompts, options.new_tokens)
         found.memory = memory_of(ours.graph)
     return found
 
 
-async def _measure_cell(
-    found: Found, options: Options, batch: int, prompts: Prompts, sides: Sequence[Side], graph: Graph, say: Say
-) -> None:
+async def measure_cell(found: Found, options: Options, batch: int, prompts: Prompts, sides: Sequence[Side], graph: Graph, say: Say) -> None:
     """One batch size: a round that is not counted, whose tokens and margins are the peers' answers, then the pairs."""
     runs: list[list[Run]] = [[] for _ in sides]
     first = []
@@ -158,7 +156,7 @@ def speed(run: Run, phase: str, num_prompt_tokens: int) -> float:
 
 def target_of(phase: str, batch: int, options: Options, side: Side, graph: Graph) -> Target | None:
     """What the ratio of speeds should be. Against another graph: experts apart may cost a tenth at batch 8 and 32."""
-    if isinstance(side, _GraphPeer):
+    if isinstance(side, GraphPeer):
         apart, together = len(graph.process_names()), side.side.graph.graph.process_names()
         return Target(0.9, at_most=False) if phase == "decode" and batch in (8, 32) and apart > len(together) else None
     if phase == "prefill":
@@ -173,7 +171,7 @@ def _graph(path: Path, options: Options, dtype: str, overrides: Sequence[str]) -
     return read_graph(path, [f"model.dtype={dtype}", *overrides], options.model)
 
 
-class _GraphPeer:
+class GraphPeer:
     """A graph as one of the sides."""
 
     def __init__(self, side: GraphSide, name: str) -> None:

@@ -1,6 +1,7 @@
 """What `flowrt bench decode` found, for people: tables within 80 columns, and for programs.
 
-Here: `print_found`, `report_of`. Not here: measuring (decode.py), the statistics (pairs.py), other benchmarks' table (report.py).
+Here: `print_found`, `print_speeds`, `report_of`. Not here: measuring (decode.py), the statistics (pairs.py), other benchmarks' table
+(report.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from flowrt.graph.model import Graph
 
 def print_found(found: Found, limits: MachineLimits, least_bytes: dict[int, float], console: Console) -> None:
     """One dtype: speeds and verdicts, whether the tokens agree, memory, and where a decode step's time goes."""
-    console.print(_speeds(found))
-    for peer, comparison in found.comparisons.items():
-        console.print(f"tokens against {peer}: {comparison}", highlight=False)
+    print_speeds(found, console)
     if found.memory is not None:
         console.print(f"memory: {found.memory}", highlight=False)
     for batch, splits in found.splits.items():
@@ -35,8 +34,15 @@ def print_found(found: Found, limits: MachineLimits, least_bytes: dict[int, floa
     )
 
 
-def _speeds(found: Found) -> Table:
-    table = _table(f"{found.dtype}, tokens/s", ("phase, batch", "flowrt", "peer", "ratio (95 % interval)", "target", "verdict"))
+def print_speeds(found: Found, console: Console, ours: str = "flowrt") -> None:
+    """Speeds and verdicts, and whether the tokens agree."""
+    console.print(_speeds(found, ours))
+    for peer, comparison in found.comparisons.items():
+        console.print(f"tokens against {peer}: {comparison}", highlight=False)
+
+
+def _speeds(found: Found, ours: str) -> Table:
+    table = _table(f"{found.dtype}, tokens/s", ("phase, batch", ours, "peer", "ratio (95 % interval)", "target", "verdict"))
     for figure in found.figures:
         assert figure.theirs is not None
         cells = (figure.name, amount(figure.ours.median), f"{amount(figure.theirs.median)} {figure.peer}", str(figure.ratio))
@@ -61,7 +67,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def report_of(founds: Sequence[Found], machine: Machine, details: dict[str, Any]) -> Report:
+def report_of(founds: Sequence[Found], machine: Machine, details: dict[str, Any], benchmark: str = "decode") -> Report:
     """All of it as one record; figures carry their dtype in the name."""
     figures = [
         Figure(f"{figure.name} {found.dtype}", figure.unit, figure.ours, figure.peer, figure.theirs, figure.ratio, figure.target)
@@ -76,7 +82,7 @@ def report_of(founds: Sequence[Found], machine: Machine, details: dict[str, Any]
             "splits_seconds": {batch: [each.as_json() for each in splits] for batch, splits in found.splits.items()},
             "memory": {**vars(memory), "bound_bytes": memory.bound_bytes, "met": memory.met} if memory is not None else None,
         }
-    return Report("decode", machine, figures, details=details)
+    return Report(benchmark, machine, figures, details=details)
 
 
 def least_bytes_by_batch(graph: Graph, elements: tuple[int, int], batches: Sequence[int], context: int) -> dict[int, float]:
