@@ -5,7 +5,8 @@ death). Not here: what the channel is made of; shared_memory.py and zeromq.py pa
 memory or descriptors, after the listener has proved the key, so that a stranger costs a listener one socket and some bytes.
 
 A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: nothing in the file system, gone with its last holder, and the
-kernel tells who is at the other end; another user's process is refused. `127.0.0.1:port` is TCP over loopback.
+kernel tells who is at the other end; another user's process is refused. `127.0.0.1:port` is TCP over loopback. Only a scheme that encrypts
+what follows may meet over any other address of TCP; of the handshake itself others may read names and limits, and can change nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_CALLERS = 64  # in the handshake at once
 MAX_DESCRIPTORS = 4
 _READY = b"\x01"
 _READ_BYTES = 4096
-_LOOPBACK = re.compile(r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}):(\d{1,5})")
+_ADDRESS_AND_PORT = re.compile(r"(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):(\d{1,5})")
 _HOST_AND_PORT = re.compile(r".*:(\d{1,5}|\*)")
 _CONNECT_AGAIN_SECONDS = 0.005
 
@@ -49,10 +50,15 @@ class Meeting(NamedTuple):
     handshake: Handshake
 
 
-def socket_address(scheme: str, name: str) -> tuple[int, str | tuple[str, int]]:
-    """The family and address of the socket for `name`. Raises AddressError for what is not on this host."""
-    if match := _LOOPBACK.fullmatch(name):
+def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
+    """The family and address of the socket for `name`. Raises AddressError for what is not on this host, unless there is
+    `encryption` for all that follows the handshake: the option that asks for it. Then only addresses of TCP are taken."""
+    if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
+        if match[1] == "0.0.0.0":
+            raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by")
         return socket.AF_INET, (match[1], int(match[2]))
+    if encryption:
+        raise AddressError(f"{scheme}://{name}: {encryption} is for an IPv4 address and a port: {scheme}://10.0.0.5:7000?{encryption}")
     if _HOST_AND_PORT.fullmatch(name):
         raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port and plain names work without encryption")
     if sys.platform != "linux":
@@ -75,9 +81,17 @@ class SocketListener(Listener):
     """
 
     def __init__(
-        self, scheme: str, name: str, limits: Limits, key: bytes, identity: Identity, make_channel: Callable[[Meeting], Channel]
+        self,
+        scheme: str,
+        name: str,
+        limits: Limits,
+        key: bytes,
+        identity: Identity,
+        make_channel: Callable[[Meeting], Channel],
+        *,
+        encryption: str = "",
     ) -> None:
-        family, address = socket_address(scheme, name)
+        family, address = socket_address(scheme, name, encryption)
         self._loop = asyncio.get_running_loop()
         self._backlog = Backlog(on_room=self._watch)
         self._callers: set[_Caller] = set()
@@ -97,6 +111,7 @@ class SocketListener(Listener):
             raise AddressError(f"cannot listen at {scheme}://{name}: {error.strerror}") from error
         bound = self._socket.getsockname()
         self.address = f"{scheme}://{name}" if family != socket.AF_INET else f"{scheme}://{bound[0]}:{bound[1]}"
+        self.address += f"?{encryption}" if encryption else ""
         self._watching = False
         self._watch()
 
@@ -229,11 +244,15 @@ async def meet(
     key: bytes,
     identity: Identity,
     bring: Callable[[Limits], tuple[bytes, list[int]]],
+    *,
+    encryption: str = "",
+    begin: Callable[[socket.socket, Handshake], None] | None = None,
 ) -> Meeting:
     """Call the listener at `name` and go through the handshake with it.
 
     `bring` is called with the agreed limits once the listener has proved the key; it returns what to tell it and the descriptors to
-    pass, which stay the caller's own. Raises AddressError (nobody there), HandshakeError, and whatever `bring` raises.
+    pass, which stay the caller's own. `begin` is given the connected line and the handshake before that. Raises AddressError (nobody
+    there), HandshakeError, and whatever `bring` raises.
     """
     descriptors: list[int] = []
 
@@ -243,13 +262,15 @@ async def meet(
         return told
 
     handshake = Handshake("connector", key, identity, limits, scheme=scheme, payload=payload)
-    family, address = socket_address(scheme, name)
+    family, address = socket_address(scheme, name, encryption)
     line = socket.socket(family, socket.SOCK_STREAM)
     try:
         line.setblocking(False)
         await _connect(line, address, f"{scheme}://{name}")
         if not _same_user(line):
             raise HandshakeError(f"{scheme}://{name} belongs to another user")
+        if begin is not None:
+            begin(line, handshake)
         line.send(handshake.start())
         while not handshake.done:
             answer = handshake.receive(await _read(line))

@@ -1,13 +1,15 @@
 """ZeroMQ between two processes ("zmq").
 
-Here: the channel over one PAIR socket, its transport, and libzmq's context. Not here: meeting and authentication (rendezvous.py), flow
-control (windowed.py). The data goes over an abstract ipc endpoint where both sides are on one Linux host, because that is ZeroMQ's
-fastest way there and leaves no file behind; over TCP on 127.0.0.1 where the address says so. Other hosts need encryption first: refused.
+Here: the channel over one PAIR socket, and its transport. Not here: libzmq's context, sockets and encryption (zeromq_sockets.py), meeting
+and authentication (rendezvous.py), flow control (windowed.py). The data goes over an abstract ipc endpoint where both sides are on one
+Linux host, because that is ZeroMQ's fastest way there and leaves no file behind; over TCP where the address says so. What leaves this
+host is encrypted: `zmq://10.0.0.5:7000?curve`. Any address but loopback without `?curve` is refused before anything is bound.
 
 The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
-a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other. The first
-message each way proves that the session is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit
-window bounds what can be in them. libzmq does not reconnect; a lost connection is a broken channel, and the socket's monitor tells.
+a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other; a process
+that comes back under an old name is another incarnation with sockets of its own. The first message each way proves that the session
+is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit window bounds what can be in them. libzmq does
+not reconnect; a lost connection is a broken channel, and the socket's monitor tells.
 
 Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
 more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
@@ -18,77 +20,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
 import socket
 import struct
-import sys
 import weakref
-from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 from transports.address import expect_scheme
 from transports.codec import Part, WireError, decode_envelope, encode, is_repeat
 from transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from transports.errors import HandshakeError, UnavailableError
-from transports.handshake import check_key
+from transports.errors import AddressError, HandshakeError, UnavailableError
+from transports.handshake import Handshake, check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.windowed import WindowedEndpoint
+from transports.zeromq_sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
-try:
+if missing is None:
     import zmq
-except ImportError as error:
-    _missing: str | None = str(error)
-else:
-    _missing = None
 
-INLINE_BYTES = 8192
+_missing = missing
 DEATH_SECONDS = 0.5  # after the line's end-of-file, how long libzmq may take to hand over what the peer had sent
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
-_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://127\.\d{1,3}\.\d{1,3}\.\d{1,3}:\d{1,5}")
+_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
+CURVE = "curve"  # the one option of an address
 _MESSAGES_AT_ONCE = 64  # read, then the loop turns
 _CONNECTOR, _LISTENER = "connector", "listener"
-
-
-class SharedContext:
-    """libzmq's context and I/O thread: one per process, alive while any socket of ours is."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._process = 0
-        self._users = 0
-
-    def socket(self, limits: Limits) -> zmq.Socket[bytes]:
-        """A new PAIR socket; give it back with `close`."""
-        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, 60000)
-            self._process = os.getpid()
-            self._users = 0
-        self._users += 1
-        made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        made.set(zmq.LINGER, 0)
-        made.set(zmq.SNDHWM, 0)  # the window bounds them
-        made.set(zmq.RCVHWM, 0)
-        made.set(zmq.RECONNECT_IVL, -1)
-        made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, _FRAME.size + limits.max_header_bytes + INLINE_BYTES))
-        return made
-
-    def close(self, sockets: Iterable[zmq.Socket[Any]]) -> None:
-        """Close one user's sockets; the last one takes the context along."""
-        for each in sockets:
-            each.close(0)
-        self._users -= 1
-        if not self._users and self._context is not None:
-            context, self._context = self._context, None
-            context.term()
-
-
-shared_context = SharedContext()
 
 
 class ZeroMQChannel(WindowedEndpoint):
@@ -108,7 +69,7 @@ class ZeroMQChannel(WindowedEndpoint):
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
         self._reading_soon = False
-        self._connection = -1  # libzmq's descriptor of the peer's connection, as the monitor names it
+        self._connections: set[int] = set()  # libzmq's descriptors, as the monitor names them
         self._death: asyncio.TimerHandle | None = None
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._read)
@@ -254,10 +215,16 @@ class ZeroMQChannel(WindowedEndpoint):
         while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             description = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
             event, value = struct.unpack("=Hi", description)
-            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED) and self._connection < 0:
-                self._connection = value
-            elif event == zmq.EVENT_DISCONNECTED and value == self._connection:
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+                self._connections.add(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(value)
+                if not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
+                    self._lost()
+            elif self._side == _LISTENER and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._lost()
+            elif self._side == _LISTENER:
+                self._fail("the peer of the handshake refuses the keys of this channel")
 
     def _on_gone(self, reason: str | None) -> None:
         """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""
@@ -310,10 +277,10 @@ class ZeroMQChannel(WindowedEndpoint):
 
 
 class ZeroMQTransport(Transport):
-    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP."""
+    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP."""
 
     scheme: ClassVar[str] = "zmq"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, between_hosts=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -323,21 +290,26 @@ class ZeroMQTransport(Transport):
 
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         check_key(key)
-        name = expect_scheme(address, self.scheme) or free_name()
-        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+        name, encryption = _parse(expect_scheme(address, self.scheme))
+        name = name or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, partial(_accepted, encryption), encryption=encryption)
 
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
         check_key(key)
-        name = expect_scheme(address, self.scheme)
-        over_tcp = sys.platform != "linux" or name.startswith("127.")
+        name, encryption = _parse(expect_scheme(address, self.scheme))
         sockets: list[zmq.Socket[Any]] = []
+        met: list[tuple[socket.socket, Handshake]] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            line, handshake = met[0]
             sockets.extend(pair_and_monitor(agreed))
-            return bind(sockets[0], over_tcp).encode(), []
+            if encryption:
+                shared_context.encrypt_server(sockets[0], CurveKeys.derive(handshake))
+            host = line.getsockname()[0] if line.family == socket.AF_INET else None
+            return f"{bind(sockets[0], host)}?{encryption}".encode(), []
 
         try:
-            meeting = await meet(self.scheme, name, limits, key, identity, bring)
+            meeting = await meet(self.scheme, name, limits, key, identity, bring, encryption=encryption, begin=lambda *of: met.append(of))
         except BaseException as error:
             if sockets:
                 shared_context.close(sockets)
@@ -353,14 +325,19 @@ class ZeroMQTransport(Transport):
         return channel
 
 
-def _accepted(meeting: Meeting) -> Channel:
+def _accepted(encryption: str, meeting: Meeting) -> Channel:
     """The listener's end: connects to the endpoint that the connector named under its proof."""
-    endpoint = meeting.payload.decode("ascii", "replace")
-    over_tcp = meeting.line.family == socket.AF_INET
-    if not _ENDPOINT.fullmatch(endpoint) or endpoint.startswith("tcp") != over_tcp:
-        raise WireError(f"{endpoint!r} is no endpoint of this host")
+    endpoint, _, option = meeting.payload.decode("ascii", "replace").partition("?")
+    match = _ENDPOINT.fullmatch(endpoint)
+    host = meeting.line.getpeername()[0] if meeting.line.family == socket.AF_INET else None
+    if match is None or match[1] != host:
+        raise WireError(f"{endpoint!r} is no endpoint of the caller's")
+    if option != encryption:
+        raise WireError("one end wants encryption and the other does not")
     pair, monitor = pair_and_monitor(meeting.limits)
     try:
+        if encryption:
+            shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
         pair.connect(endpoint)
         return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
     except zmq.ZMQError as error:
@@ -368,18 +345,13 @@ def _accepted(meeting: Meeting) -> Channel:
         raise WireError(str(error)) from error
 
 
-def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
-    pair = shared_context.socket(limits)
-    return pair, pair.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-
-
-def bind(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
-    """Bind to an endpoint that only the peer will know; returns it."""
-    if over_tcp:
-        pair.bind("tcp://127.0.0.1:*")
-        bound = pair.get(zmq.LAST_ENDPOINT)
-        return (bound if isinstance(bound, bytes) else bytes(str(bound), "ascii")).decode("ascii")
-    endpoint = f"ipc://@flowrt/zmq-data/{secrets.token_hex(16)}"
-    pair.set(zmq.IPC_FILTER_UID, os.geteuid())
-    pair.bind(endpoint)
-    return endpoint
+def _parse(rest: str) -> tuple[str, str]:
+    """The name in an address, and its option, if any. Raises AddressError, UnavailableError."""
+    name, separator, option = rest.partition("?")
+    if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
+        raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
+    if separator and option != CURVE:
+        raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}")
+    if separator and not zmq.has("curve"):
+        raise UnavailableError("this libzmq was built without encryption (CURVE); the wheels of pyzmq have it: pip install pyzmq")
+    return name, option

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
+import struct
 from pathlib import Path
 
 import pytest
 
-from transports import zeromq
+from transports import checks, zeromq, zeromq_sockets
 from transports.checks_basics import check_numbered, numbered, opened, receive_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
-from transports.contract import Limits
+from transports.contract import Identity, Limits
 from transports.errors import AddressError, BrokenChannelError, TransportError
+from transports.handshake import Handshake
+from transports.message import Message, Tensor, TensorSpec
 from transports.registry import get_transport, unavailable_reason
 from transports.zeromq import ZeroMQChannel
 
@@ -20,13 +25,28 @@ if unavailable_reason("zmq") is not None:
     pytest.skip(str(unavailable_reason("zmq")), allow_module_level=True)
 
 import zmq
+from zmq.utils import z85
 
 
 @pytest.mark.parametrize("address", ["zmq://0.0.0.0:5555", "zmq://10.1.2.3:5555", "zmq://*:5555", "zmq://[::]:1", "zmq://host.example:80"])
 async def test_only_this_host_without_encryption(address: str) -> None:
     for call in (get_transport("zmq").listen, get_transport("zmq").connect):
-        with pytest.raises(AddressError, match="not on this host"):
+        with pytest.raises(AddressError, match=r"not on this host and would not be encrypted; write zmq://ADDRESS:PORT\?curve"):
             await call(address, SMALL, KEY, HERE)
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("zmq://0.0.0.0:5555?curve", "the one address that the others reach this host by"),
+        ("zmq://somewhere?curve", "for an IPv4 address and a port"),
+        ("zmq://127.0.0.1:0?plain", r"the only option is \?curve"),
+        ("zmq://10.1.2.3:5555?", r"the only option is \?curve"),
+    ],
+)
+async def test_addresses_of_encrypted_listeners(address: str, text: str) -> None:
+    with pytest.raises(AddressError, match=text):
+        await get_transport("zmq").listen(address, SMALL, KEY, HERE)
 
 
 async def test_large_tensors_alias_the_received_frame(loop_kind: str) -> None:
@@ -83,8 +103,8 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
     watcher = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     bind = zeromq.bind
 
-    def bind_and_let_in(pair: zmq.Socket[bytes], over_tcp: bool) -> str:
-        endpoint = bind(pair, over_tcp)
+    def bind_and_let_in(pair: zmq.Socket[bytes], host: str | None) -> str:
+        endpoint = bind(pair, host)
         stranger.connect(endpoint)
         stranger.send(b"\x06" + bytes(7) + bytes(32))
         assert watcher.poll(5000), "the stranger is neither in nor refused"
@@ -116,6 +136,8 @@ async def test_endpoints_are_abstract_and_long() -> None:
 async def test_a_death_is_noticed_by_libzmq_and_not_by_waiting(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     monkeypatch.setattr(zeromq, "DEATH_SECONDS", 1000.0)
     async with other_process("zmq", "hang") as (channel, peer):
+        assert isinstance(channel, ZeroMQChannel)
+        await channel.greeted  # a peer killed before that is noticed by its line only
         peer.kill()
         async with asyncio.timeout(10):
             with pytest.raises(BrokenChannelError, match="died"):
@@ -137,3 +159,170 @@ async def test_over_tcp_on_loopback(loop_kind: str) -> None:
     async with opened(pair_maker("zmq", "zmq://127.0.0.1:0")) as (one, two):
         await one.send(numbered(1, 50_000))
         await receive_all(two, 1, 2, 50_000)
+
+
+needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")
+CURVE = "zmq://127.0.0.1:0?curve"
+
+
+@needs_curve
+@pytest.mark.parametrize(
+    "check", [checks.check_order, checks.check_bounds, checks.check_close, checks.check_lifetime, checks.check_close_both]
+)
+async def test_an_encrypted_channel_keeps_the_promises(check: checks.Check, loop_kind: str) -> None:
+    await check(pair_maker("zmq", CURVE))
+    assert zeromq.shared_context.authenticator is None  # gone with the last encrypted channel
+
+
+@needs_curve
+@pytest.mark.parametrize("ours", ["", "?curve"])
+async def test_one_end_alone_cannot_decide_about_encryption(ours: str) -> None:
+    theirs = "" if ours else "?curve"
+    async with await get_transport("zmq").listen(f"zmq://127.0.0.1:0{theirs}", SMALL, KEY, HERE) as listener:
+        with pytest.raises(TransportError):
+            await get_transport("zmq").connect(listener.address.partition("?")[0] + ours, SMALL, KEY, THERE)
+        assert listener.rejected == 1
+
+
+def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None) -> tuple[list[str], list[zmq.Socket[bytes]]]:
+    """Somebody who sees the endpoint of a channel before its peer does, knows the server's key, and comes with `keys` of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.PAIR)
+    stranger.set(zmq.LINGER, 0)
+    failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    watcher = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | failures | zmq.EVENT_DISCONNECTED)
+    endpoints: list[str] = []
+    derive, bind = zeromq_sockets.CurveKeys.derive, zeromq.bind
+
+    def seen(handshake: Handshake) -> zeromq_sockets.CurveKeys:
+        made = derive(handshake)
+        if keys is not None and not endpoints:
+            stranger.set(zmq.CURVE_SERVERKEY, zeromq_sockets.public_key(made.server))
+            stranger.set(zmq.CURVE_SECRETKEY, z85.encode(keys.client))
+            stranger.set(zmq.CURVE_PUBLICKEY, zeromq_sockets.public_key(keys.client))
+        return made
+
+    def bind_and_tell(pair: zmq.Socket[bytes], host: str | None) -> str:
+        endpoints.append(bind(pair, host))
+        stranger.connect(endpoints[-1])
+        stranger.send(b"\x06" + bytes(7) + bytes(32))
+        return endpoints[-1]
+
+    monkeypatch.setattr(zeromq.CurveKeys, "derive", seen)
+    monkeypatch.setattr(zeromq, "bind", bind_and_tell)
+    return endpoints, [stranger, watcher]
+
+
+@needs_curve
+@pytest.mark.parametrize("keys", [None, zeromq_sockets.CurveKeys(b"s" * 32, b"c" * 32)], ids=["no keys", "other keys"])
+@pytest.mark.parametrize("handler", ["alive", "dead"])
+async def test_an_encrypted_channel_lets_in_its_own_peer_only(
+    monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None, handler: str
+) -> None:
+    """Also when the handler that libzmq asks has died: then nobody is let in, where libzmq by itself would let in everybody."""
+    if handler == "dead":
+        monkeypatch.setattr(zeromq_sockets.Authenticator, "_answer", lambda authenticator: None)
+    endpoints, sockets = _stranger(monkeypatch, keys)
+    stranger, watcher = sockets
+    try:
+        async with await get_transport("zmq").listen(CURVE, SMALL, KEY, HERE) as listener:
+            connecting = asyncio.ensure_future(get_transport("zmq").connect(listener.address, SMALL, KEY, THERE))
+            if handler == "dead":
+                done, _ = await asyncio.wait([connecting], timeout=0.5)
+                assert not done or isinstance(connecting.exception(), TransportError)
+                connecting.cancel()
+                await asyncio.wait([connecting])
+                two = await listener.accept()
+                await two.aclose()
+            else:
+                async with asyncio.timeout(20):
+                    one = await connecting
+                    two = await listener.accept()
+                async with one, two:
+                    await one.send(numbered(1, 20_000))
+                    await receive_all(two, 1, 2, 20_000)
+        assert endpoints
+        told = []
+        while watcher.poll(200 if not told else 0):
+            told.append(struct.unpack("=Hi", watcher.recv_multipart()[0])[0])
+        assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in told
+    finally:
+        stranger.disable_monitor()
+        watcher.close()
+        stranger.close()
+        stranger.context.term()
+
+
+@needs_curve
+@pytest.mark.parametrize("option", ["", pytest.param("?curve", marks=needs_curve)])
+async def test_what_goes_over_the_wire_is_encrypted(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """A proxy between the two ends sees every byte: all of the payload without encryption, none with it."""
+    secret = b"these words must not be seen by anybody on the way"
+    seen = bytearray()
+    proxies: list[Proxy] = []
+    bind = zeromq.bind
+
+    def through_proxy(pair: zmq.Socket[bytes], host: str | None) -> str:
+        proxies.append(Proxy(int(bind(pair, host).rpartition(":")[2]), seen))
+        return f"tcp://127.0.0.1:{proxies[0].port}"
+
+    monkeypatch.setattr(zeromq, "bind", through_proxy)
+    one, two = await pair_maker("zmq", f"zmq://127.0.0.1:0{option}")(SMALL)
+    async with one, two:
+        await one.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (len(secret),)), secret),)))
+        assert bytes((await two.recv()).tensors[0].data) == secret  # type: ignore[call-overload]
+    await proxies[0].aclose()
+    assert len(seen) > len(secret)
+    assert (secret in seen) == (option == "")
+
+
+class Proxy:
+    """Carries bytes between whoever connects to `port` and 127.0.0.1:target, and keeps them all in `seen`."""
+
+    def __init__(self, target: int, seen: bytearray) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setblocking(False)
+        self.port = self._server.getsockname()[1]
+        self._target = target
+        self._seen = seen
+        self._task = asyncio.ensure_future(self._serve())
+
+    async def _serve(self) -> None:
+        here, _ = await self._loop.sock_accept(self._server)
+        with here, socket.socket() as there:
+            for line in (here, there):
+                line.setblocking(False)
+            await self._loop.sock_connect(there, ("127.0.0.1", self._target))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._carry(here, there))
+                group.create_task(self._carry(there, here))
+
+    async def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := await self._loop.sock_recv(source, 65536):
+                self._seen += data
+                await self._loop.sock_sendall(target, data)
+            target.shutdown(socket.SHUT_WR)
+
+    async def aclose(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._server.close()
+
+
+async def test_a_process_that_comes_back_under_its_name_is_another_peer() -> None:
+    """No black hole: the old incarnation's channel and the new one's have sockets of their own."""
+    transport = get_transport("zmq")
+    async with await transport.listen("zmq://", SMALL, KEY, HERE) as listener:
+        channels = []
+        for incarnation in ("1", "2"):
+            one = await transport.connect(listener.address, SMALL, KEY, Identity("worker", incarnation))
+            channels.append((one, await listener.accept()))
+        for number, (one, two) in enumerate(channels):
+            assert two.peer == Identity("worker", str(number + 1))
+            await one.send(numbered(number))
+            await receive_all(two, number, number + 1)
+        for pair in channels:
+            for channel in pair:
+                await channel.aclose()
