@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
+from flowrt.actors.emulated_links import check_machine
 from flowrt.actors.mailbox import Mailbox
 from flowrt.cluster import events
 from flowrt.cluster.completion import Choice, Completion
@@ -116,6 +117,7 @@ class RunningGraph:
         if self._opened:
             raise UserError("this graph was opened before, and each opens once; call flowrt.open again for another run")
         self._opened = True
+        await check_machine(self.graph, self._launcher.seams)
         await self._launcher.__aenter__()
         for group in self._outgoing:  # ended in __aexit__
             self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
@@ -251,11 +253,10 @@ class RunningGraph:
         Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels what is on the way.
         """
         window: list[asyncio.Task[Any]] = []
-        depth = self.graph.limits.in_flight
         try:
             async for item in _each(inputs):
                 window.append(asyncio.get_running_loop().create_task(self(**self._named(item))))
-                if len(window) >= depth:
+                if len(window) >= self.graph.limits.in_flight:
                     yield await window[0]
                     window.pop(0)
             while window:
@@ -347,8 +348,7 @@ class RunningGraph:
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):
             return dict(item)
-        ports: list[str] = self._endpoint.ports if self._endpoint is not None else []
-        if len(ports) != 1:
+        if len(ports := self._endpoint.ports if self._endpoint is not None else []) != 1:
             raise UserError(f"this graph takes {', '.join(ports)}; give a dict of tensors by name")
         return {ports[0]: item}
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowrt.actors.control import Statistics
+from flowrt.emulation import Account as Emulated
+from flowrt.emulation import judge
 from flowrt.graph.diagrams import crosses
 from flowrt.graph.model import Graph
 
@@ -54,6 +56,7 @@ class Account:
     start_seconds: float | None
     late_wakeups: int
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
+    emulation: Emulated | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,6 +76,7 @@ def account(
         edges=_edges(graph, statistics),
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
+        emulation=_emulated(graph, statistics),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
     )
 
@@ -113,6 +117,12 @@ def _process(
         num_firings=told.num_firings if told is not None else None,
         num_steps=told.num_steps if told is not None else None,
     )
+
+
+def _emulated(graph: Graph, statistics: Mapping[str, Statistics]) -> Emulated | None:
+    if graph.emulation is None:
+        return None
+    return judge(graph.emulation.dilation, [each.emulation for each in statistics.values() if each.emulation is not None])
 
 
 def _process_of(graph: Graph, node: str) -> str:

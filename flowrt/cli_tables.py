@@ -12,6 +12,7 @@ from rich.text import Text
 
 from flowrt.cli_record import Durations, Figures
 from flowrt.cli_report import Account, EdgeReport
+from flowrt.emulation import Account as Emulated
 from flowrt.observe import duration_text, size_text
 
 MOST_EDGES = 24
@@ -114,12 +115,32 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
         lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")
     if account.start_seconds is not None:
         lines.append(f"start: {duration_text(account.start_seconds)}")
+    if account.emulation is not None:
+        lines += _emulated(account.emulation, figures)
     if account.late_wakeups:
         lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
     for text in dict.fromkeys(account.strict_blocks.values()):
         names = ", ".join(name for name, blocks in account.strict_blocks.items() if blocks == text)
         lines.append(f"strict numerics, {names}: {text}")
     return lines
+
+
+def _emulated(emulation: Emulated, figures: Figures) -> list[str]:
+    """The figures of the hardware that was emulated, and what speaks against them."""
+    dilation = emulation.dilation
+    words = [
+        f"{name} {duration_text(durations.mean / dilation)}"
+        for name, durations in (("time to first token", figures.ttft), ("inter-token latency", figures.itl))
+        if durations is not None
+    ]
+    if figures.tokens_per_second is not None:
+        words.append(f"{figures.tokens_per_second * dilation:.4g} tokens per second")
+    void = " (VOID)" if emulation.void else ""
+    waits = f"{emulation.num_computed} computations and {emulation.num_delivered} messages in modelled time"
+    lines = [f"emulated at dilation {dilation:g}, {waits}"]
+    if words:
+        lines.append(f"on the modelled hardware{void}: {', '.join(words)}")
+    return [*lines, *emulation.sentences]
 
 
 def _leave_out(table: Table, num: int) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from flowrt.errors import UserError
 from flowrt.observe import duration_text
@@ -25,28 +27,40 @@ MOST_LATE_SHARE = 0.01  # of the computations, or of the messages, of a run whos
 
 @dataclass
 class Lateness:
-    """Counts of one kind of wait. `worst_seconds` is the most by which one was late, beyond what it may be, in real seconds."""
+    """Counts of one kind of wait. `worst_seconds` is the most by which one was late, beyond what it may be; all times are real ones."""
 
     num: int = 0
     num_late: int = 0
     worst_seconds: float = 0.0
+    modelled_seconds: float = 0.0  # of all together
 
     def note(self, modelled_seconds: float, late_seconds: float) -> None:
         """One that was to take `modelled_seconds` (dilated) ended `late_seconds` after that."""
         self.num += 1
+        self.modelled_seconds += modelled_seconds
         beyond = late_seconds - TOLERANCE * modelled_seconds
         if beyond > 0:
             self.num_late += 1
             self.worst_seconds = max(self.worst_seconds, beyond)
 
-    def add(self, num: int, num_late: int, worst_seconds: float) -> None:
-        self.num += num
-        self.num_late += num_late
-        self.worst_seconds = max(self.worst_seconds, worst_seconds)
+
+class EmulationStatistics(msgspec.Struct, frozen=True):
+    """How far one worker kept to its model: computations and received messages, how many of each were late and by how much at most
+    beyond what is allowed; how long its computations were to take, and how long it computed what has no modelled time. Real seconds."""
+
+    num_computed: int = 0
+    num_computed_late: int = 0
+    worst_computed_seconds: float = 0.0
+    num_delivered: int = 0
+    num_delivered_late: int = 0
+    worst_delivered_seconds: float = 0.0
+    modelled_seconds: float = 0.0
+    free_seconds: float = 0.0
 
     @property
-    def is_void(self) -> bool:
-        return self.num_late > MOST_LATE_SHARE * self.num
+    def free_share(self) -> float:
+        """Of the time that this worker computed; 0.0 when nothing is modelled."""
+        return self.free_seconds / (self.free_seconds + self.modelled_seconds) if self.modelled_seconds else 0.0
 
 
 class EmulatedCompute:
@@ -80,7 +94,7 @@ class EmulatedCompute:
         try:
             return self._inner.run_inline(label, call)
         finally:
-            self.free_seconds += self._timer.now() - start
+            self._was_free(start)
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
         if self._waiting is not None:
@@ -90,8 +104,7 @@ class EmulatedCompute:
         result = await self._inner.run(label, call, bound_seconds)
         modelled = self._charged * self._dilation
         if not modelled:
-            if label in self._charging:
-                self.free_seconds += self._timer.now() - start
+            self._was_free(start)
             return result
         self._waiting = Running(label, start, bound_seconds + modelled)
         try:
@@ -104,6 +117,10 @@ class EmulatedCompute:
     async def aclose(self) -> None:
         await self._inner.aclose()
 
+    def _was_free(self, start: float) -> None:
+        if self.lateness.num:  # else: loading, or a worker of which nothing is modelled
+            self.free_seconds += self._timer.now() - start
+
 
 @dataclass(frozen=True)
 class Account:
@@ -114,42 +131,44 @@ class Account:
     num_computed_late: int = 0
     num_delivered: int = 0
     num_delivered_late: int = 0
-    worst_late_seconds: float = 0.0
-    free_seconds: float = 0.0  # the most that a worker computed without a modelled time
+    worst_late_seconds: float = 0.0  # beyond what is allowed
+    free_share: float = 0.0  # the largest of a worker
     void: bool = False
-    sentences: tuple[str, ...] = field(default=())
+    sentences: tuple[str, ...] = ()
 
 
-def judge(dilation: float, computed: Lateness, delivered: Lateness, free_seconds: float) -> Account:
+def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
     """What the counts of all workers come to.
 
-    The dilation is chosen so that a wait is off by a twentieth of itself at most in about all cases; a run in which more than one in a
-    hundred computations, or messages, was later than that was slower than its model, and its figures are void.
+    The dilation is chosen so that waits are off by a twentieth of themselves at most, but for the odd one on a busy machine. A run in
+    which more than one in a hundred computations, or messages, was later than that was slower than its model: its figures are void. So
+    they are when a worker spent more than a twentieth of its computing on what has no modelled time.
     """
-    sentences = []
-    for lateness, what, reason in (
-        (computed, "computations", "took longer than modelled"),
-        (delivered, "messages", "came later than modelled"),
-    ):
-        if lateness.num_late:
-            worst = duration_text(lateness.worst_seconds)
-            sentences.append(f"{lateness.num_late} of {lateness.num} {what} {reason}, by up to {worst} more than a twentieth")
-    void = computed.is_void or delivered.is_void
+    workers = list(workers)
+    kinds = (
+        ("computation", [(each.num_computed, each.num_computed_late, each.worst_computed_seconds) for each in workers]),
+        ("message", [(each.num_delivered, each.num_delivered_late, each.worst_delivered_seconds) for each in workers]),
+    )
+    counts, sentences, void, worst = [], [], False, 0.0
+    for name, told in kinds:
+        num, num_late = sum(each[0] for each in told), sum(each[1] for each in told)
+        counts += [num, num_late]
+        if num_late:
+            latest = max(each[2] for each in told)
+            worst = max(worst, latest)
+            void = void or num_late > MOST_LATE_SHARE * num
+            how = "took longer than modelled" if name == "computation" else "came later than modelled"
+            sentences.append(f"{num_late} of {num} {name}s {how}, by up to {duration_text(latest)} more than the twentieth that is allowed")
+    free_share = max((each.free_share for each in workers), default=0.0)
+    if free_share > TOLERANCE:
+        void = True
+        sentences.append(f"a worker spent {100 * free_share:.0f} % of its computing on what has no modelled time (embedding, head)")
     if void:
         sentences.append("reality was slower than the model: the figures of this run are VOID; raise emulate.dilation")
     elif sentences:
-        sentences.append("that is at most one in a hundred of its kind: the figures hold")
-    return Account(
-        dilation,
-        computed.num,
-        computed.num_late,
-        delivered.num,
-        delivered.num_late,
-        max(computed.worst_seconds, delivered.worst_seconds),
-        free_seconds,
-        void,
-        tuple(sentences),
-    )
+        sentences.append("these are at most one in a hundred of their kind: the figures hold")
+    computed, computed_late, delivered, delivered_late = counts
+    return Account(dilation, computed, computed_late, delivered, delivered_late, worst, free_share, void, tuple(sentences))
 
 
 def smallest_dilation(modelled_seconds: Mapping[str, float], error_seconds: float) -> tuple[float, str]:
@@ -170,14 +189,6 @@ def check_dilation(dilation: float, modelled_seconds: Mapping[str, float], error
             f"emulate.dilation: {dilation:g} is too small here; write {smallest:g} or more: {name} is {shortest}, a wait on this machine "
             f"is off by {duration_text(error_seconds)}, and every modelled time must be {TIMES_ITS_ERROR} times that"
         )
-
-
-def total(kind: Iterable[tuple[int, int, float]]) -> Lateness:
-    """The sum of workers' counts (num, num_late, worst_seconds)."""
-    lateness = Lateness()
-    for counts in kind:
-        lateness.add(*counts)
-    return lateness
 
 
 def _up_to_two_digits(number: float) -> float:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from flowrt.timer import Timer, new_timer
 from transports.contract import Transport
 from transports.registry import get_transport
 
@@ -175,5 +176,6 @@ class Seams:
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_compute: Callable[[str], Compute] = ThreadCompute
     transport: Callable[[str], Transport] = get_transport
+    new_timer: Callable[[], Timer] = new_timer  # of the running loop; finer than the clock's sleep
     resident_bytes: Callable[[], int] = resident_bytes
     random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay

@@ -163,7 +163,7 @@ def new_timer() -> Timer:
         return LoopTimer()
 
 
-async def measure_lateness(timer: Timer, num_blocks: int = 5, num_waits: int = 60, wait_seconds: float = 250e-6) -> list[float]:
+async def measure_lateness(timer: Timer, num_blocks: int = 8, num_waits: int = 30, wait_seconds: float = 250e-6) -> list[float]:
     """How late waits end here, in seconds: of each block of waits the 95th percentile, sorted.
 
     The first of the list is what this machine can do, the last what it does when something else runs on it.

@@ -23,7 +23,14 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             peer = target if source == worker else source
             shared.setdefault((peer, edge.transport), []).append(edge)
     return [
-        LinkPlan(peer, scheme, limits_of(graph, edges), outbox_messages(graph, edges), order[worker] < order[peer])
+        LinkPlan(
+            peer,
+            scheme,
+            limits_of(graph, edges),
+            outbox_messages(graph, edges),
+            order[worker] < order[peer],
+            edges[0].link if graph.emulation is not None else None,  # all the same between two processes: the graph is checked
+        )
         for (peer, scheme), edges in shared.items()
     ]
 

@@ -44,6 +44,7 @@ class Link:
         self._on_message = on_message
         self._on_pause = on_pause or _nothing
         self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
+        self._waiting = self._outbox.items
 
     @property
     def peer(self) -> Identity:
@@ -62,7 +63,7 @@ class Link:
 
         A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
         """
-        if len(self._outbox) == 0:
+        if not self._waiting:
             try:
                 if self._channel.send_nowait(message):
                     return
@@ -125,12 +126,14 @@ class LinkPlan:
     limits: Limits
     capacity_messages: int
     connects: bool
+    link: str | None = None  # the profile that the channel emulates
 
 
 class Links:
     """All links of one worker. Use: `listen`, tell the addresses, `open` with everybody's addresses, then `run`.
 
-    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme.
+    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may put each new
+    channel into another (an emulated link), before anything is sent; both ends do alike.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Links:
         transport: Callable[[str], Transport],
         on_message: Callable[[Message], None],
         on_pause: Callable[[], None] | None = None,
+        wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel,
     ) -> None:
         self._identity = identity
         self._key = key
@@ -148,6 +152,7 @@ class Links:
         self._transport = transport
         self._on_message = on_message
         self._on_pause = on_pause
+        self._wrap = wrap
         self._listeners: dict[str, Listener] = {}
         self._links: dict[tuple[str, str], Link] = {}
 
@@ -196,7 +201,7 @@ class Links:
 
     async def _connect(self, plan: LinkPlan, address: str) -> None:
         channel = await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity)
-        self._links[plan.peer, plan.scheme] = Link(channel, plan.capacity_messages, self._on_message, self._on_pause)
+        self._add(plan, channel)
 
     async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
         missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects}
@@ -207,9 +212,11 @@ class Links:
                 await channel.aclose()
                 continue
             missing.discard(peer.name)
-            self._links[peer.name, scheme] = Link(
-                channel, self._plans[peer.name, scheme].capacity_messages, self._on_message, self._on_pause
-            )
+            self._add(self._plans[peer.name, scheme], channel)
+
+    def _add(self, plan: LinkPlan, channel: Channel) -> None:
+        wrapped = self._wrap(plan, channel)
+        self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, self._on_message, self._on_pause)
 
 
 def _nothing() -> None:

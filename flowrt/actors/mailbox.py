@@ -20,33 +20,33 @@ class MailboxClosedError(Exception):
 class Mailbox(Generic[T]):
     """First in, first out; at most `capacity` items. One task takes, any task or callback of the same loop posts."""
 
-    __slots__ = ("_capacity", "_closed", "_emptied", "_items", "_waiter", "high_water")
+    __slots__ = ("_capacity", "_closed", "_emptied", "_waiter", "high_water", "items")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._items: deque[T] = deque()
+        self.items: deque[T] = deque()  # to be looked at only; the same deque for ever
         self._waiter: asyncio.Future[None] | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._closed = False
         self.high_water = 0
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def post(self, item: T) -> None:
         """Raises OverflowError when it is full (a credit was counted twice) and MailboxClosedError after `close`."""
         if self._closed:
             raise MailboxClosedError
-        if len(self._items) >= self._capacity:
+        if len(self.items) >= self._capacity:
             raise OverflowError(f"a mailbox of {self._capacity} is full: somebody posts without a credit")
-        self._items.append(item)
-        self.high_water = max(self.high_water, len(self._items))
+        self.items.append(item)
+        self.high_water = max(self.high_water, len(self.items))
         self._wake()
 
     def take_nowait(self) -> T | None:
         """The oldest item, or None."""
-        item = self._items.popleft() if self._items else None
-        if not self._items and self._emptied is not None and not self._emptied.done():
+        item = self.items.popleft() if self.items else None
+        if not self.items and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
         return item
 
@@ -55,7 +55,7 @@ class Mailbox(Generic[T]):
 
         Raises MailboxClosedError once closed and empty.
         """
-        while not self._items:
+        while not self.items:
             if self._closed:
                 raise MailboxClosedError
             self._waiter = asyncio.get_running_loop().create_future()
@@ -63,11 +63,11 @@ class Mailbox(Generic[T]):
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._items[0]
+        return self.items[0]
 
     async def wait_empty(self) -> None:
         """Until everything posted so far has been taken. One task at a time."""
-        if self._items:
+        if self.items:
             self._emptied = asyncio.get_running_loop().create_future()
             try:
                 await self._emptied

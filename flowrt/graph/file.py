@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.document import Document, Path_, apply_overrides, read_document
+from flowrt.graph.emulated import check_emulation, emulation_of
 from flowrt.graph.expand import deploy_roles, expand_deploy
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
@@ -30,8 +31,7 @@ from flowrt.graph.schema import DeploySection, GraphFile
 from transports.message import DTYPE_BYTES
 
 FactsOf = Callable[[Path], ModelFacts]
-BUILT_IN_SCHEMES = ("inproc", "shm", "zmq")
-NOT_BUILT_SCHEMES = ("ucx",)
+BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
 
@@ -48,7 +48,7 @@ _FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 
 def known_schemes() -> tuple[str, ...]:
     """The transports that can be named: those of flowrt, and those that installed packages bring. Imports none of them."""
     brought = {entry.name for entry in entry_points(group=TRANSPORT_ENTRY_POINTS)}
-    return (*BUILT_IN_SCHEMES, *sorted(brought - set(BUILT_IN_SCHEMES) - set(NOT_BUILT_SCHEMES)))
+    return (*BUILT_IN_SCHEMES, *sorted(brought - set(BUILT_IN_SCHEMES)))
 
 
 def load_graph(
@@ -83,6 +83,7 @@ def build_graph(
     model, facts = _model(file, document, folder, model_dir, facts_of)
     limits = GraphLimits(**file.limits.model_dump())
     common: dict[str, Any] = {"model": model, "limits": limits, "numerics": file.numerics, "prompts": _prompts(file, document, folder)}
+    common["emulation"] = emulation_of(file.emulate)
     if explicit:
         micro_batches = file.micro_batches or 1
         nodes, edges = build_explicit(file.nodes or {}, file.edges or [], micro_batches, limits.in_flight, document)
@@ -118,6 +119,9 @@ def build_graph(
     problem = next(check(graph, facts), None)
     if problem is not None:
         document.fail(problem.path if explicit else _short_path(problem.path), problem.text)
+    problem = next(check_emulation(graph), None)
+    if problem is not None:
+        document.fail(problem.path if explicit or problem.path[0] == "emulate" else _short_path(problem.path), problem.text)
     return graph
 
 
@@ -272,8 +276,6 @@ def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], docum
         path: Path_ = ("edges", edge.id, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
         if edge.transport == "auto" or _FAULT_PLAN.sub("", edge.transport) in schemes:
             continue
-        if edge.transport in NOT_BUILT_SCHEMES:
-            document.fail(path, f"the transport {edge.transport} is not built yet; write {', '.join(('auto', *schemes))}")
         document.fail(path, f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}")
 
 

@@ -153,6 +153,25 @@ class GraphLimits:
 
 
 @dataclass(frozen=True)
+class Emulation:
+    """`emulate:` of the file. Links take their profiles' times, computing its modelled ones, all times `dilation`.
+
+    `attention_seconds` is charged per layer of an attention node, `expert_seconds` per layer of a call of an experts node; None: the
+    node takes the time it takes. `processes_per_nic` processes split each NIC evenly.
+    """
+
+    dilation: float
+    attention_seconds: float | None = None
+    expert_seconds: float | None = None
+    processes_per_nic: int = 1
+
+    def charges(self) -> dict[str, float]:
+        """operator -> modelled seconds, undilated."""
+        given = {"attention": self.attention_seconds, "experts": self.expert_seconds}
+        return {operator: seconds for operator, seconds in given.items() if seconds is not None}
+
+
+@dataclass(frozen=True)
 class Graph:
     """An expanded, checked graph: what workers are started from. It travels to them as JSON (file.py writes and reads it)."""
 
@@ -166,6 +185,7 @@ class Graph:
     devices: Mapping[str, str] = field(default_factory=dict)  # process -> "cpu", "cuda", "cuda:1"; absent: cpu
     threads: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)  # process -> compute threads
     prompts: tuple[str, ...] = ()
+    emulation: Emulation | None = None
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
 
     def process_names(self) -> list[str]:

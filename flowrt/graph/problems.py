@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from flowrt.graph.document import Document, Path_
-from flowrt.graph.notation import nearest, shown_value
+from flowrt.graph.notation import LINK_NUMBERS, nearest, shown_value
 from flowrt.graph.schema import GraphFile
 
 _Test = Callable[[Any], bool]
@@ -35,8 +35,6 @@ _NOT_BUILT: tuple[tuple[Path_, _Test, str], ...] = (
     (("deploy", "hosts"), _present, "several machines are not built yet; remove the key: all processes run on this one"),
     (("prefill",), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
     (("deploy", "prefill"), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
-    (("emulate",), _present, "emulation is not built yet; remove the key: links are labels only"),
-    (("deploy", "emulate"), _present, "emulation is not built yet; remove the key: links are labels only"),
 )
 
 
@@ -121,6 +119,8 @@ def _unknown_key(path: Path_) -> str:
     section = _section(path[:-1])
     known = [field.alias or name for name, field in section.model_fields.items()] if section is not None else []
     key = str(path[-1])
+    if key in LINK_NUMBERS:
+        return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
     elsewhere = None if key in known else _find(key, GraphFile, ())
     hint = nearest(key, known)
     if elsewhere is not None and hint.startswith("known:"):

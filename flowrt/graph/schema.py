@@ -26,6 +26,8 @@ from flowrt.graph.notation import (
 
 _LIMITS = GraphLimits()
 MAX_THREADS = 1024
+MAX_DILATION = 1e9
+LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS = 1e-9, 3600.0
 
 
 def _version(value: Any) -> Any:
@@ -86,6 +88,20 @@ def _link(value: Any) -> Any:
         names, numbers = ", ".join(LINK_PROFILES), ", ".join(LINK_NUMBERS)
         raise ValueError(f"{shown_value(value)} is no link; write one of {names}, or numbers: {{{numbers}}}")
     return parse_link(value)
+
+
+def _positive(value: Any, least: float, most: float, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{shown_value(value)} is no {what}; write a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _dilation(value: Any) -> float:
+    return _positive(value, 1.0, MAX_DILATION, "dilation")
+
+
+def _modelled_seconds(value: Any) -> float:
+    return _positive(value, LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS, "modelled time in seconds")
 
 
 def _tensors(value: Any) -> Any:
@@ -172,6 +188,12 @@ Prompts = Annotated[
     Any, BeforeValidator(_prompts), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 ]
 Tensors = Annotated[Any, BeforeValidator(_tensors), WithJsonSchema(_TENSORS_SCHEMA)]
+Dilation = Annotated[Any, BeforeValidator(_dilation), WithJsonSchema({"type": "number", "minimum": 1, "maximum": MAX_DILATION})]
+ModelledSeconds = Annotated[
+    Any,
+    BeforeValidator(_modelled_seconds),
+    WithJsonSchema({"type": "number", "minimum": LEAST_MODELLED_SECONDS, "maximum": MOST_MODELLED_SECONDS}),
+]
 NodeName = Annotated[str, AfterValidator(_name)]
 ProcessName = Annotated[str, AfterValidator(_process)]
 PortName = Annotated[str, AfterValidator(_port_name)]
@@ -217,7 +239,7 @@ class LinkSection(Section):
     """How messages get from one role to another."""
 
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
-    link: Link | None = Field(default=None, description="A label: a profile's name, or numbers of one's own.")
+    link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
 
 
@@ -275,11 +297,26 @@ class EdgeSection(Section):
     source: EdgeEnd = Field(alias="from", description="node.port")
     target: EdgeEnd = Field(alias="to", description="node.port")
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
-    link: Link | None = Field(default=None, description="A label: a profile's name, or numbers of one's own.")
+    link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
     layers: Layers | None = Field(default=None, description="Which layers it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
     answers: EdgeEnd | None = Field(default=None, description="The node.port whose requests to this edge's node it answers.")
+
+
+class EmulatedComputeSection(Section):
+    """What computing takes on the hardware that is emulated, undilated. Left out: what it takes here."""
+
+    attention_seconds: ModelledSeconds | None = Field(default=None, description="A layer of a step in an attention group.")
+    expert_seconds: ModelledSeconds | None = Field(default=None, description="A layer of a call of an expert server.")
+
+
+class EmulateSection(Section):
+    """Run as if on other hardware, slower by a factor: links take their profiles' times, computing its modelled ones."""
+
+    dilation: Dilation = Field(description="All modelled times are this much longer; flowrt doctor tells the smallest possible.")
+    compute: EmulatedComputeSection = EmulatedComputeSection()
+    processes_per_nic: int = Field(default=1, ge=1, le=1024, description="How many processes split a NIC evenly.")
 
 
 class GraphFile(Section):
@@ -294,6 +331,7 @@ class GraphFile(Section):
     edges: list[EdgeSection] | None = Field(default=None, description="The explicit form.")
     limits: LimitsSection = LimitsSection()
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
+    emulate: EmulateSection | None = Field(default=None, description="Emulate links and computing that this machine has not.")
     prompts: Prompts | None = Field(default=None, description="What `flowrt run` answers when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

@@ -36,6 +36,8 @@ def _summary(graph: Graph) -> str:
     if graph.model is not None:
         words.append(f"model {graph.model.path} in {graph.model.dtype}")
         words.append(f"{graph.micro_batches} micro-batches" if graph.micro_batches != 1 else "1 micro-batch")
+    if graph.emulation is not None:
+        words.append(f"emulated at dilation {graph.emulation.dilation:g}")
     return ", ".join(words)
 
 

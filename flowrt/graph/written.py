@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Graph, GraphLimits, Node, PortSpec
+from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, GraphLimits, Node, PortSpec
 from flowrt.graph.notation import LINK_PROFILES
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@+=: -]*")
@@ -32,6 +32,8 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     for key, values in (("devices", graph.devices), ("threads", graph.threads)):
         if values:
             lines.append(f"{key}: {_flow(values)}")
+    if graph.emulation is not None:
+        lines.append(f"emulate: {_flow(_emulate(graph.emulation))}")
     if graph.prompts:
         lines += ["prompts:", *(f"  - {_scalar(prompt)}" for prompt in graph.prompts)]
     lines += ["nodes:", *(f"  {_scalar(node.name)}: {_flow(_node(node))}" for node in graph.nodes.values() if node.process != GATEWAY)]
@@ -45,6 +47,13 @@ def _header(graph: Graph, origin: str) -> Iterable[str]:
     for process, fusion in fuse_all(graph).items():
         for chain in fusion.chains:
             yield f"#   {process}: {' -> '.join(name.removeprefix(process + '.') for name in chain)}"
+
+
+def _emulate(emulation: Emulation) -> dict[str, Any]:
+    compute = {"attention_seconds": emulation.attention_seconds, "expert_seconds": emulation.expert_seconds}
+    given = {key: seconds for key, seconds in compute.items() if seconds is not None}
+    written: dict[str, Any] = {"dilation": emulation.dilation, "processes_per_nic": emulation.processes_per_nic}
+    return written | ({"compute": given} if given else {})
 
 
 def _node(node: Node) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""A worker's channels as the links that the graph names, and the times that an emulated graph asks of the machine.
+
+Here: EmulatedLinks, which puts each new channel into an emulated one, `modelled_seconds`, `check_machine`. Not here: how a channel is
+emulated (transports/link.py), computing (flowrt/workers/emulated.py). Used by flowrt/workers, flowrt/api, flowrt/doctor.
+"""
+
+from __future__ import annotations
+
+from flowrt.actors.links import LinkPlan
+from flowrt.emulation import Lateness, check_dilation
+from flowrt.graph.model import Emulation, Graph
+from flowrt.seams import Seams
+from flowrt.timer import Timer, measure_lateness
+from transports.contract import Channel
+from transports.link import EmulatedChannel
+from transports.link_nic import Nic
+from transports.link_profiles import profile_of
+
+
+class EmulatedLinks:
+    """One worker's NICs, one per kind of link. `lateness` counts its received messages. Close it after the links."""
+
+    def __init__(self, emulation: Emulation, timer: Timer) -> None:
+        self.lateness = Lateness()
+        self._emulation, self._timer = emulation, timer
+        self._nics: dict[str, Nic] = {}
+
+    def wrap(self, plan: LinkPlan, channel: Channel) -> Channel:
+        """`channel` as the plan's link; itself when that names none."""
+        if plan.link is None:
+            return channel
+        nic = self._nics.get(plan.link)
+        if nic is None:
+            profile = profile_of(plan.link).shared_by(self._emulation.processes_per_nic)
+            nic = self._nics[plan.link] = Nic(profile, self._timer, self._emulation.dilation, self.lateness.note)
+        return EmulatedChannel(channel, nic, plan.limits)
+
+    def close(self) -> None:
+        for nic in self._nics.values():
+            nic.close()
+
+
+async def check_machine(graph: Graph, seams: Seams) -> None:
+    """Raises UserError when waits on this machine are too coarse for the dilation of an emulated graph."""
+    if graph.emulation is not None:
+        timer = seams.new_timer()
+        try:
+            lateness = await measure_lateness(timer)
+        finally:
+            timer.close()
+        check_dilation(graph.emulation.dilation, modelled_seconds(graph), lateness[0])
+
+
+def modelled_seconds(graph: Graph) -> dict[str, float]:
+    """The shortest waits that an emulated graph asks for, undilated, by name: what is charged for computing, and a message without
+    bytes on each kind of link. Empty when nothing is emulated."""
+    if graph.emulation is None:
+        return {}
+    found = {f"{operator}_seconds".replace("experts_", "expert_"): seconds for operator, seconds in graph.emulation.charges().items()}
+    for edge in graph.edges:
+        if edge.link is not None and graph.nodes[edge.source].process != graph.nodes[edge.target].process:
+            profile = profile_of(edge.link).shared_by(graph.emulation.processes_per_nic)
+            found[f"a message on link {edge.link}"] = profile.seconds(0)
+    return found

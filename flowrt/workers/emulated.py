@@ -1,0 +1,67 @@
+"""A worker on emulated hardware: its computing takes modelled time, its channels are emulated links.
+
+Here: EmulatedWorker, which says what is charged for what, and puts the parts together. Not here: waiting (flowrt/emulation.py), links
+(flowrt/actors/emulated_links.py). Made by process.py when the graph says `emulate:`.
+
+Charged are an `attention` node for every layer that it runs, and an `experts` node for every layer in each of its calls: requests of
+one layer that a call takes together are one batch, as on hardware. All that is fused into a firing with them (gate, dispatch, combine,
+dense and shared experts) lies within that time; a firing with neither (the embedding alone, the head) takes the time it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from flowrt.actors.emulated_links import EmulatedLinks
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import NodeFunction
+from flowrt.emulation import EmulatedCompute, EmulationStatistics
+from flowrt.graph.fuse import fuse
+from flowrt.graph.model import Emulation, Graph
+from flowrt.seams import Compute
+from flowrt.timer import Timer
+
+
+class EmulatedWorker:
+    """The emulation of one process of `graph`; owns `timer`. `compute` and `links` are what its runner and its Links are to use."""
+
+    def __init__(self, graph: Graph, process: str, emulation: Emulation, compute: Compute, timer: Timer) -> None:
+        self._timer = timer
+        charges = emulation.charges()
+        self._seconds = {node.name: charges[node.operator] for node in graph.nodes_of(process) if node.operator in charges}
+        charging = [chain[0] for chain in fuse(graph, process).chains if self._seconds.keys() & set(chain)]
+        self.compute = EmulatedCompute(compute, timer, emulation.dilation, charging)
+        self.links = EmulatedLinks(emulation, timer)
+
+    def charged(self, functions: Mapping[str, NodeFunction]) -> dict[str, NodeFunction]:
+        """The same functions; those of charged nodes charge what they run."""
+        return {name: self._charged(name, function) if name in self._seconds else function for name, function in functions.items()}
+
+    def statistics(self) -> EmulationStatistics:
+        computed, delivered = self.compute.lateness, self.links.lateness
+        return EmulationStatistics(
+            computed.num,
+            computed.num_late,
+            computed.worst_seconds,
+            delivered.num,
+            delivered.num_late,
+            delivered.worst_seconds,
+            computed.modelled_seconds,
+            self.compute.free_seconds,
+        )
+
+    def close(self) -> None:
+        """After the links and the compute seam are closed. Idempotent."""
+        self.links.close()
+        self._timer.close()
+
+    def _charged(self, name: str, function: NodeFunction) -> NodeFunction:
+        seconds: float = self._seconds[name]
+        charge: Callable[[float], None] = self.compute.charge
+
+        def run(firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
+            charge(seconds * len({firing.tag.layer for firing in firings}))
+            return function(firings)
+
+        return run
