@@ -127,6 +127,10 @@ class MatchingTable:
                 del self._finished[next(iter(self._finished))]
         return Arrival(self._in_turn(firing) if node.stateful else (firing,))
 
+    def alone(self, edge: Edge, layer: int) -> bool:
+        """Whether a message of `edge` at `layer` is all that its node waits for, at any time and in any order: it need not come here."""
+        return self._shape(edge.target, layer).alone and not self._nodes[edge.target].stateful
+
     def gathers(self, edge: Edge) -> bool:
         """Whether `edge` ends at a gather port, whose messages may carry part ids."""
         return self._nodes[edge.target].inputs[edge.target_port].takes == "gather"

@@ -1,13 +1,13 @@
 """Payload: the torch side of a message, and the way to and from a transport's buffers.
 
-Here: Payload, `to_message`, `by_reference`, `from_message`. Not here: what the bytes look like on a wire (transports/codec.py), whether a
-payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a process.
+Here: Payload, `to_message` and `from_message`, `by_reference` and `from_reference`. Not here: what the bytes look like on a wire
+(transports/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a process.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,12 +45,24 @@ def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Mes
 
 def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
     """As `to_message`, for a transport that stays in this process: the tensors themselves, wherever they lie."""
-    return Message("data", tag, edge, payload.header, tuple([Tensor(_spec(each.dtype, each.shape), each) for each in payload.tensors]))
+    tensors = payload.tensors
+    if len(tensors) == 1:
+        only = tensors[0]
+        return Message("data", tag, edge, payload.header, (Tensor(_spec(only.dtype, only.shape), only),))
+    return Message("data", tag, edge, payload.header, tuple([Tensor(_spec(each.dtype, each.shape), each) for each in tensors]))
+
+
+def from_reference(message: Message) -> Payload:
+    """The tensors themselves, as `by_reference` put them in."""
+    tensors: Any = message.tensors
+    data = (tensors[0].data,) if len(tensors) == 1 else tuple([tensor.data for tensor in tensors])
+    return Payload(data, message.header)
 
 
 def from_message(message: Message, device: torch.device | None = None) -> Payload:
     """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` is another one."""
-    tensors = tuple(map(_from_buffer, message.tensors))
+    buffers = message.tensors
+    tensors = (_from_buffer(buffers[0]),) if len(buffers) == 1 else tuple(map(_from_buffer, buffers))
     if device is not None and device.type != "cpu":
         tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
     header = message.header

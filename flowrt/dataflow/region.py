@@ -22,7 +22,6 @@ from transports.message import Tag
 
 # torch.inference_mode() does the same behind three Python calls, which cost more than routing a message.
 _InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
-_Route = tuple[Edge, int | None, bool]  # the edge, the edge that it answers, whether it changes the tag
 
 NodeFunction = Callable[[Sequence[Firing]], Sequence[Mapping[str, Payload]]]
 """Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the answer holds,
@@ -41,6 +40,19 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     payload: Payload
 
 
+class _Route:
+    """One way of an output at one layer, and all that is asked of it for each message."""
+
+    __slots__ = ("alone", "answers", "changes_tag", "edge", "fused", "port", "target", "urgent", "via")
+
+    def __init__(self, edge: Edge, fused: bool, alone: bool, urgent: bool) -> None:
+        self.edge, self.answers, self.changes_tag = edge, edge.answers, edge.tag.kind != "same"
+        self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
+        self.fused = fused
+        self.alone = alone  # of a fused one: its message is all that the target waits for
+        self.urgent = urgent  # of a fused one: what the target gives may leave for another worker
+
+
 class Region:
     """The nodes of one process, run from an entry until everything left goes to another entry or another process."""
 
@@ -57,11 +69,16 @@ class Region:
         for edge in graph.edges:
             if edge.source in names:
                 self._out.setdefault((edge.source, edge.source_port), []).append(edge)
+        # Answers go with the rest: with them goes the credit of what was asked, which is consumed only when the firing ends.
+        self._crossing = {edge.id for edge in graph.edges if edge.source in names and edge.target not in names and edge.answers is None}
+        self._urgent = _leading_to(self._crossing, [edge for edge in graph.edges if edge.source in fused])
 
-    def run(self, firings: Sequence[Firing]) -> list[Output]:
-        """Fire them (all of one node, more than one only if it `batches`), and what is fused behind. Raises OperatorError."""
-        fused, functions, route = self._fused, self._functions, self.route
+    def run(self, firings: Sequence[Firing], leave: Callable[[list[Output]], None] | None = None) -> list[Output]:
+        """Fire them (all of one node, more than one only if it `batches`), and what is fused behind; first what may lead to other
+        workers. `leave` is given outputs for these as soon as they are there if the firing goes on. Raises OperatorError."""
+        functions, routes = self._functions, self._routes
         leaving: list[Output] = []
+        urgent: deque[Sequence[Firing]] = deque()
         waiting: deque[Sequence[Firing]] = deque()
         with _InferenceMode(True):
             while True:
@@ -77,14 +94,35 @@ class Region:
                 if len(answers) != len(firings):
                     raise OperatorError(f"{node} was given {len(firings)} tags and answered {len(answers)}")
                 for firing, outputs in zip(firings, answers, strict=True):
-                    for output in route(firing, outputs):
-                        if not fused or output.edge.target not in fused:
-                            leaving.append(output)
-                        else:
-                            waiting.extend((next_firing,) for next_firing in self.arrive(output))
-                if not waiting:
+                    tag = firing.tag
+                    for port, payload in outputs.items():
+                        ways = routes.get((node, port, tag.layer))
+                        if ways is None:
+                            ways = self._find_routes(node, port, tag.layer)
+                        for route in ways:
+                            if route.answers is not None and route.answers not in firing.via:
+                                continue
+                            edge = route.edge
+                            stepped = edge.tag.apply(tag) if route.changes_tag else tag
+                            if not route.fused:
+                                leaving.append(Output(edge, stepped, payload))
+                            elif route.alone:
+                                then = Firing(route.target, stepped, {route.port: payload}, route.via)
+                                (urgent if route.urgent else waiting).append((then,))
+                            else:
+                                for then in self.arrive(Output(edge, stepped, payload)):
+                                    (urgent if route.urgent else waiting).append((then,))
+                if urgent:
+                    firings = urgent.popleft()
+                elif waiting:
+                    firings = waiting.popleft()
+                else:
                     return leaving
-                firings = waiting.popleft()
+                if leave is not None and leaving:
+                    going = [output for output in leaving if output.edge.id in self._crossing]
+                    if going:
+                        leaving = [output for output in leaving if output.edge.id not in self._crossing]
+                        leave(going)
 
     def arrive(self, output: Output) -> tuple[Firing, ...]:
         """Match a message for a fused node of this process."""
@@ -97,24 +135,35 @@ class Region:
         routed = []
         node, tag = firing.node, firing.tag
         for port, payload in outputs.items():
-            routes = self._routes.get((node, port, tag.layer))
-            if routes is None:
-                routes = self._find_routes(node, port, tag.layer)
-            for edge, answers, changes_tag in routes:
-                if answers is None or answers in firing.via:
-                    routed.append(Output(edge, edge.tag.apply(tag) if changes_tag else tag, payload))
+            for route in self._routes.get((node, port, tag.layer)) or self._find_routes(node, port, tag.layer):
+                if route.answers is None or route.answers in firing.via:
+                    routed.append(Output(route.edge, route.edge.tag.apply(tag) if route.changes_tag else tag, payload))
         return routed
 
     def _find_routes(self, node: str, port: str, layer: int) -> tuple[_Route, ...]:
         edges = self._out.get((node, port))
         if edges is None:
             raise OperatorError(f"{node} gave an output {port!r} that no edge takes")
-        routes = tuple((edge, edge.answers, edge.tag.kind != "same") for edge in edges if layer in edge.layers)
+        routes = tuple(self._route(edge, layer) for edge in edges if layer in edge.layers)
         self._routes[node, port, layer] = routes
         return routes
 
+    def _route(self, edge: Edge, layer: int) -> _Route:
+        if edge.target not in self._fused:
+            return _Route(edge, fused=False, alone=False, urgent=False)
+        there = edge.tag.apply(Tag("", layer=layer)).layer
+        return _Route(edge, fused=True, alone=self._table.alone(edge, there), urgent=edge.target in self._urgent)
+
     def is_fused(self, node: str) -> bool:
         return node in self._fused
+
+
+def _leading_to(crossing: set[int], edges: Sequence[Edge]) -> frozenset[str]:
+    """The sources of `edges` from which one of the `crossing` edges can be reached over them."""
+    found = {edge.source for edge in edges if edge.id in crossing}
+    while more := {edge.source for edge in edges if edge.target in found} - found:
+        found |= more
+    return frozenset(found)
 
 
 def _failed(firing: Firing, error: BaseException) -> OperatorError:

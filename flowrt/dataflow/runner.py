@@ -1,6 +1,6 @@
 """The runner of one process: takes messages and minted tags, matches them, fires nodes, sends what comes out.
 
-Here: Runner, credit windows. Not here: what a firing computes (region.py), when inputs are complete (matching.py), channels
+Here: Runner. Not here: what a firing computes (region.py), when inputs are complete (matching.py), credits (credits.py), channels
 (flowrt/actors/links.py), minting tags (the source: flowrt/workers/group.py, or `input` of a user's graph). One Runner per
 worker; model graphs and users' graphs run through it alike.
 
@@ -20,9 +20,10 @@ from functools import partial
 import msgspec
 import torch
 
+from flowrt.dataflow.credits import CreditHeader, Incoming, Outgoing, Owed, Window
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PlanHeader
-from flowrt.dataflow.payload import Payload, by_reference, from_message, to_message
+from flowrt.dataflow.payload import Payload, by_reference, from_message, from_reference, to_message
 from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
@@ -31,12 +32,6 @@ from transports.errors import InvalidMessageError, LimitError
 from transports.message import Message, Tag
 
 MOST_INLINE = 16  # short firings in a row before the loop gets a turn
-
-
-class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a "credit" message: how many credits of its edge come back."""
-
-    count: int
 
 
 class RunnerStatistics(msgspec.Struct):
@@ -50,37 +45,11 @@ class RunnerStatistics(msgspec.Struct):
     sent: dict[int, list[int]] = {}
 
 
-class _Window:
-    """Credits of one outgoing edge, and the outputs that wait for one."""
-
-    __slots__ = ("free", "pending", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.free = size
-        self.pending: deque[Output] = deque()
-
-
-class _Owed:
-    """Credits of one incoming edge that are to go back, several in one message.
-
-    They may wait until half of the edge's credits have gathered, because a sender that could need one earlier is known: it has used
-    all that it has, so all its messages are here, consumed or not. Then they go back at once, and nobody waits for a credit held here.
-    """
-
-    __slots__ = ("consumed", "half", "here", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.half = max(1, size // 2)
-        self.here = 0  # messages that came and whose credit has not gone back
-        self.consumed = 0  # of these, the ones used up
-
-
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to
     `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits. `staying`: the edges that leave for
-    another worker of the same OS process; their messages carry the tensors themselves.
+    another worker of the same OS process; their messages carry the tensors themselves. `early`: long calls run on a thread of their
+    own, so what leaves for other workers goes while the rest of its firing is still computed.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -97,13 +66,14 @@ class Runner:
         on_sink: Callable[[Firing], None],
         device: torch.device | None = None,
         staying: Collection[int] = (),
+        early: bool = False,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
         self._edges = list(graph.edges)
-        self._device = device
-        self._staying = frozenset(staying)
+        self._device = None if device is None or device.type == "cpu" else device
+        self._early = early
         self._compute = compute
         self._clock = clock
         self._post = post
@@ -114,17 +84,17 @@ class Runner:
         self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
-        self._windows = {edge.id: _Window(edge.credits) for edge in leaving if edge.answers is None}
+        self._windows = {edge.id: Window(edge.credits) for edge in leaving if edge.answers is None}
+        self._outgoing = {edge.id: Outgoing(edge, self._windows.get(edge.id), edge.id in staying) for edge in leaving}
         incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
-        self._incoming = {edge.id for edge in incoming}
-        self._owed = {edge.id: _Owed(edge.credits) for edge in incoming if edge.answers is None}
+        self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.answers is None}
+        self._incoming = {edge.id: Incoming(edge, self._owed.get(edge.id), edge.id in staying) for edge in incoming}
         self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
         self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
-        self._sent = {edge.id: [0, 0] for edge in leaving}
-        self.statistics = RunnerStatistics(sent=self._sent)
+        self.statistics = RunnerStatistics(sent={edge_id: outgoing.sent for edge_id, outgoing in self._outgoing.items()})
 
     # --- what comes in -------------------------------------------------------------------------------------------------
 
@@ -145,34 +115,44 @@ class Runner:
         if message.kind == "credit":
             self._release(edge_id, message.decode_header(CreditHeader).count)
             return
-        if edge_id not in self._incoming or tag is None:
+        incoming = self._incoming.get(edge_id)
+        if incoming is None or tag is None:
             raise ValueError(f"a {message.kind!r} message for edge {edge_id}, which does not lead here")
-        edge = self._edges[edge_id]
-        if (owed := self._owed.get(edge_id)) is not None:
+        edge = incoming.edge
+        if (owed := incoming.owed) is not None:
             owed.here += 1
         elif edge.answers is not None:
             self._release(edge.answers, 1)
-        if self._is_stale(tag):
+        if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return
-        self._arrive(edge, tag, from_message(message, self._device))
+        payload = from_reference(message) if incoming.by_reference else from_message(message, self._device)
+        alone = incoming.alone.get(tag.layer)
+        if alone is None:
+            alone = incoming.alone[tag.layer] = self._table.alone(edge, tag.layer)
+        if alone:  # the table would say the same, more slowly
+            self._fire(Firing(incoming.target, tag, {incoming.port: payload}, incoming.via))
+        else:
+            self._arrive(edge, tag, payload)
 
     def settle(self) -> None:
         """All that has come was accepted: fire here what is expected to be short, wake `run` for the rest.
 
         A node that takes several tags at once is left to `run`: until its turn comes, more may arrive.
         """
-        if not self._ready or self._failure is not None:
+        ready = self._ready
+        if not ready or self._failure is not None:
             return
-        now = self._clock.now
+        now, run_inline, run = self._clock.now, self._compute.run_inline, self._region.run
         try:
             for _ in range(MOST_INLINE):
                 batch = self._take(inline=True)
                 if batch is None:
                     break
                 start = now()
-                outputs = self._compute.run_inline(batch[0].node, partial(self._region.run, batch))
-                self._finish(batch, outputs, start, inline=True)
+                self._finish(batch, run_inline(batch[0].node, partial(run, batch)), start, inline=True)
+                if not ready:
+                    return
         except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
             self._failure = error
         if self._ready or self._failure is not None:
@@ -216,7 +196,8 @@ class Runner:
             short = self._compute.is_short(node)
             num_inline = num_inline + 1 if short else 0
             start = self._clock.now()
-            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch)), start, inline=short)
+            leave = None if short or not self._early else self._leave_from_thread(asyncio.get_running_loop())
+            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch, leave)), start, inline=short)
             del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
 
     def waiting(self) -> list[str]:
@@ -264,15 +245,31 @@ class Runner:
         if inline:
             statistics.inline_seconds += seconds
         statistics.num_firings += len(batch)
-        answered: set[tuple[int, Tag]] = set()
+        answered: set[tuple[int, Tag]] | None = None
         for output in outputs:
-            if self._is_stale(output.tag):
+            if self._epochs and self._is_stale(output.tag):
                 continue
-            if output.edge.answers is not None:
-                answered.add((output.edge.answers, output.tag))
+            if (answers := output.edge.answers) is not None:
+                answered = answered or set()
+                answered.add((answers, output.tag))
             self._emit(output)
         for firing in batch:
             self._consumed(firing, answered)
+
+    def _leave_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[list[Output]], None]:
+        def leave(outputs: list[Output]) -> None:
+            loop.call_soon_threadsafe(self._leave, outputs)
+
+        return leave
+
+    def _leave(self, outputs: list[Output]) -> None:
+        """Outputs for other workers of a firing that goes on, on another thread."""
+        try:
+            for output in outputs:
+                if not self._is_stale(output.tag):
+                    self._emit(output)
+        except Exception as error:
+            self._failure = self._failure or error
 
     def _wake(self) -> None:
         sleeper = self._sleeper
@@ -296,40 +293,41 @@ class Runner:
             self._fire(firing)
 
     def _fire(self, firing: Firing) -> None:
-        if firing.node in self._sinks:
-            self._consumed(firing, answered=())
+        node = firing.node
+        if node in self._sinks:
+            self._consumed(firing, answered=None)
             self._on_sink(firing)
-        elif (firings := self._ready.get(firing.node)) is not None:
+        elif (firings := self._ready.get(node)) is not None:
             firings.append(firing)
         else:
-            self._ready[firing.node] = deque((firing,))
+            self._ready[node] = deque((firing,))
 
     def _emit(self, output: Output) -> None:
         edge = output.edge
-        if edge.id not in self._sent:  # it stays in this process
+        outgoing = self._outgoing.get(edge.id)
+        if outgoing is None:  # it stays in this process
             if self._region.is_fused(edge.target):
                 for firing in self._region.arrive(output):
                     self._fire(firing)
             else:
                 self._arrive(edge, output.tag, output.payload)
             return
-        window = self._windows.get(edge.id)
+        window = outgoing.window
         if window is not None:
             if window.free == 0 or window.pending:
                 window.pending.append(output)
                 return
             window.free -= 1
-        self._send(output)
+        self._send(outgoing, output)
 
-    def _send(self, output: Output) -> None:
-        edge, payload = output.edge, output.payload
-        counters = self._sent[edge.id]
-        counters[0] += 1
-        for tensor in payload.tensors:
-            counters[1] += tensor.nbytes
-        made = by_reference if edge.id in self._staying else to_message
+    def _send(self, outgoing: Outgoing, output: Output) -> None:
+        edge, payload, sent = outgoing.edge, output.payload, outgoing.sent
         try:
-            self._post(edge, made(payload, edge.id, output.tag))
+            message = (by_reference if outgoing.by_reference else to_message)(payload, edge.id, output.tag)
+            sent[0] += 1
+            for tensor in payload.tensors:
+                sent[1] += tensor.nbytes
+            self._post(edge, message)
         except (LimitError, InvalidMessageError, TypeError) as error:
             raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
 
@@ -340,9 +338,9 @@ class Runner:
         window.free += count
         while window.pending and window.free:
             window.free -= 1
-            self._send(window.pending.popleft())
+            self._send(self._outgoing[edge_id], window.pending.popleft())
 
-    def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]]) -> None:
+    def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]] | None) -> None:
         """Return the credits of the messages this firing used up, but for requests that were answered."""
         for edge_id in firing.via:
             owed = self._owed.get(edge_id)
@@ -358,11 +356,8 @@ class Runner:
         if (owed := self._owed.get(edge.id)) is not None:
             self._return_credit(edge.id, owed)
 
-    def _return_credit(self, edge_id: int, owed: _Owed) -> None:
-        owed.consumed += 1
-        if owed.consumed >= owed.half or owed.here >= owed.size:
-            count, owed.consumed = owed.consumed, 0
-            owed.here -= count
+    def _return_credit(self, edge_id: int, owed: Owed) -> None:
+        if count := owed.consume():
             self._post(self._edges[edge_id], Message("credit", edge=edge_id, header=CreditHeader(count)))
 
     def _reachable(self, entry: str, fused: frozenset[str]) -> list[int]:

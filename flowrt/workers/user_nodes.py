@@ -24,6 +24,7 @@ from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, Node
 
+MOST_REMEMBERED = 1024  # combinations of dtypes and shapes of a node
 _LOOKS_LIKE_SPEC = re.compile(r"(?!list|dict|tuple|set|type)[a-z]+[0-9][a-z0-9_]*\[.*\]|bool\[.*\]")
 
 
@@ -46,6 +47,9 @@ class _UserNode:
         self._node = node
         self._function = function
         self._device = device
+        self._on_cpu = device.type == "cpu"
+        # dtypes and shapes that were found to fit the specs: of the inputs, and of inputs and outputs together.
+        self._fitting: set[Any] = set()
         sent = {edge.source_port for edge in graph.edges_from(node.name)}
         self._outputs = list(node.outputs)
         # The edges that wait for a node's only output; a gather may be given nothing.
@@ -69,24 +73,42 @@ class _UserNode:
 
     def _fire(self, firing: Firing) -> dict[str, Payload]:
         arguments: dict[str, Any] = {}
+        given: list[Any] = []  # dtypes and shapes
         for port, value in firing.inputs.items():
-            if isinstance(value, list):
-                arguments[port] = [self._one(port, payload) for payload in value]
+            if type(value) is Payload:
+                tensors = value.tensors
+                tensor = tensors[0] if len(tensors) == 1 and tensors[0].is_cpu and self._on_cpu else self._one(port, value)
+                arguments[port] = tensor
+                given += port, tensor.dtype, tensor.shape
             else:
-                arguments[port] = self._one(port, value)
-        sizes: dict[str, int] = {}
-        self._check("input", self._in, arguments, sizes)
+                arguments[port] = [self._one(port, payload) for payload in value]  # nothing is declared of several
+        fits = tuple(given)
+        sizes: dict[str, int] | None = None
+        if fits not in self._fitting:
+            self._check("input", self._in, arguments, sizes := {})
+            self._remember(fits)
         result = self._function(**arguments)
+        outputs = self._outputs
+        if len(outputs) == 1 and isinstance(result, torch.Tensor):
+            fits = (fits, result.dtype, result.shape)
+            if fits in self._fitting:
+                return {outputs[0]: Payload((result,))}
         if result is None and any(firing.tag.layer in edge.layers for edge in self._needing):
             raise OperatorError(
                 f"{self._node.name} gave nothing for its output {self._outputs[0]}; return a dict without the port to send nothing"
             )
-        given = self._named(result)
-        self._check("output", self._out, given, sizes)
-        answer: dict[str, Payload] = {}
-        for port, tensor in given.items():
-            answer[port] = Payload((tensor,))
-        return answer
+        named = self._named(result)
+        if sizes is None:
+            self._check("input", self._in, arguments, sizes := {})  # for the sizes that the outputs must have
+        self._check("output", self._out, named, sizes)
+        if len(outputs) == 1 and isinstance(result, torch.Tensor):
+            self._remember(fits)
+        return {port: Payload((tensor,)) for port, tensor in named.items()}
+
+    def _remember(self, fits: Any) -> None:
+        if len(self._fitting) >= MOST_REMEMBERED:
+            self._fitting.clear()
+        self._fitting.add(fits)
 
     def _check(self, way: str, specs: Mapping[str, Spec], tensors: Mapping[str, Any], sizes: dict[str, int]) -> None:
         """Raises OperatorError for a tensor that does not fit. `sizes`: the free dimensions known in this firing; it grows."""

@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import threading
 import weakref
 
 import pytest
 import torch
 
+from flowrt.dataflow.credits import CreditHeader
+from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
-from flowrt.dataflow.region import OperatorError
-from flowrt.dataflow.runner import CreditHeader, Runner
+from flowrt.dataflow.region import OperatorError, Output, Region
+from flowrt.dataflow.runner import Runner
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
 from flowrt.seams import RealClock
 from transports.message import Message, Tag
@@ -315,3 +318,96 @@ async def test_credits_go_back_together_but_never_later_than_a_sender_could_need
         bench.runner.accept(to_message(number(step), 0, tag(step)))
     bench.runner.settle()
     assert returned() == [1, 4]  # three wait: the sender has five
+
+
+def model_like_graph():
+    """An entry that feeds what leaves for another worker and what does not, the latter first."""
+    nodes = [
+        node("in", "p", outputs=["x"]),
+        node("gate", "p", ["x"], ["y"]),
+        node("shared", "p", ["x"], ["y"]),
+        node("cut", "p", ["x"], ["y"]),
+        node("far", "q", ["x"], ["y"]),
+        node("end", "p", ["x"]),
+        node("end2", "p", ["x"]),
+    ]
+    edges = [
+        Edge(0, "in", "x", "gate", "x"),
+        Edge(1, "gate", "y", "shared", "x"),
+        Edge(2, "gate", "y", "cut", "x"),
+        Edge(3, "cut", "y", "far", "x", credits=2),
+        Edge(4, "shared", "y", "end", "x"),
+        Edge(5, "far", "y", "end2", "x", credits=2),
+    ]
+    return graph_of(nodes, edges)
+
+
+def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed():
+    fired, left = [], []
+
+    def noted(name):
+        def run(firings):
+            fired.append((name, len(left)))
+            return double(firings)
+
+        return run
+
+    graph = model_like_graph()
+    functions = {name: noted(name) for name in ("gate", "shared", "cut")}
+    table = MatchingTable(graph.nodes_of("p"), graph.edges, lambda value: 0)
+    region = Region(graph, "p", frozenset({"shared", "cut"}), functions, table)
+    rest = region.run([Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.id for output in outputs))
+    assert fired == [("gate", 0), ("cut", 0), ("shared", 1)]
+    assert left == [3]
+    assert [output.edge.id for output in rest] == [4]
+    assert [output.edge.id for output in region.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == [3, 4]
+
+
+class BesideCompute(InlineCompute):
+    """Computes on a thread, as what is long does."""
+
+    def is_short(self, label):
+        return False
+
+    async def run(self, label, call, bound_seconds=60.0):
+        return await asyncio.to_thread(call)
+
+
+async def test_a_long_firing_posts_what_leaves_before_it_ends():
+    """The rest of the firing goes on only when the message has been posted."""
+    posted = threading.Event()
+    sent = []
+    ended = asyncio.get_running_loop().create_future()
+
+    def post(edge, message):
+        sent.append(edge.id)
+        posted.set()
+
+    def shared(firings):
+        assert posted.wait(10)
+        return double(firings)
+
+    functions = {"gate": double, "cut": double, "shared": shared}
+    runner = Runner(model_like_graph(), "p", functions, BesideCompute(), RealClock(), post, ended.set_result, early=True)
+    runner.mint("in", tag(), {"x": number(1)})
+    task = asyncio.get_running_loop().create_task(runner.run())
+    async with asyncio.timeout(20):
+        assert (await ended).node == "end"
+    assert sent == [3]
+    assert runner.statistics.sent[3][0] == 1
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_what_leaves_early_is_stopped_by_a_roll_back_and_what_cannot_be_sent_is_told():
+    bench = Bench(model_like_graph(), "p", {"gate": double, "cut": double, "shared": double})
+    output = Output(bench.runner._edges[3], tag(), number(1))
+    bench.runner._leave([output])
+    assert bench.data() == [(3, 1)]
+    bench.runner.roll_back("src@1", epoch=1)
+    bench.runner._leave([output])
+    assert bench.data() == [(3, 1)]
+    bench.runner._leave([Output(output.edge, tag(epoch=1), Payload((torch.eye(2).to_sparse(),)))])
+    with pytest.raises(OperatorError, match="cannot be sent"):
+        await bench.settle()

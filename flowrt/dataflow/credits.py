@@ -1,0 +1,77 @@
+"""Edges that cross between workers and their credits: what a sender may still send, and what a receiver is to give back. Pure.
+
+Here: CreditHeader; Window and Outgoing (the sender's end), Owed and Incoming (the receiver's). Not here: when a credit comes back and what waits for one
+(runner.py), how many an edge has (flowrt/graph).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from flowrt.dataflow.region import Output
+from flowrt.graph.model import Edge
+
+
+class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a "credit" message: how many credits of its edge come back."""
+
+    count: int
+
+
+class Window:
+    """Credits of one outgoing edge, and the outputs that wait for one."""
+
+    __slots__ = ("free", "pending", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = size
+        self.pending: deque[Output] = deque()
+
+
+class Owed:
+    """Credits of one incoming edge that are to go back, several in one message.
+
+    They may wait until half of the edge's credits have gathered, because a sender that could need one earlier is known: it has used
+    all that it has, so all its messages are here, consumed or not. Then they go back at once, and nobody waits for a credit held here.
+    """
+
+    __slots__ = ("consumed", "half", "here", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.half = max(1, size // 2)
+        self.here = 0  # messages that came and whose credit has not gone back
+        self.consumed = 0  # of these, the ones used up
+
+    def consume(self) -> int:
+        """One more message is used up. Returns how many credits go back now."""
+        self.consumed += 1
+        if self.consumed < self.half and self.here < self.size:
+            return 0
+        count, self.consumed = self.consumed, 0
+        self.here -= count
+        return count
+
+
+class Incoming:
+    """An edge that leads here from another worker, and all that is asked of it for each message."""
+
+    __slots__ = ("alone", "by_reference", "edge", "owed", "port", "target", "via")
+
+    def __init__(self, edge: Edge, owed: Owed | None, by_reference: bool) -> None:
+        self.edge, self.owed, self.by_reference = edge, owed, by_reference
+        self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
+        self.alone: dict[int, bool] = {}  # by layer: whether a message of this edge is all that its node waits for
+
+
+class Outgoing:
+    """An edge that leaves for another worker. `window` is None for one that answers; `sent` counts messages and payload bytes."""
+
+    __slots__ = ("by_reference", "edge", "sent", "window")
+
+    def __init__(self, edge: Edge, window: Window | None, by_reference: bool) -> None:
+        self.edge, self.window, self.by_reference = edge, window, by_reference
+        self.sent = [0, 0]
