@@ -3,9 +3,9 @@
 Here: the channel's protocol over one UCX link, and its transport. Not here: the library (ucx_link.py), large payloads
 (ucx_regions.py), meeting and authentication (rendezvous.py), flow control in messages and bytes (windowed.py).
 
-Nothing of UCX is touched before both sides have proved the key: the connector tells its worker's address under its proof, the listener
-answers over UCX itself with its own address and a second proof. Both tags are secrets of that handshake. The socket of the meeting stays:
-its end-of-file is the peer's death. UCX's descriptor is in the event loop, armed when nothing is left to do, so nothing spins.
+Nothing of UCX is touched before the key is proved: the connector tells its worker's address under its proof, the listener answers over
+UCX itself with its own and a second proof. Both tags are secrets of that handshake. The socket of the meeting stays: its end-of-file is
+the peer's death. UCX's descriptor is in the event loop, armed when nothing is left to do, so nothing spins.
 
 Two lanes, one tag each. *Regions* (ucx_regions.py) carry what is large. *Frames* are small, so that UCX copies them into the peer's ring
 at once, and credits never wait behind payload:
@@ -35,7 +35,7 @@ from transports.handshake import MAX_PAYLOAD_BYTES, check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.ucx_blocks import BlockPool
-from transports.ucx_link import Link, check_request, unavailable_reason
+from transports.ucx_link import IN_PROGRESS, Link, check_status, unavailable_reason
 from transports.ucx_regions import Arrival, RegionReceiver, RegionSender, region_layout
 from transports.windowed import WindowedEndpoint
 
@@ -45,6 +45,7 @@ READ_EVERY = 32  # frames, then the peer is told
 TURNS = 16  # of progress before the loop gets its turn
 _HEAD = struct.Struct("<B3xIQQQ")
 _HEAD_BYTES = _HEAD.size
+_READ_SO_FAR = struct.Struct("<Q")  # the head's last field
 _MESSAGE, _REGION, _TAKEN, _WAITING, _CLOSE, _CLOSED, _READ, _GREETING = range(1, 9)
 _PROOF_BYTES = 32
 _CONNECTOR, _LISTENER = "connector", "listener"
@@ -117,7 +118,7 @@ class UCXChannel(WindowedEndpoint):
         if not self._open:
             return
         if self._outbox or self._frames_sent - self._frames_told >= FRAMES_AHEAD:
-            self._outbox.append(_HEAD.pack(kind, envelope_bytes, a, b, self._frames_read) + body)
+            self._outbox.append(_HEAD.pack(kind, envelope_bytes, a, b, 0) + body)
             return
         self._frames_sent += 1
         end = _HEAD_BYTES + len(body)
@@ -132,19 +133,23 @@ class UCXChannel(WindowedEndpoint):
         if array is None:
             array = self._out_arrays[nbytes] = self._link.array(memoryview(self._out)[:nbytes])
         request = self._link.send(array, self._tag)
-        if not request.completed:  # only until the link is up
+        status = request.status
+        if not status:
+            return
+        if status == IN_PROGRESS:  # only until the link is up
             self._sent_frames.append((request, self._out))
             self._out = bytearray(FRAME_BYTES)
             self._out_arrays = {}
             self._turn_soon()
-        elif request.status:
-            self._fail(f"UCX could not send (status {int(request.status)})")
+        else:
+            self._fail(f"UCX could not send (status {int(status)})")
 
     def _empty_outbox(self) -> None:
         while self._outbox and self._frames_sent - self._frames_told < FRAMES_AHEAD:
             frame = self._outbox.popleft()
             self._frames_sent += 1
             self._out[: len(frame)] = frame
+            _READ_SO_FAR.pack_into(self._out, _HEAD_BYTES - _READ_SO_FAR.size, self._frames_read)
             self._send_out(len(frame))
 
     def _say_taken(self, messages: int, payload_bytes: int) -> None:
@@ -180,39 +185,34 @@ class UCXChannel(WindowedEndpoint):
 
     def _look(self) -> None:
         """What has come, and what UCX has completed. Raises WireError."""
-        while self._in_request.completed:
+        while (status := self._in_request.status) != IN_PROGRESS:
+            check_status(status)  # not well: a longer frame than there can be
             self._read_frame()
             if not self._open:
                 return
-        if self._regions_in.busy:
+        if self._arrivals:
             self._read_regions()
-        if self._regions_out.busy:
+        if self._regions_out.sent:
             self._regions_out.look()
-        while self._sent_frames and self._sent_frames[0][0].completed:
-            check_request(self._sent_frames.popleft()[0])
-        if self._frames_read - self._frames_acknowledged >= READ_EVERY and self._open:
+        while self._sent_frames and (status := self._sent_frames[0][0].status) != IN_PROGRESS:
+            check_status(status)
+            self._sent_frames.popleft()
+        if self._frames_read - self._frames_acknowledged >= READ_EVERY:
             _HEAD.pack_into(self._out, 0, _READ, 0, 0, 0, self._frames_read)
             self._send_out(_HEAD_BYTES)  # beside the count: what makes room must not wait for room
 
     # Receiving.
 
     def _read_frame(self) -> None:
-        if self._in_request.status:
-            raise WireError(f"a frame that cannot be read (status {int(self._in_request.status)})")
         kind, envelope_bytes, a, b, read = _HEAD.unpack_from(self._in)
         if not self._frames_told <= read <= self._frames_sent:
             raise WireError(f"the peer says it has read {read} frames of {self._frames_sent} sent")
         self._frames_told = read
-        if kind != _READ:
-            self._frames_read += 1
         if kind == _MESSAGE:
-            arrival = self._read_message(envelope_bytes)
-            self._in_request = self._link.receive(self._in_array, self._tag)
-            if self._arrivals:
-                self._arrivals.append(arrival)
-            else:
-                self._hand_over(arrival)
+            self._frames_read += 1
+            self._read_message(envelope_bytes)
         else:
+            self._frames_read += kind != _READ
             body = bytes(self._in[_HEAD_BYTES : _HEAD_BYTES + MAX_PAYLOAD_BYTES]) if kind == _GREETING else b""
             self._in_request = self._link.receive(self._in_array, self._tag)
             self._read_control(kind, envelope_bytes, a, b, body)
@@ -231,7 +231,7 @@ class UCXChannel(WindowedEndpoint):
         elif kind == _WAITING:
             self._hear_waiting()
         elif kind == _CLOSE:
-            self._arrivals.append(Arrival(0))
+            self._arrivals.append(Arrival())
             self._hand_over_whole()
         elif kind == _CLOSED:
             self._finish()
@@ -244,22 +244,23 @@ class UCXChannel(WindowedEndpoint):
         self._link.connect(body[_PROOF_BYTES : _PROOF_BYTES + address_bytes])
         self.greeted.set_result(None)
 
-    def _read_message(self, envelope_bytes: int) -> Arrival:
-        if not self.greeted.done():
-            raise WireError("a message before the greeting")
+    def _read_message(self, envelope_bytes: int) -> None:
         start = _HEAD_BYTES + envelope_bytes
         envelope, sizes = decode_envelope(bytes(self._in[_HEAD_BYTES:start]), self.limits)
         payload_bytes = sum(sizes)
         if start + payload_bytes > FRAME_BYTES:
             raise WireError(f"tensors of {payload_bytes} bytes were announced, they do not fit a frame")
+        buffers: list[object] = []
+        for size in sizes:
+            buffers.append(bytearray(self._in[start : start + size]))
+            start += size
+        self._in_request = self._link.receive(self._in_array, self._tag)
         if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
             self._receiving.arrived(payload_bytes)
-        arrival = Arrival(payload_bytes)
-        arrival.envelope = envelope
-        for size in sizes:
-            arrival.tensors.append(bytearray(self._in[start : start + size]))
-            start += size
-        return arrival
+        if self._arrivals:
+            self._arrivals.append(Arrival(payload_bytes, envelope, buffers))
+        else:
+            self._deliver(envelope, buffers, payload_bytes)
 
     def _read_regions(self) -> None:
         whole = self._regions_in.look()
@@ -275,15 +276,11 @@ class UCXChannel(WindowedEndpoint):
         while self._arrivals and not self._arrivals[0].missing_bytes:
             arrival = self._arrivals.popleft()
             if arrival.envelope is not None:
-                self._hand_over(arrival)
+                self._deliver(arrival.envelope, arrival.tensors, arrival.payload_bytes)
             else:  # the peer's CLOSE
                 self._write(_CLOSED)
                 self._end()
                 self._finish()
-
-    def _hand_over(self, arrival: Arrival) -> None:
-        assert arrival.envelope is not None
-        self._deliver(arrival.envelope, arrival.tensors, arrival.payload_bytes)
 
     # The end.
 

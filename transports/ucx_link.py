@@ -33,6 +33,7 @@ _SETTINGS = {
 _ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 _PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
 _CLOSING_TURNS = 16
+IN_PROGRESS = 1  # of a request's status
 
 
 class _Library:
@@ -94,7 +95,13 @@ def unavailable_reason() -> str | None:
 
 
 class Link:
-    """A worker and, once `connect` was called, its endpoint to the peer's worker. Requests have `completed` and `status` (0: well)."""
+    """A worker and, once `connect` was called, its endpoint to the peer's worker.
+
+    `progress()` lets UCX work. `arm()` is True when nothing is left to do: then `descriptor` becomes readable when there is again.
+    `send(array, tag)` starts to send memory, which must stay as it is until the request is completed. `receive(array, tag)` waits for
+    the next message of `tag`. `receive_probed(array, probed)` starts to receive what `probe` has found into an array as long.
+    Requests have `status`: IN_PROGRESS, 0 when all is well, anything else when not (longer than the array, cancelled, peer gone).
+    """
 
     def __init__(self) -> None:
         self._library = _library()
@@ -103,11 +110,13 @@ class Link:
         except Exception as error:
             raise UnavailableError(f"ucx cannot open a worker: {_one_line(error)}") from error
         self._endpoint: Any = None
-        self._array = self._library.array
-        self._mask = self._library.full_mask
-        self.descriptor = int(self._worker.epoll_file_descriptor)  # readable when there is something to progress, if armed
-        self.progress = self._worker.progress
-        self.arm = self._worker.arm
+        self.descriptor = int(self._worker.epoll_file_descriptor)
+        self.array: Any = self._library.array  # what UCX wants for a buffer; keeps it alive
+        self.progress: Any = self._worker.progress
+        self.arm: Any = self._worker.arm
+        self.send: Any = None
+        self.receive: Any = self._worker.tag_recv
+        self.receive_probed: Any = self._worker.tag_recv_with_handle
 
     def address(self) -> bytes:
         """What the peer needs to connect to this worker."""
@@ -120,35 +129,20 @@ class Link:
             self._endpoint = self._library.api.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
         except Exception as error:
             raise WireError(f"UCX cannot reach the peer: {_one_line(error)}") from error
+        self.send = self._endpoint.tag_send
 
     def tag(self, number: int) -> Any:
         """`number` (64 bits) as the library wants it."""
         return self._library.api.UCXXTag(number)
 
-    def array(self, buffer: object) -> Any:
-        """`buffer` as the library wants it; keeps it alive."""
-        return self._array(buffer)
-
-    def send(self, array: Any, tag: Any) -> Any:
-        """Start to send; the memory must stay as it is until the request is completed."""
-        return self._endpoint.tag_send(array, tag)
-
     def probe(self, tag: Any) -> Any:
         """The next message of `tag` that is here, as something with `matched`, `length`, and then `receive_probed` must follow."""
-        return self._worker.tag_probe(tag, self._mask, True)
-
-    def receive(self, array: Any, tag: Any) -> Any:
-        """Wait for the next message of `tag`; one that is longer than `array` ends with a status."""
-        return self._worker.tag_recv(array, tag, self._mask)
-
-    def receive_probed(self, array: Any, probed: Any) -> Any:
-        """Start to receive what was probed into `array`, which must be as long."""
-        return self._worker.tag_recv_with_handle(array, probed)
+        return self._worker.tag_probe(tag, self._library.full_mask, True)
 
     def close(self) -> None:
         """End everything, whatever the peer does: all requests are completed when this returns, and UCX looks at no memory of ours."""
         worker, endpoint = self._worker, self._endpoint
-        self._worker = self._endpoint = self.progress = self.arm = None
+        self._worker = self._endpoint = self.progress = self.arm = self.send = self.receive = self.receive_probed = None
         if endpoint is not None:
             endpoint.close_blocking()
             for _ in range(_CLOSING_TURNS):
@@ -158,10 +152,10 @@ class Link:
         self._library.worker_closed()
 
 
-def check_request(request: Any) -> None:
+def check_status(status: int) -> None:
     """Raise WireError when a completed request did not end well."""
-    if request.status:
-        raise WireError(f"UCX could not finish (status {int(request.status)}): the peer died or cut the connection")
+    if status:
+        raise WireError(f"UCX could not finish (status {int(status)}): the peer died or cut the connection")
 
 
 def _one_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from transports.codec import Envelope, Part, WireError, decode_envelope
 from transports.contract import Limits
 from transports.ucx_blocks import Block, BlockPool
-from transports.ucx_link import Link, check_request
+from transports.ucx_link import IN_PROGRESS, Link, check_status
 
 PIECE_BYTES = 1 << 18
 PIECES_AHEAD = 32  # that the peer has not read yet; each takes a slot of UCX's ring, of which there are 256
@@ -43,12 +43,9 @@ class RegionSender:
         self._pool = pool
         self._tag = tag
         self._waiting: deque[tuple[Any, Block | None]] = deque()
-        self._sent: deque[tuple[Any, Block | None]] = deque()  # a block comes with the last piece that lies in it
-
-    @property
-    def busy(self) -> bool:
-        """Whether UCX still needs memory of ours."""
-        return bool(self._sent)
+        self.sent: deque[tuple[Any, Block | None]] = (
+            deque()
+        )  # pieces that UCX still needs; a block comes with the last piece that lies in it
 
     def send(self, parts: Sequence[Part], starts: Sequence[int], region_bytes: int) -> None:
         """Copy `parts` to where `starts` says, as region_layout made them, and let each piece go as soon as it is whole."""
@@ -66,10 +63,10 @@ class RegionSender:
 
     def look(self) -> None:
         """Take back what UCX has completed, and send more. Raises WireError."""
-        sent = self._sent
-        while sent and sent[0][0].completed:
-            request, block = sent.popleft()
-            check_request(request)
+        sent = self.sent
+        while sent and (status := sent[0][0].status) != IN_PROGRESS:
+            check_status(status)
+            block = sent.popleft()[1]
             if block is not None:
                 self._pool.give_back(block)
         self._go_on()
@@ -77,16 +74,16 @@ class RegionSender:
     def clear(self) -> None:
         """Forget all; only once the link is closed."""
         self._waiting.clear()
-        self._sent.clear()
+        self.sent.clear()
 
     def _add(self, piece: memoryview, block: Block | None) -> None:
         self._waiting.append((self._link.array(piece), block))
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._waiting and len(self._sent) < PIECES_AHEAD:
+        while self._waiting and len(self.sent) < PIECES_AHEAD:
             array, block = self._waiting.popleft()
-            self._sent.append((self._link.send(array, self._tag), block))
+            self.sent.append((self._link.send(array, self._tag), block))
 
 
 class Arrival:
@@ -94,14 +91,12 @@ class Arrival:
 
     __slots__ = ("block", "envelope", "envelope_bytes", "missing_bytes", "next_byte", "payload_bytes", "region_bytes", "tensors")
 
-    def __init__(self, payload_bytes: int, block: Block | None = None, region_bytes: int = 0, envelope_bytes: int = 0) -> None:
+    def __init__(self, payload_bytes: int = 0, envelope: Envelope | None = None, tensors: Sequence[object] = ()) -> None:
         self.payload_bytes = payload_bytes
-        self.block = block
-        self.region_bytes = self.missing_bytes = region_bytes
-        self.envelope_bytes = envelope_bytes
-        self.next_byte = 0
-        self.envelope: Envelope | None = None
-        self.tensors: list[object] = []
+        self.envelope = envelope
+        self.tensors = list(tensors)
+        self.block: Block | None = None
+        self.envelope_bytes = self.region_bytes = self.missing_bytes = self.next_byte = 0
 
 
 class RegionReceiver:
@@ -115,11 +110,6 @@ class RegionReceiver:
         self._announced: deque[Arrival] = deque()  # for which pieces must still be asked
         self._asked: deque[tuple[Any, Arrival, int]] = deque()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a piece is due."""
-        return bool(self._asked or self._announced)
-
     def check_announced(self, envelope_bytes: int, payload_bytes: int, region_bytes: int) -> None:
         """Raise WireError unless a region of these sizes can be within the limits."""
         limits = self._limits
@@ -131,7 +121,10 @@ class RegionReceiver:
 
     def expect(self, envelope_bytes: int, payload_bytes: int, region_bytes: int) -> Arrival:
         """Take memory for an announced region that has been checked, and ask for its pieces from now on."""
-        arrival = Arrival(payload_bytes, self._pool.take(region_bytes), region_bytes, envelope_bytes)
+        arrival = Arrival(payload_bytes)
+        arrival.block = self._pool.take(region_bytes)
+        arrival.envelope_bytes = envelope_bytes
+        arrival.region_bytes = arrival.missing_bytes = region_bytes
         self._announced.append(arrival)
         return arrival
 
@@ -140,9 +133,9 @@ class RegionReceiver:
         asked = self._asked
         whole: list[Arrival] = []
         while True:
-            while asked and asked[0][0].completed:
-                request, arrival, nbytes = asked.popleft()
-                check_request(request)
+            while asked and (status := asked[0][0].status) != IN_PROGRESS:
+                check_status(status)
+                _, arrival, nbytes = asked.popleft()
                 arrival.missing_bytes -= nbytes
                 if not arrival.missing_bytes:
                     whole.append(arrival)

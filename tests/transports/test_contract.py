@@ -14,7 +14,7 @@ from transports.contract import Channel, Identity, Limits
 from transports.registry import transport_class, unavailable_reason
 from transports.stream import StreamChannel
 
-SCHEMES = ("inproc", "shm", "zmq")
+SCHEMES = ("inproc", "shm", "zmq", "ucx")
 
 
 def _skip_unavailable(scheme: str) -> None:
