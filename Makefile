@@ -26,7 +26,7 @@ $(STAMP): $(INSTALL_INPUTS)
 		echo "make: $(PYTHON) cannot make virtual environments; install its venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e ".[dev,ucx]"
 	@touch $@
 
 install: $(STAMP) ## make .venv and install flowrt in it, with what the tests need
