@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, on_run=on_run)
     print(f"outcomes: {_counts(tally.outcomes)}; virtual time {tally.virtual_seconds:.0f} s")
     print(f"faults: {_counts(tally.faults)}")
+    print(f"rare: {_counts(tally.branches)}")
     unmet = [kind for kind in KINDS if not tally.faults[kind]]
     if unmet and tally.num_seeds >= ALL_KINDS_FROM and scenario is None:
         print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flowrt.graph.model import Graph
-from flowrt.reliability.scenario import Scenario
+from flowrt.reliability.scenario import KINDS, Scenario
 from flowrt.simulation.cases import Case, Kept, draw, run_case
 from flowrt.simulation.cluster import Served
 from flowrt.simulation.errors import DeadlockError, ForeignThreadError, InvariantError, LivelockError, UnhandledError
@@ -41,6 +41,7 @@ class Tally:
     num_steps: int = 0
     virtual_seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    branches: Counter[str] = field(default_factory=Counter)  # what is rare and came about
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
@@ -68,7 +69,8 @@ def campaign(
         else:
             tally.num_steps += came.num_steps
             tally.virtual_seconds += came.virtual_seconds
-            tally.faults.update(came.num_faults)
+            tally.faults.update({kind: count for kind, count in came.num_faults.items() if kind in KINDS})
+            tally.branches.update({name: count for name, count in came.num_faults.items() if name not in KINDS})
             tally.outcomes["named error" if came.result.failure is not None else "tokens"] += 1
         tally.num_seeds += 1
         if not on_run(case, came, tally):

@@ -43,7 +43,7 @@ from flowrt.simulation.world import Outcome, run
 from operators.model_config import read_model_config
 
 GRACE_SECONDS = 60.0  # of virtual time beyond the last fault and its deadline: whoever needs more is stuck
-POOL = 12  # different requests; few, so that their references are worked out once for all seeds
+POOL = 18  # different requests; few, so that their references are worked out once for all seeds
 _COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
 
 
@@ -87,6 +87,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
         slow_one_in=chance.choice((0, 50, 5)),
         duplicate_one_in=chance.choice((0, 40, 4)),
+        tick_seconds=chance.choice((0.0, 50e-6, 1e-3)),
         tiny_one_in=chance.choice((0, 0, 3)),
     )
     cost = chance.choice(_COSTS)
@@ -148,23 +149,23 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     assert graph.model is not None
     vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
     room = min(limits.kv_pages * limits.page_tokens, _positions(graph.model.path))
-    most_new = min(limits.max_tokens, 7)
+    most_new = min(limits.max_tokens, 10)
     pool = []
     for number in range(POOL):
-        length = min((1, 3, 9, 17, 30)[number % 5], room - most_new)
+        length = min((1, 3, 9, 17, 30, 13)[number % 6], room - most_new)
         stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
         sampled = number % 3 == 1
         parameters = Parameters(
-            max_tokens=chance.randint(1, most_new),
+            max_tokens=most_new if number % 6 == 1 else chance.randint(1, most_new),
             min_tokens=1 if number % 8 == 2 else 0,
-            n=2 if number in (1, 6) else 1,
+            n=2 if number in (1, 3, 5, 10, 15) else 1,
             temperature=0.9 if sampled else 0.0,
             top_k=5 if number == 4 else 0,
-            seed=number,
-            frequency_penalty=0.5 if number == 7 else 0.0,
+            seed=number + 1,
+            frequency_penalty=0.5 if number in (7, 13) else 0.0,
             stop_token_ids=stops,
             ignore_eos=not stops,
-            logprobs=2 if number == 5 else None,
+            logprobs=2 if number == 8 else None,
         )
         pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), parameters))
     return pool
@@ -174,8 +175,8 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
     pool = _pool(graph)
     apart = chance.choice((0.0, 2e-3, 30e-3))
     drawn = []
-    for _ in range(chance.randint(2, 5)):
-        patience = chance.uniform(0.0, 0.1) if chance.random() < 0.12 else None
+    for _ in range(chance.choice((2, 3, 4, 6))):
+        patience = chance.uniform(0.0, 0.1) if chance.random() < 0.15 else None
         drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), cancel_seconds=patience))
     return tuple(drawn)
 
@@ -184,7 +185,7 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 8,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10,
 }  # fmt: skip
 
 
@@ -226,7 +227,8 @@ def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[
         case "skew":
             return [Skew(at_seconds=at, process=name, rate=chance.choice((0.5, 0.95, 1.05, 2.0)))]
         case "roll_back":
-            return [RollBack(at_seconds=at, process=chance.choice([each for each in names if each.startswith("attention")] or names))]
+            group = chance.choice([each for each in names if each.startswith("attention")] or names)
+            return [RollBack(at_seconds=at * place, process=group) for place in range(1, chance.randint(2, 5))]
         case "tiny_queues":
             return [TinyQueues(process=name)]
         case _:  # swizzle: links of one process are cut one after another and heal in another order

@@ -232,6 +232,8 @@ class _Cluster:
 
     def check_pages(self) -> None:
         for inside in self._insides():
+            if inside.late_firings:
+                raise InvariantError("I2", inside.late_firings[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
 
@@ -275,6 +277,8 @@ class _Cluster:
             await asyncio.get_running_loop().create_future()  # the verdict is on its way
         insides = self._insides()
         self.check_pages()
+        for inside in insides:
+            self._world.num_faults.update(inside.branches())
         if left := [text for inside in insides for text in inside.leftovers()]:
             raise InvariantError("I8", "left when all had ended: " + "; ".join(left))
         if wrong := credit_faults(insides):

@@ -20,12 +20,24 @@ class Inside:
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
         self._worker = worker
+        self.late_firings: list[str] = []
 
     def use_exact_model(self) -> None:
         """Numbers instead of weights. To be called before the worker loads."""
         worker = self._worker
         build = import_module(EXACT_MODEL).build_exact_nodes
-        worker._load = lambda: build(worker._graph, self.name)
+        worker._load = lambda: {node: self._checked(function) for node, function in build(worker._graph, self.name).items()}
+
+    def _checked(self, function: Any) -> Any:
+        """I2: a group computes nothing of an epoch that it has left."""
+
+        def run(firings: Any) -> Any:
+            engine = self._engine
+            if engine is not None and (old := [firing for firing in firings if firing.tag.epoch < engine.epoch]):
+                self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
+            return function(firings)
+
+        return run
 
     @property
     def _engine(self) -> Any:
@@ -78,7 +90,24 @@ class Inside:
                 faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
             if len({name.split("/")[0] for name in names}) > 1:
                 faults.append(f"page {page} is shared by strangers: {sorted(names)}")
+        for lane, step in enumerate(engine._steps):
+            for sequence, _ in step.parts if step is not None else ():
+                if sequence not in scheduler.running or sequence.lane != lane:
+                    faults.append(f"{sequence.name} is in the step of lane {lane} and holds no pages, or is in another lane")
         return [f"{self.name}: {fault}" for fault in faults]
+
+    def branches(self) -> Counter[str]:
+        """How often what is rare came about, so that a draw which never leads there is seen."""
+        found = Counter[str]()
+        engine, runner, links = self._engine, self._worker._runner, self._worker._links
+        if engine is not None:
+            found["preempted"] = engine.statistics().num_preemptions
+        if runner is not None:
+            found["stale or late message dropped"] = runner.statistics.num_dropped
+        if links is not None:
+            found["channel was full"] = sum(link.statistics().sends_waited for link in links.values())
+            found["repeated message dropped"] = sum(link.statistics().messages_dropped for link in links.values())
+        return found
 
     def leftovers(self) -> list[str]:
         """I8, when all requests have ended and nothing is on its way: what should not be there any more."""

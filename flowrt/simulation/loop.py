@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import heapq
+import math
 import random
 import sys
 import threading
@@ -43,6 +44,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, seed: int, *, max_steps: int = 20_000_000, max_steps_at_instant: int = 50_000, max_seconds: float = 24 * 3600.0
     ) -> None:
         self.num_steps = 0
+        self.tick_seconds = 0.0  # timers fire at multiples of this, so that much falls on the same instant; 0: each at its own
         self._random = random.Random(f"schedule {seed}")
         self._now = START_SECONDS
         self._ready: dict[str, deque[VirtualHandle]] = {}
@@ -51,6 +53,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._num_waitables = 0
         self._num_tasks: dict[str, int] = {}
         self._tasks: list[tuple[str, weakref.ref[asyncio.Task[Any]]]] = []
+        self._trace: list[str] = []  # steps that are not in the digest yet
+        self._instant = self._now.hex()
         self._digest = hashlib.blake2b(digest_size=16)
         self._failures: list[str] = []
         self._thread = threading.get_ident()
@@ -68,13 +72,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def digest(self) -> str:
         """Of all steps and messages so far; equal runs have equal digests, whatever the process or its hash seed."""
+        self._digest_trace()
         return self._digest.hexdigest()
 
     def note(self, *parts: bytes | bytearray | memoryview) -> None:
         """Take `parts` (a message on its way) into the digest."""
+        self._digest_trace()
         for part in parts:
             self._digest.update(len(part).to_bytes(8, "little"))
             self._digest.update(part)
+
+    def _digest_trace(self) -> None:
+        self._digest.update("".join(self._trace).encode())
+        self._trace.clear()
 
     def time(self) -> float:
         return self._now
@@ -155,6 +165,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, node: str, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> VirtualHandle:
         """As call_at, for a callback that belongs to another node: what arrives there."""
+        if self.tick_seconds:
+            when = math.ceil(when / self.tick_seconds) * self.tick_seconds
         handle = VirtualHandle(when, node, callback, args, copy_context() if context is None else context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, handle))
@@ -292,7 +304,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise LivelockError(f"{self._max_steps_at_instant} steps at {self._now:.6f} s; {where}")
         if self.num_steps > self._max_steps:
             raise LivelockError(f"{self._max_steps} steps and no end; at {self._now:.6f} s")
-        self._digest.update(f"{self._now.hex()} {node} {name_of(callback)}\n".encode())
+        self._trace.append(f"{self._instant} {node} {name_of(callback)}\n")
         try:
             handle._run_context.run(callback, *handle._args_given)
         except Exception as error:
@@ -305,6 +317,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if not self._timers:
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set:\n{self.describe_waiting()}")
         self._now = max(self._now, self._timers[0][0])
+        self._instant = self._now.hex()
         self._instant_began = self.num_steps
         if self._now - START_SECONDS > self._max_seconds:
             raise LivelockError(f"no end within {self._max_seconds} virtual seconds:\n{self.describe_waiting()}")

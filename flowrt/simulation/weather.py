@@ -20,6 +20,7 @@ class NetworkConditions:
     slow_seconds: float = 20e-3
     duplicate_one_in: int = 40
     bytes_per_second: float = 10e9
+    tick_seconds: float = 0.0  # what happens falls on multiples of this: 0, hardly ever two things at one instant
     tiny_one_in: int = 0  # channels that hold a single message, whatever their limits allow
 
 

@@ -48,6 +48,7 @@ class World:
     def __init__(self, seed: int, loop: VirtualLoop, conditions: NetworkConditions, cost: ComputeCost) -> None:
         self.seed = seed
         self.loop = loop
+        loop.tick_seconds = conditions.tick_seconds
         self.network = SimulatedNetwork(loop, seed, conditions)
         self.processes: dict[str, Process] = {}  # the latest life of each name
         self.num_faults: Counter[str] = Counter()  # faults that met something, by kind

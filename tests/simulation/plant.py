@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from planted import BUGS  # noqa: E402
-from planting import Bug, plant  # noqa: E402
+from simulation.planted import BUGS  # noqa: E402
+from simulation.planting import Bug, plant  # noqa: E402
 
 GOAL = 0.95
 CONTROL_SEEDS = 100  # must all pass without a bug
@@ -80,14 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="plant.py", description="Plant each bug and look for it with the simulation.")
     parser.add_argument("--graphs", type=Path, default=HERE / "graphs")
     parser.add_argument("--seeds", type=int, default=500)
-    parser.add_argument("--only", help="bugs whose name begins with this, with the failure's text")
+    parser.add_argument("--control-seeds", type=int, default=CONTROL_SEEDS, help="that must pass without a bug (default: %(default)s)")
+    parser.add_argument("--only", help="names of bugs, separated by commas: these, with their failures' texts")
     given = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch  # noqa: F401  (loaded once for all)
 
-    bugs = [bug for bug in BUGS if given.only is None or bug.name.startswith(given.only)]
+    names = None if given.only is None else given.only.split(",")
+    if unknown := sorted(set(names or ()) - {bug.name for bug in BUGS}):
+        print(f"no bug is called {', '.join(unknown)}; there are {', '.join(bug.name for bug in BUGS)}", file=sys.stderr)
+        return 2
+    bugs = [bug for bug in BUGS if names is None or bug.name in names]
     began, found, broken = time.monotonic(), 0, []
-    if (control := look_apart(None, given.graphs, CONTROL_SEEDS))["seed"] is not None or control["invariant"]:
+    if (control := look_apart(None, given.graphs, given.control_seeds))["seed"] is not None or control["invariant"]:
         print(f"without any planted bug: {control['text']}; mend this first", file=sys.stderr)
         return 1
     print("| bug | what is wrong | seed | found by | seen as |")

@@ -95,9 +95,7 @@ def _find(tree: ast.Module, edit: Edit) -> tuple[Any, ast.stmt]:
     owner: Any = tree
     for name in edit.function.split("."):
         found = [
-            node
-            for node in owner.body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+            node for node in owner.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
         ]
         if len(found) != 1:
             raise PlantError(f"{edit.module} has no {edit.function}; mend the planted bug")

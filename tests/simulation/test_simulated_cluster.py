@@ -1,12 +1,14 @@
-"""The main promise of virtual time: a 2x3 graph of the real workers gives the same tokens under every seed, and the same digest for a
-seed in every process."""
+"""The main promise of virtual time: whole graphs of the real workers, under faults drawn from seeds, give the right tokens or name who
+failed; and a seed gives the same digest in every process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,34 @@ from checkpoints import make_checkpoint
 
 from flowrt.cluster.gateway import Parameters
 from flowrt.graph import Graph, ModelFacts, load_graph
-from flowrt.simulation.__main__ import make_requests, simulate
-from flowrt.simulation.cluster import SimulatedRequest, WorkerFailedError, serve
-from flowrt.simulation.errors import DeadlockError
+from flowrt.reliability.scenario import (
+    Crash,
+    Cut,
+    Duplicate,
+    Fault,
+    Hang,
+    Pause,
+    Reset,
+    RollBack,
+    Scenario,
+    Skew,
+    Slow,
+    SlowLink,
+    Stall,
+    TinyQueues,
+)
+from flowrt.simulation.cases import draw, reference_of, run_case
+from flowrt.simulation.cluster import Served, SimulatedRequest, serve
+from flowrt.simulation.errors import DeadlockError, InvariantError
+from flowrt.simulation.invariants import check
+from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from operators.model_config import read_model_config
 
-NUM_SEEDS = 50
+NUM_SEEDS, NUM_TWICE = 200, 40
 VOCABULARY = 64
 REPOSITORY = Path(__file__).resolve().parents[2]
+GRAPHS = Path(__file__).resolve().parent / "graphs"
 GRAPH = """
 flowrt: 1
 model: {path: model, dtype: float64}
@@ -35,6 +56,7 @@ limits: {max_batch: 4, kv_pages: 64, page_tokens: 4, max_tokens: 16, max_step_to
 
 @pytest.fixture(scope="module")
 def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With real weights."""
     folder = tmp_path_factory.mktemp("simulated")
     sizes = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "width": 16, "experts": 6}
     make_checkpoint(folder / "model", **sizes, vocabulary=VOCABULARY, dtype="float64")
@@ -46,29 +68,37 @@ def load(graph_file: Path) -> Graph:
     return load_graph(graph_file, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
 
 
-@pytest.mark.timeout(300)
-def test_fifty_seeds_give_the_same_tokens_and_the_same_digests_in_two_processes(graph_file: Path) -> None:
-    """Each process compares the tokens of its seeds itself and exits with 1 when they differ; both run at once."""
-    command = [sys.executable, "-m", "flowrt.simulation", str(graph_file), "--seeds", str(NUM_SEEDS), "--digests"]
-    command += ["--requests", "3", "--max-tokens", "4"]
+def make_requests(count: int, max_tokens: int) -> list[SimulatedRequest]:
+    chance = random.Random("prompts")
+    prompts = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 24))) for _ in range(count)]
+    return [SimulatedRequest(prompt, Parameters(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
+
+
+ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick_seconds=1e-3)
+
+
+@pytest.mark.timeout(600)
+def test_two_hundred_seeds_hold_and_their_digests_are_those_of_another_process() -> None:
+    """Both processes check every invariant themselves and exit with 1 when one fails; they run at once."""
+    command = [sys.executable, "-m", "flowrt.simulation", str(GRAPHS), "--digests"]
     running = [
         subprocess.Popen(
-            command,
+            [*command, "--seeds", str(seeds)],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PADDING": "x" * padding},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for hash_seed, padding in (("0", 0), ("12345", 999))
+        for hash_seed, padding, seeds in (("0", 0, NUM_SEEDS), ("12345", 999, NUM_TWICE))
     ]
     outputs = [process.communicate() for process in running]
     for process, (printed, complaints) in zip(running, outputs, strict=True):
         assert process.returncode == 0, printed + complaints
-    first, second = (printed.splitlines() for printed, _ in outputs)
-    assert first == second
-    digests = [line.split()[1] for line in first[:NUM_SEEDS]]
-    assert len(set(digests)) == NUM_SEEDS
+    first, second = ([line for line in printed.splitlines() if line[0].isdigit() and "seeds" not in line] for printed, _ in outputs)
+    assert (len(first), len(second)) == (NUM_SEEDS, NUM_TWICE)
+    assert first[:NUM_TWICE] == second
+    assert len({line.split()[1] for line in first}) == NUM_SEEDS
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -76,13 +106,24 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
     from operators.reference import reference_generate
 
     graph = load(graph_file)
-    requests = make_requests(graph, VOCABULARY, 4, 6)
-    served = run(seed, lambda world: serve(world, graph, requests)).result
+    requests = make_requests(4, 6)
+    served = run(seed, lambda world: serve(world, graph, requests), conditions=ROUGH).result
+    assert served.failure is None
     assert served.finish_reasons == ("length",) * 4
     for request, token_ids in zip(requests, served.token_ids, strict=True):
         truth = reference_generate(graph_file.parent / "model", list(request.prompt_token_ids), 6, dtype="float64", ignore_eos=True)
         assert list(token_ids) == truth
     assert sum(statistics.num_steps for statistics in served.statistics.values()) >= 6
+
+
+def test_faults_change_no_token_computed_with_weights(graph_file: Path) -> None:
+    graphs = [load(graph_file)]
+    kinds = set()
+    for seed in range(6):
+        case = draw(seed, graphs, exact=False)
+        kinds |= {fault.kind for fault in case.scenario.faults}
+        run_case(case)
+    assert len(kinds) > 3
 
 
 SHAPES = {
@@ -94,19 +135,96 @@ SHAPES = {
 
 
 def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Path) -> None:
-    """So few pages that sequences are preempted and computed again; under rough conditions as `simulate` draws them."""
+    """So few pages that sequences are preempted and computed again."""
     expected = None
+    requests = make_requests(6, 6)
     for number, (name, (attention, experts, kv_pages)) in enumerate(SHAPES.items()):
         file = graph_file.with_name(f"shape-{number}.yaml")
         text = GRAPH.replace("{groups: 2, micro_batches: 2}", attention).replace("{servers: 3, copies: 2}", experts)
         file.write_text(text.replace("kv_pages: 64", f"kv_pages: {kv_pages}"))
         graph = load(file)
-        requests = make_requests(graph, VOCABULARY, 6, 6)
-        for seed in range(3):
-            served = simulate(graph, requests, seed).result
+        for seed in range(2):
+            served = run(seed, lambda world, graph=graph: serve(world, graph, requests), conditions=ROUGH).result
             assert served.finish_reasons == ("length",) * 6, (name, seed, served.errors)
             expected = expected or served.token_ids
             assert served.token_ids == expected, (name, seed)
+
+
+HARMLESS = [
+    Pause(process="attention.0", at_seconds=0.005, for_seconds=2),
+    Pause(process="gateway", at_seconds=0.005, for_seconds=2),
+    Stall(process="experts.1", at_seconds=0.005, for_seconds=2),
+    Hang(process="experts.0", at_seconds=0.005, for_seconds=2),
+    Slow(process="experts.0", factor=20, for_seconds=2),
+    SlowLink(between=("attention.0", "experts.1"), factor=50, for_seconds=2),
+    Cut(between=("attention.0", "experts.1"), at_seconds=0.005, for_seconds=2),
+    Cut(between=("attention.0", "experts.1"), at_seconds=0.005, for_seconds=2, direction="there"),
+    Cut(between=("gateway", "attention.1"), at_seconds=0.005, for_seconds=2, direction="back"),
+    Duplicate(between=("attention.0", "experts.1"), for_seconds=2, one_in=1),
+    Skew(process="attention.0", rate=3),
+    TinyQueues(process="attention.0"),
+    RollBack(process="attention.0", at_seconds=0.02),
+]
+
+
+@pytest.mark.parametrize("fault", HARMLESS, ids=lambda fault: f"{fault.kind}-{'-'.join(fault.processes)}")
+def test_what_heals_changes_no_token(fault: Fault) -> None:
+    graph = load(GRAPHS / "2x3.yaml")
+    requests = make_requests(3, 6)
+    outcome = run(5, lambda world: serve(world, graph, requests, scenario=Scenario(faults=(fault,)), exact=True))
+    assert outcome.num_faults[fault.kind] == 1
+    assert outcome.result.failure is None
+    assert outcome.result.token_ids == tuple(reference_of(draw(0, [graph]), request)[0] for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "why"),
+    [
+        (Crash(process="experts.1", at_seconds=0.02), {"experts.1"}, "was killed by signal 9"),
+        (Crash(process="attention.0", at_seconds=0.02), {"attention.0"}, "was killed by signal 9"),
+        (Reset(between=("attention.0", "experts.1"), at_seconds=0.02), {"attention.0", "experts.1"}, "the connection was reset"),
+        (Reset(between=("gateway", "experts.2"), at_seconds=0.02), {"experts.2"}, "without being told to"),
+    ],
+)
+def test_what_does_not_heal_ends_every_request_with_an_error_that_names_it(fault: Fault, named: set[str], why: str) -> None:
+    graph = load(GRAPHS / "2x3.yaml")
+    requests = make_requests(3, 6)
+    scenario = Scenario(faults=(fault,))
+    served = run(3, lambda world: serve(world, graph, requests, scenario=scenario, exact=True)).result
+    assert served.failed in named
+    assert why in (served.failure or "")
+    assert set(served.num_ends) == {1}
+    assert all(reason in ("length", "error") for reason in served.finish_reasons)
+    references = [reference_of(draw(0, [graph]), request) for request in requests]
+    check(graph, scenario, requests, served, references)
+    with pytest.raises(InvariantError, match="I7"):  # the same outcome is wrong where nothing befell that process
+        check(graph, Scenario(), requests, served, references)
+    with pytest.raises(InvariantError, match="I7"):
+        check(graph, Scenario(faults=(fault,), expect="tokens"), requests, served, references)
+
+
+def test_the_checks_find_what_they_should() -> None:
+    graph = load(GRAPHS / "2x3.yaml")
+    requests = make_requests(2, 4)
+    good = run(3, lambda world: serve(world, graph, requests, exact=True)).result
+    references = [reference_of(draw(0, [graph]), request) for request in requests]
+
+    def judged(served: Served) -> str:
+        with pytest.raises(InvariantError) as caught:
+            check(graph, Scenario(), requests, served, references)
+        return caught.value.invariant
+
+    def changed(**fields: object) -> Served:
+        return Served(**{**vars(good), **fields})
+
+    check(graph, Scenario(), requests, good, references)
+    (first,), second = good.choices
+    assert judged(changed(choices=(((first[0] + 1, *first[1:]),), second))) == "I1"
+    assert judged(changed(choices=((first[:-1],), second), indexes=((tuple(range(3)),), good.indexes[1]))) == "I1"
+    assert judged(changed(indexes=(((0, 1, 1, 3),), good.indexes[1]))) == "I1"
+    assert judged(changed(num_ends=(2, 1))) == "I5"
+    assert judged(changed(finish_reasons=("error", "length"))) == "I1"
+    assert judged(changed(failed="experts.0", failure="experts.0 died", failed_seconds=0.1)) == "I7"
 
 
 def test_a_bad_request_fails_alone(graph_file: Path) -> None:
@@ -128,24 +246,32 @@ async def leaving(control: object, seams: object) -> None:
     """A worker that ends at once."""
 
 
-def test_a_silent_worker_is_a_deadlock_and_a_leaving_one_an_error(graph_file: Path) -> None:
-    graph = load(graph_file)
-    requests = make_requests(graph, VOCABULARY, 1, 1)
+async def failing(control: object, seams: object) -> None:
+    raise ValueError("bad luck")
 
-    async def main(world: World, worker: object) -> object:
-        return await serve(world, graph, requests, worker=worker)
 
+async def main(world: World, graph: Graph, worker: Callable[..., object]) -> Served:
+    return await serve(world, graph, make_requests(1, 1), worker=worker)
+
+
+def test_a_silent_worker_is_a_deadlock_and_a_leaving_one_is_named() -> None:
+    graph = load(GRAPHS / "2x3.yaml")
     with pytest.raises(DeadlockError, match=r"experts\.2"):
-        run(0, lambda world: main(world, silent))
-    with pytest.raises(ExceptionGroup) as caught:
-        run(0, lambda world: main(world, leaving))
-    assert caught.group_contains(WorkerFailedError, match="without being told")
+        run(0, lambda world: main(world, graph, silent))
+    served = run(0, lambda world: main(world, graph, leaving)).result
+    assert "without being told" in (served.failure or "")
+    assert "ValueError: bad luck" in (run(0, lambda world: main(world, graph, failing)).result.failure or "")
 
 
-def test_the_command_says_what_is_wrong_with_its_input(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("flowrt: 1\nnonsense: 2\n")
-    command = [sys.executable, "-m", "flowrt.simulation", str(tmp_path / "bad.yaml")]
-    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 2
-    assert "nonsense" in outcome.stderr
-    assert len(outcome.stderr.strip().splitlines()) == 1
+def test_a_deadlock_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowrt.dataflow.runner import Runner
+
+    monkeypatch.setattr(Runner, "settle", lambda self: None)  # messages that come fire nothing
+    graph = load(GRAPHS / "2x3.yaml")
+    with pytest.raises(DeadlockError) as caught:
+        run(0, lambda world: serve(world, graph, make_requests(1, 2), exact=True))
+    text = str(caught.value)
+    assert "gateway: request-0 at attention.0 has [] of 2" in text
+    assert "attention.0: attention.0.combine at step 0, layer 0" in text
+    assert "waits for parts" in text
+    assert "attention.0: engine has 1 running" in text

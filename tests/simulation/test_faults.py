@@ -1,0 +1,246 @@
+"""What each fault does to a node, in small worlds of two processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from flowrt.reliability.scenario import Crash, Cut, Hang, Pause, Scenario, Skew, Slow, Stall
+from flowrt.seams import Seams
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.world import World, run
+from transports.contract import Channel, Identity, Limits
+from transports.errors import AddressError, BrokenChannelError
+from transports.message import Message
+
+SEEDS = range(10)
+
+
+def befall(world: World, *faults: object) -> Faults:
+    made = Faults(world, Scenario(faults=faults), lambda name: None)
+    made.begin()
+    return made
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_crash_is_a_power_cut(seed: int) -> None:
+    """No `finally` runs, no cancellation is seen, what is in line is never done; the exit and the end of channels are heard of."""
+    log: list[str] = []
+
+    async def victim(seams: Seams) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(2.0, log.append, "timer")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(endless(seams))
+                await seams.clock.sleep(100)
+        finally:
+            log.append("finally")
+
+    async def endless(seams: Seams) -> None:
+        try:
+            while True:
+                await seams.clock.sleep(0.1)
+                log.append("tick")
+        except asyncio.CancelledError:
+            log.append("cancelled")
+            raise
+
+    async def main(world: World) -> tuple[str, float, list[str]]:
+        process = world.start("victim", victim)
+        befall(world, Crash(process="victim", at_seconds=1.05))
+        began = world.loop.time()
+        how = await process.exit
+        heard = world.loop.time() - began
+        await asyncio.sleep(50)
+        assert world.leftovers() == []
+        return how, heard, list(log)
+
+    how, heard, seen = run(seed, main).result
+    assert how == "was killed by signal 9"
+    assert 1.05 <= heard < 1.06
+    assert seen == ["tick"] * 10
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
+    async def main(world: World) -> None:
+        key, transport = world.new_key(), world.network.transport("shm")
+        address: asyncio.Future[str] = world.loop.create_future()
+
+        async def victim(seams: Seams) -> None:
+            async with await transport.listen("shm://", Limits(), key, Identity("victim")) as listener:
+                address.set_result(listener.address)
+                channel = await listener.accept()
+                await channel.send(Message("last words"))
+                await world.loop.create_future()
+
+        process = world.start("victim", victim)
+        async with await transport.connect(await address, Limits(), key, Identity("peer")) as channel:
+            befall(world, Crash(process="victim", at_seconds=1.0))
+            assert (await channel.recv()).kind == "last words"
+            with pytest.raises(BrokenChannelError, match="died"):
+                await channel.recv()
+        with pytest.raises(AddressError):
+            await transport.connect(await address, Limits(), key, Identity("peer"))
+        await process.exit
+        assert world.leftovers() == []
+
+    run(seed, main)
+
+
+async def beats(world: World, *faults: object) -> tuple[list[float], list[float]]:
+    """When a process's loop beat, and when its computing ended, one of each every 0.1 s, in seconds from the beginning."""
+    began, looped, computed = world.loop.time(), [], []
+
+    async def work(seams: Seams) -> None:
+        compute = seams.new_compute("compute")
+
+        async def beat() -> None:
+            for _ in range(20):
+                await seams.clock.sleep(0.1)
+                looped.append(world.loop.time() - began)
+
+        async def calls() -> None:
+            for _ in range(20):
+                await compute.run("call", lambda: None)
+                computed.append(world.loop.time() - began)
+                await seams.clock.sleep(0.1)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(beat())
+            tasks.create_task(calls())
+        await compute.aclose()
+
+    process = world.start("worker", work)
+    befall(world, *faults)
+    assert await process.exit == "exited with code 0"
+    return looped, computed
+
+
+def gap(times: list[float]) -> float:
+    return max(later - earlier for earlier, later in zip([0.0, *times], times, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("fault", "loop_stops", "compute_stops"),
+    [
+        (Pause(process="worker", at_seconds=0.55, for_seconds=1.0), True, True),
+        (Stall(process="worker", at_seconds=0.55, for_seconds=1.0), True, True),  # the thread goes on, and nobody fetches what it did
+        (Hang(process="worker", at_seconds=0.55, for_seconds=1.0), False, True),
+    ],
+)
+def test_who_stands_still(fault: object, loop_stops: bool, compute_stops: bool) -> None:
+    looped, computed = run(1, lambda world: beats(world, fault)).result
+    assert (gap(looped) > 0.9) == loop_stops
+    assert (gap(computed) > 0.9) == compute_stops
+
+
+def test_slow_and_skewed_processes_take_other_times() -> None:
+    plain, _ = run(1, lambda world: beats(world)).result
+    fast, _ = run(1, lambda world: beats(world, Skew(process="worker", rate=2.0))).result
+    assert plain[-1] == pytest.approx(2.0)
+    assert fast[-1] == pytest.approx(1.0, abs=0.11)
+
+    async def one_call(world: World, *faults: object) -> float:
+        async def work(seams: Seams) -> None:
+            compute = seams.new_compute("compute")
+            await seams.clock.sleep(0.01)
+            for _ in range(50):
+                await compute.run("call", lambda: None)
+            await compute.aclose()
+
+        began = world.loop.time()
+        process = world.start("worker", work)
+        befall(world, *faults)
+        await process.exit
+        return world.loop.time() - began
+
+    usual = run(1, one_call).result
+    slow = run(1, lambda world: one_call(world, Slow(process="worker", at_seconds=0.001, for_seconds=100, factor=10.0))).result
+    assert slow > 5 * usual
+
+
+@pytest.mark.parametrize(("direction", "there_late", "back_late"), [("both", True, True), ("there", True, False), ("back", False, True)])
+def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: bool, back_late: bool) -> None:
+    async def main(world: World) -> dict[str, list[float]]:
+        key, transport = world.new_key(), world.network.transport("shm")
+        address: asyncio.Future[str] = world.loop.create_future()
+        arrivals: dict[str, list[float]] = {"left": [], "right": []}
+
+        async def talk(name: str, channel: Channel) -> None:
+            async def hear() -> None:
+                for number in range(10):
+                    assert (await channel.recv()).edge == number  # in order, cut or not
+                    arrivals[name].append(world.loop.time())
+
+            async with channel, asyncio.TaskGroup() as tasks:
+                tasks.create_task(hear())
+                for number in range(10):
+                    await channel.send(Message("word", edge=number))
+                    await asyncio.sleep(0.1)
+
+        async def left(seams: Seams) -> None:
+            await talk("left", await transport.connect(await address, Limits(), key, Identity("left")))
+
+        async def right(seams: Seams) -> None:
+            async with await transport.listen("shm://", Limits(), key, Identity("right")) as listener:
+                address.set_result(listener.address)
+                await talk("right", await listener.accept())
+
+        processes = [world.start("right", right), world.start("left", left)]
+        befall(world, Cut(between=("left", "right"), at_seconds=0.35, for_seconds=3.0, direction=direction))
+        for process in processes:
+            assert await process.exit == "exited with code 0"
+        return arrivals
+
+    arrivals = run(2, main).result
+    assert (gap([time - arrivals["right"][0] for time in arrivals["right"]]) > 2.5) == there_late
+    assert (gap([time - arrivals["left"][0] for time in arrivals["left"]]) > 2.5) == back_late
+
+
+def test_healing_ends_what_has_begun_and_calls_off_the_rest() -> None:
+    async def main(world: World) -> float:
+        async def work(seams: Seams) -> None:
+            for _ in range(20):
+                await seams.clock.sleep(0.1)
+
+        began = world.loop.time()
+        process = world.start("worker", work)
+        later = Crash(process="worker", at_seconds=1.5)
+        faults = befall(world, Pause(process="worker", at_seconds=0.5, for_seconds=1000), later)
+        await asyncio.sleep(1.0)
+        faults.heal()
+        assert await process.exit == "exited with code 0"
+        assert world.num_faults == {"pause": 1}
+        return world.loop.time() - began
+
+    assert run(0, main).result == pytest.approx(2.4, abs=0.11)
+
+
+def test_a_second_life_is_another_node() -> None:
+    async def main(world: World) -> list[str]:
+        async def work(seams: Seams) -> None:
+            await seams.clock.sleep(1)
+
+        first = world.start("worker", work)
+        assert world.kill(first)
+        assert not world.kill(first)
+        second = world.start("worker", work)
+        return [await first.exit, await second.exit, first.node, second.node]
+
+    assert run(0, main).result == ["was killed by signal 9", "exited with code 0", "worker", "worker~2"]
+
+
+def test_a_process_that_is_left_is_named() -> None:
+    async def main(world: World) -> list[str]:
+        async def work(seams: Seams) -> None:
+            await seams.clock.sleep(1)
+
+        process = world.start("worker", work)
+        left = world.leftovers()
+        await process.exit
+        return [*left, *world.leftovers()]
+
+    assert run(0, main).result == ["process worker"]

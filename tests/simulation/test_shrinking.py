@@ -1,0 +1,79 @@
+"""A failing seed tells of the smallest part of itself that still fails, and of one command that shows it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrt.dataflow.runner import Runner
+from flowrt.graph import ModelFacts, load_graph
+from flowrt.reliability.scenario import RollBack
+from flowrt.simulation.__main__ import main
+from flowrt.simulation.campaign import campaign
+from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.shrink import shrink
+from flowrt.simulation.weather import CALM
+from operators.model_config import read_model_config
+
+GRAPH = Path(__file__).resolve().parent / "graphs" / "2x3.yaml"
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    """A drawn case of several faults and requests."""
+    graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    drawn = (draw(seed, [graph]) for seed in range(1000))
+    return next(each for each in drawn if len(each.scenario.faults) >= 4 and len(each.requests) >= 3 and each.conditions != CALM)
+
+
+def counted(fails: Callable[[Case], bool]) -> tuple[Callable[[Case], bool], list[Case]]:
+    seen: list[Case] = []
+
+    def count(case: Case) -> bool:
+        seen.append(case)
+        return fails(case)
+
+    return count, seen
+
+
+def test_only_what_is_needed_is_kept(case: Case) -> None:
+    fault, request = case.scenario.faults[2], case.requests[1]
+    fails, seen = counted(lambda smaller: fault in smaller.scenario.faults and request in smaller.requests)
+    kept = shrink(case, fails)
+    assert kept == Kept(faults=(2,), requests=(1,), calm=True)
+    assert kept.of(case).scenario.faults == (fault,)
+    assert len(seen) < 60
+
+
+def test_what_always_fails_keeps_no_fault_and_one_request(case: Case) -> None:
+    kept = shrink(case, lambda smaller: True)
+    assert (kept.faults, len(kept.requests or ()), kept.calm) == ((), 1, True)
+
+
+def test_weather_is_kept_when_it_matters_and_runs_are_bounded(case: Case) -> None:
+    fails, seen = counted(lambda smaller: smaller.conditions == case.conditions)
+    assert not shrink(case, fails).calm
+    fails, seen = counted(lambda smaller: len(smaller.scenario.faults) == len(case.scenario.faults))
+    shrink(case, fails, most_runs=5)
+    assert len(seen) <= 5
+
+
+def test_a_failing_seed_prints_a_command_that_replays_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With roll-backs that leave old epochs running, a seed with a roll-back in it fails, shrinks, and fails again by its command."""
+    monkeypatch.setattr(Runner, "roll_back", lambda self, source, epoch: 0)
+    graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    rolled = [seed for seed in range(400) if any(isinstance(fault, RollBack) for fault in draw(seed, [graph]).scenario.faults)]
+    tally = campaign(rolled, [graph], on_run=lambda case, came, tally: not tally.failures)
+    assert tally.failures
+    seed = tally.failures[0].seed
+    assert main([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    again = next(line for line in told if line.strip().startswith("again: "))
+    assert "roll_back of attention." in next(line for line in told if "requests, " in line)
+    command = again.strip().removeprefix("again: python -m flowrt.simulation ").split()
+    assert main(command) == 1
+    assert f"seed {seed}: " in capsys.readouterr().err
