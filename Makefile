@@ -10,12 +10,14 @@ STAMP := $(VENV)/.installed
 INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_*.[ch])
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
+PLANT_SEEDS ?= 500
+SIMULATED ?= tests/simulation/graphs
 ARGS ?=
 TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz simulate clean
+.PHONY: help install run test lint format types fuzz simulate plant clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -51,8 +53,11 @@ types: $(STAMP) ## mypy, strict, over flowrt, transports and operators
 fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
 
-simulate: $(STAMP) ## the 2x3 graph under SEEDS=1000 seeds of virtual time
-	@$(BIN)/python -m flowrt.simulation --seeds $(SEEDS) $(ARGS)
+simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
+	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds $(SEEDS) $(ARGS)
+
+plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
+	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
 
 clean: ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info transports/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
