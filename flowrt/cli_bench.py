@@ -1,4 +1,4 @@
-"""`flowrt bench hop|start|decode`: the figures that flowrt publishes, measured where you are.
+"""`flowrt bench hop|transports|m2n|links|start|decode|...`: the figures that flowrt publishes, measured where you are.
 
 Here: the subcommands as a cyclopts App, which the main command line mounts. Not here: what they measure (flowrt/bench).
 """
@@ -55,6 +55,21 @@ def m2n(
     from flowrt.bench.commands import m2n as measure
 
     measure(senders, receivers, bytes, pairs, transport, json)
+
+
+@bench_app.command
+def links(
+    *,
+    profile: Annotated[str, Parameter(help="ub, nvlink, hccs, roce-200g, roce-400g, vpc, or latency_seconds=..,bandwidth_...=..")] = "ub",
+    dilation: Annotated[float | None, Parameter(help="Of all times. [default: one that this machine allows]")] = None,
+    rounds: Annotated[int, Parameter(help="Times each case is measured; at least 6 for an interval.")] = 6,
+    transport: Annotated[str, Parameter(help="What carries the messages below the emulation.")] = "auto",
+    json: JsonFile = None,
+) -> None:
+    """Emulated links between processes against their own profile: latency, bandwidth, and eight flows that share a NIC."""
+    from flowrt.bench.commands import links as measure
+
+    measure(profile, dilation, rounds, transport, json)
 
 
 @bench_app.command
@@ -122,7 +137,7 @@ def operators(
     rows: Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True, help="[default: 1 4 8 32 128 512]")] = None,
     context: Annotated[int, Parameter(help="Tokens that each row attends to.")] = 64,
     layers: Annotated[int, Parameter(help="Layers with experts that are timed in turn.")] = 4,
-    threads: Annotated[int | None, Parameter(help="Compute threads. [default: the cores]")] = None,
+    threads: Annotated[int, Parameter(help="Compute threads. One is timed by its processor time, which load disturbs less.")] = 1,
     hidden: Annotated[int, Parameter(help="Without a model: width of a row.")] = 1024,
     width: Annotated[int, Parameter(help="Width of an expert.")] = 512,
     experts: Annotated[int, Parameter(help="Experts of a layer.")] = 32,
@@ -132,7 +147,6 @@ def operators(
     plot: Annotated[str | None, Parameter(help="Draw the fractions of the limit into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
     """Each operator's time against its roofline: bytes over measured bandwidth, multiplications over the measured rate."""
-    from flowrt.bench.limits import usable_cores
     from flowrt.bench.operators_command import run
     from flowrt.bench.roofline import Options
 
@@ -144,7 +158,7 @@ def operators(
         rows=tuple(rows or (1, 4, 8, 32, 128, 512)),
         context=context,
         layers=layers,
-        num_threads=usable_cores() if threads is None else threads,
+        num_threads=threads,
     )
     run(options, json, plot)
 

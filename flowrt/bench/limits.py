@@ -1,7 +1,7 @@
 """What this machine can do at most: bytes read per second and multiplications per second, with so many threads.
 
-Here: `usable_cores`, MachineLimits, `better_of`, `measure_limits` (in this process: needs torch), `measure_limits_apart` (in one of its
-own). Not here: what is held against them (roofline.py, step_split.py).
+Here: `usable_cores`, `clock_of`, MachineLimits, `better_of`, `measure_limits` (in this process: needs torch), `measure_limits_apart` (in
+one of its own). Not here: what is held against them (roofline.py, step_split.py).
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class MachineLimits:
         return max(num_bytes / self.read_bytes_per_second, num_flops / self.flops_per_second[dtype])
 
 
+def clock_of(num_threads: int) -> Callable[[], float]:
+    """Of one thread its processor time, which others' turns on its core do not lengthen; of several the time that passes."""
+    return time.thread_time if num_threads == 1 else time.perf_counter
+
+
 def better_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
     """What the machine can do is what it did at the better moment; of the same threads and dtypes."""
     flops = {dtype: max(rate, other.flops_per_second[dtype]) for dtype, rate in one.flops_per_second.items()}
@@ -55,11 +60,12 @@ def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bflo
         with torch.inference_mode():
             memory = torch.ones(_READ_BYTES // 4)
             matrix, vector = memory.view(-1, 4096), torch.ones(4096)
-            seconds = min(_least_seconds(memory.sum, 12), _least_seconds(lambda: matrix @ vector, 12))
+            clock = clock_of(num_threads)
+            seconds = min(_least_seconds(memory.sum, 12, clock), _least_seconds(lambda: matrix @ vector, 12, clock))
             flops = {}
             for dtype in dtypes:
                 square = torch.ones(_SQUARE, _SQUARE, dtype=getattr(torch, dtype))
-                flops[dtype] = 2 * _SQUARE**3 / _least_seconds(lambda square=square: square @ square, 12)  # type: ignore[misc]
+                flops[dtype] = 2 * _SQUARE**3 / _least_seconds(lambda square=square: square @ square, 12, clock)  # type: ignore[misc]
     finally:
         torch.set_num_threads(before)
     return MachineLimits(num_threads, _READ_BYTES / seconds, flops)
@@ -76,12 +82,12 @@ async def measure_limits_apart(num_threads: int) -> MachineLimits:
     return MachineLimits(**json.loads(out))
 
 
-def _least_seconds(call: Callable[[], object], num_tries: int) -> float:
+def _least_seconds(call: Callable[[], object], num_tries: int, clock: Callable[[], float]) -> float:
     least = float("inf")
     for _ in range(num_tries):
-        start = time.perf_counter()
+        start = clock()
         call()
-        least = min(least, time.perf_counter() - start)
+        least = min(least, clock() - start)
     return least
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrt.bench.limits import MachineLimits
+from flowrt.bench.limits import MachineLimits, clock_of
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Seconds of one call, in one layer: the least of `num_tries`, because other load can only add; and the median."""
+    """Seconds of one call, in one layer, by limits.clock_of: the least of `num_tries`, because other load can only add; and the median."""
 
     operator: str
     rows: int
@@ -70,7 +70,7 @@ def measure(options: Options) -> Iterator[OperatorTime]:
     """One by one, load by load. Sets torch's threads for this process."""
     import torch
 
-    from flowrt.bench.operator_cases import Model, cases_of
+    from flowrt.bench.operator_cases import Model, Timed, cases_of
     from flowrt.bench.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
     from operators.model_config import read_model_config
 
@@ -83,15 +83,16 @@ def measure(options: Options) -> Iterator[OperatorTime]:
     else:
         config, checkpoint = read_model_config(options.model, options.dtype), CountingCheckpoint(options.model)
     with torch.inference_mode():
-        model = Model(config, checkpoint, config.moe_layers[: options.layers])
+        clock = clock_of(options.num_threads)
+        model = Model(config, checkpoint, config.moe_layers[: options.layers], Timed(clock))
         scratch = torch.ones(CACHE_BYTES // 4)
         for rows in options.rows:
             for case in cases_of(model, rows, options.context):
-                _try(case, scratch.sum)  # the first makes what is made once
+                _try(case, scratch.sum, clock)  # the first makes what is made once
                 tries: list[dict[str, float]] = []
                 deadline = time.perf_counter() + CASE_SECONDS
                 while len(tries) < FEWEST_TRIES or (len(tries) < MOST_TRIES and time.perf_counter() < deadline):
-                    tries.append(_try(case, scratch.sum))
+                    tries.append(_try(case, scratch.sum, clock))
                 for name, num_bytes, num_flops in [(case.name, case.num_bytes, case.num_flops), *_inside(case, tries)]:
                     values = sorted(each[name] for each in tries)
                     yield OperatorTime(name, rows, values[0], values[len(values) // 2], len(values), num_bytes, num_flops)
@@ -101,15 +102,15 @@ def _inside(case: Case, tries: Sequence[dict[str, float]]) -> list[tuple[str, fl
     return [(part.name, part.num_bytes, part.num_flops) for part in case.inside if part.name in tries[0]]
 
 
-def _try(case: Case, evict: Callable[[], object]) -> dict[str, float]:
+def _try(case: Case, evict: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Seconds per call, of the whole under the case's name, and of its parts where the operator tells them apart."""
     evict()
     if case.parts is not None:
         case.parts.clear()
-    start = time.perf_counter()
+    start = clock()
     for call in case.calls:
         call()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     found = {case.name: seconds / len(case.calls)}
     told = (
         {part.name: case.parts[part.key] for part in case.inside if part.key is not None and part.key in case.parts} if case.parts else {}
