@@ -43,11 +43,22 @@ def host_name(workers: Sequence[str]) -> str:
     return f"{workers[0]}+{len(workers) - 1} others"
 
 
-def num_threads(graph: Graph, workers: Sequence[str], num_hosts: int, num_cores: int) -> int:
-    """Compute threads of an OS process: the most any of its workers asks for; `auto` is a fair share of the cores, at least 1."""
-    share = max(1, num_cores // max(1, num_hosts))
+def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[str]], num_cores: int) -> int:
+    """Compute threads of an OS process: the most any of its workers asks for; `auto` is a fair share of the cores, at least 1.
+
+    With one tag in flight, which is in one place at a time, cores are shared only with the processes that do the same as this one.
+    """
+    sharing = len(hosts)
+    if graph.tags_in_flight() == 1:
+        operators = _operators(graph, workers)
+        sharing = sum(1 for others in hosts if operators & _operators(graph, others))
+    share = max(1, num_cores // max(1, sharing))
     asked = [graph.threads.get(name, AUTO) for name in workers]
     return max((share if wish == AUTO else int(wish) for wish in asked), default=share)
+
+
+def _operators(graph: Graph, workers: Sequence[str]) -> set[str]:
+    return {node.operator for name in workers for node in graph.nodes_of(name)}
 
 
 def usable_cores() -> int:
@@ -91,11 +102,30 @@ def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Grap
 
     `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; else what the file
     names, and for `auto` inproc inside one OS process, the first of BETWEEN that works between two.
-    Raises GraphError when an edge has no transport that works.
+    Where `auto` had a choice, the edge keeps the others as `fallbacks`. Raises GraphError when an edge has no transport that works.
     """
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
-    edges = [replace(edge, transport=_choose(graph, edge, host_of, available)) for edge in graph.edges]
+    edges = []
+    for edge in graph.edges:
+        transport = _choose(graph, edge, host_of, available)
+        left = BETWEEN[BETWEEN.index(transport) + 1 :] if edge.transport == AUTO and transport in BETWEEN else ()
+        fallbacks = tuple(scheme for scheme in left if scheme in available and available[scheme] is None)
+        edges.append(replace(edge, transport=transport, fallbacks=fallbacks))
     return replace(graph, edges=tuple(edges))
+
+
+def reasons(available: Mapping[str, str | None]) -> str:
+    """Why `auto` takes what it takes between two OS processes, in a line for doctor and the run's account."""
+    works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
+    words = (
+        [f"{scheme} cannot: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN[: BETWEEN.index(works[0])]] if works else []
+    )
+    if not works:
+        return "; ".join(f"{scheme} cannot: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN)
+    words.insert(0, f"{works[0]}, the fastest that works between processes here")
+    if works[1:]:
+        words.append(f"when it breaks, {' then '.join(works[1:])} carries on")
+    return "; ".join(words)
 
 
 def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Mapping[str, str | None]) -> str:

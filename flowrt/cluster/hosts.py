@@ -62,7 +62,7 @@ class Hosts:
         for workers in hosts:
             host = host_name(workers)
             self.exits[host] = asyncio.get_running_loop().create_future()
-            threads = num_threads(graph, workers, len(hosts), cores)
+            threads = num_threads(graph, workers, hosts, cores)
             pid, lines = await self._starter.fork(host, workers, worker, threads, log_level)
             channels = [  # all at once: a line without a channel would be closed by nobody
                 await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name, self._incarnations[name]))

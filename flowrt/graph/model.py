@@ -122,6 +122,7 @@ class Edge:
     layers: LayerSet = LayerSet()
     tag: TagStep = TagStep()
     answers: int | None = None
+    fallbacks: tuple[str, ...] = ()  # what carries it, in this order, when its transport breaks: filled in for `auto`
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
@@ -194,6 +195,11 @@ class Graph:
 
     def nodes_of(self, process: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.process == process]
+
+    def tags_in_flight(self) -> int:
+        """The most tags on the way at once: each source's lanes in a model graph, `limits.in_flight` in a user's."""
+        num_sources = sum(1 for node in self.nodes.values() if node.operator == "source")
+        return num_sources * self.micro_batches if num_sources else self.limits.in_flight
 
     def edges_from(self, node: str) -> list[Edge]:
         return [edge for edge in self.edges if edge.source == node]

@@ -35,10 +35,22 @@ def test_host_name() -> None:
 
 def test_threads_share_the_cores_unless_the_graph_says() -> None:
     graph = Graph(graph_of().nodes, (), threads={"a": 3, "b": "auto"})
-    assert num_threads(graph, ["a"], 4, 8) == 3
-    assert num_threads(graph, ["b"], 4, 8) == 2
-    assert num_threads(graph, ["c"], 16, 8) == 1
-    assert num_threads(graph, ["a", "b"], 1, 8) == 8  # one process: the most that any of its workers may use
+    each = [["a"], ["b"], ["c"], ["d"]]
+    assert num_threads(graph, ["a"], each, 8) == 3
+    assert num_threads(graph, ["b"], each, 8) == 2
+    assert num_threads(graph, ["c"], each, 2) == 1
+    assert num_threads(graph, ["a", "b"], [["a", "b"]], 8) == 8  # one process: the most that any of its workers may use
+
+
+@pytest.mark.parametrize(("shape", "attention", "experts"), [({}, 8, 4), ({"groups": 2}, 2, 2), ({"micro_batches": 2}, 2, 2)])
+def test_processes_that_take_turns_do_not_share_the_cores(shape: dict[str, int], attention: int, experts: int) -> None:
+    groups = range(shape.get("groups", 1))
+    nodes = [Node(f"{operator}.{group}", operator, f"attention.{group}") for group in groups for operator in ("source", "attention")]
+    nodes += [Node(f"experts.{server}", "experts", f"experts.{server}") for server in range(2)]
+    graph = Graph({node.name: node for node in nodes}, (), micro_batches=shape.get("micro_batches", 1))
+    hosts = pack(graph)
+    assert num_threads(graph, ["attention.0"], hosts, 8) == attention
+    assert num_threads(graph, ["experts.1"], hosts, 8) == experts
 
 
 @pytest.mark.parametrize(
