@@ -66,12 +66,17 @@ def encode_envelope(message: Message, sequence: int, limits: Limits | None = Non
     sizes: list[int] = []
     total = 0
     if tensors:
-        specs = [tensor.spec for tensor in tensors]
         try:
-            sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
+            if len(tensors) == 1:  # the usual case, and the one in which a microsecond counts
+                spec = tensors[0].spec
+                total = _nbytes(spec.dtype, spec.shape)
+                specs, sizes = [spec], [total]
+            else:
+                specs = [tensor.spec for tensor in tensors]
+                sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
+                total = sum(sizes)
         except (WireError, TypeError) as error:
             raise InvalidMessageError(str(error)) from error
-        total = sum(sizes)
     try:
         envelope = _encode_msgpack((sequence, message.kind, message.edge, message.tag, header, specs))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -148,15 +153,24 @@ def decode_envelope(part: bytes, limits: Limits) -> tuple[Envelope, list[int]]:
         raise WireError(f"{len(specs)} tensors in a message; the limit is {limits.max_tensors}")
     if not specs:
         return envelope, []
-    sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
-    if sum(sizes) > limits.max_message_bytes:
-        raise WireError(f"tensors of {sum(sizes)} bytes in a message; the limit is {limits.max_message_bytes}")
+    if len(specs) == 1:
+        spec = specs[0]
+        total = _nbytes(spec.dtype, spec.shape)
+        sizes = [total]
+    else:
+        sizes = [_nbytes(spec.dtype, spec.shape) for spec in specs]
+        total = sum(sizes)
+    if total > limits.max_message_bytes:
+        raise WireError(f"tensors of {total} bytes in a message; the limit is {limits.max_message_bytes}")
     return envelope, sizes
 
 
 def assemble(envelope: Envelope, buffers: Sequence[object]) -> Message:
     """The message of a checked envelope and the buffers that hold its tensors."""
-    tensors = tuple(map(Tensor, envelope.tensors, buffers)) if buffers else ()
+    if len(buffers) == 1:
+        tensors: tuple[Tensor, ...] = (Tensor(envelope.tensors[0], buffers[0]),)
+    else:
+        tensors = tuple(map(Tensor, envelope.tensors, buffers)) if buffers else ()
     return Message(envelope.kind, envelope.tag, envelope.edge, envelope.header, tensors)
 
 

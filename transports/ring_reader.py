@@ -77,11 +77,12 @@ class RingReader:
             kind, start, payload_bytes, part, payload = record
             envelope, sizes = decode_envelope(part, self._limits)
             if kind == INLINE:
-                total = sum(sizes) if sizes else 0
-                if total != payload_bytes:
-                    raise WireError(f"tensors of {total} bytes were announced, {payload_bytes} came")
-                buffers: list[object] = [] if not sizes else [payload] if len(sizes) == 1 and payload is not None else _cut(payload, sizes)
-                message = self._deliver(envelope, buffers, total)
+                if len(sizes) == 1 and sizes[0] == payload_bytes and payload is not None:
+                    message = self._deliver(envelope, [payload], payload_bytes)
+                elif sum(sizes) == payload_bytes:
+                    message = self._deliver(envelope, _cut(payload, sizes) if sizes else [], payload_bytes)
+                else:
+                    raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} came")
             elif kind == PLACED:
                 total = sum(sizes)
                 if total != payload_bytes:

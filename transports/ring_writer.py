@@ -151,10 +151,11 @@ class RingWriter:
         """As `num_taken`: messages sent, counting those that were given up."""
         return self._window.sent_messages
 
-    def close(self) -> None:
-        """Finish the copies, say that nothing more will come, let go of the memory."""
+    def close(self, in_order: bool = True) -> None:
+        """Finish the copies, say that nothing more will come (unless it is no orderly end), let go of the memory."""
         self._lanes.close()
-        self._memory.store(self._words + CLOSED, 1)
+        if in_order:
+            self._memory.store(self._words + CLOSED, 1)
         self._chunks = None
         del self._memory, self._put
 
@@ -197,8 +198,10 @@ class RingWriter:
         if self._chunks is not None or not window.fits(total):
             return False
         if total <= INLINE_BYTES:
+            tensors = message.tensors
+            buffers = _NOTHING if not tensors else [tensors[0].data] if len(tensors) == 1 else [tensor.data for tensor in tensors]
             try:
-                if not self._put(INLINE, 0, total, envelope, sizes, [tensor.data for tensor in message.tensors]):
+                if not self._put(INLINE, 0, total, envelope, sizes, buffers):
                     return False
             except (ValueError, TypeError, BufferError) as error:
                 self._refuse(message, error)

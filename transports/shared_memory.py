@@ -182,8 +182,11 @@ class SharedMemoryChannel(Endpoint):
         except BlockingIOError:
             return
         self._looks = 0
-        self._wake_receiver()
-        self._wake_sender()
+        future = self._receiver
+        if future is not None and not future.done():
+            future.set_result(None)
+        if self._room is not None or self._waiting:
+            self._wake_sender()
         for future in self._settling:
             if not future.done():
                 future.set_result(None)
@@ -218,7 +221,7 @@ class SharedMemoryChannel(Endpoint):
         self._timer.cancel()
         self._loop.remove_reader(self._own_wake)
         self._shared_windows.close()
-        self._writer.close()
+        self._writer.close(in_order=self._broken is None)
         for future in self._settling:
             if not future.done():
                 future.set_result(None)

@@ -241,6 +241,7 @@ class SharedWindows:
         for own in self._owned:
             own.end()
         self._owned.clear()
+        del self.sleeping  # and with it the channel's memory
 
 
 class _OwnWindow(Window):

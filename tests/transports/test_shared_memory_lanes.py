@@ -1,0 +1,443 @@
+"""Lanes: fields of 32 bytes, copiers beside the loop, chunks that one side fills while the other drains, memory that is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transports.checks_basics import check_numbered, numbered, opened, pattern, receive_all, received_bytes, send_all
+from transports.checks_meeting import other_process, pair_maker
+from transports.codec import WireError
+from transports.contract import Channel, ChannelStatistics, Limits
+from transports.message import DTYPE_BYTES, Message, Tensor, TensorSpec
+from transports.registry import unavailable_reason
+from transports.ring import (
+    ACKNOWLEDGED,
+    CHUNK,
+    EVENT,
+    FIELD_BYTES,
+    FIELDS,
+    GIVEN_UP,
+    INLINE_BYTES,
+    LANE_TAIL,
+    PAGE_BYTES,
+    RELEASED,
+    SLOTS,
+    WORDS_BYTES,
+    WRITER_SLEEPS,
+    Layout,
+    pieces,
+)
+from transports.shared_memory import SharedMemoryChannel, sealed_memory
+
+if unavailable_reason("shm") is not None:
+    pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
+
+from transports import bulk, ring_writer
+from transports._words import Lane, Ledger, Memory, Records
+from transports.ring_reader import RingReader
+from transports.ring_writer import RingWriter
+
+
+def limits_of(lanes: int, capacity_bytes: int = 1 << 20) -> Limits:
+    return Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 24, capacity_bytes=capacity_bytes, lanes=lanes)
+
+
+def ring(lanes: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, Layout, RingWriter, RingReader]:
+    limits = limits_of(lanes, capacity_bytes)
+    layout = Layout.of(limits)
+    memfd = sealed_memory(layout.total_bytes)
+    memory = Memory(memfd, layout.total_bytes)
+    os.close(memfd)
+    ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+    return (
+        memory,
+        layout,
+        RingWriter(memory, layout, 0, limits, ChannelStatistics()),
+        RingReader(memory, ledger, layout, 0, limits, ChannelStatistics()),
+    )
+
+
+def field(memory: Memory, lane: int, word: int, side: int = FIELDS) -> int:
+    return memory.load(side + lane * FIELD_BYTES + word)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 16])
+@pytest.mark.parametrize("capacity_bytes", [1 << 14, 1 << 18, 1 << 20, 8 << 20])
+def test_layout(lanes: int, capacity_bytes: int) -> None:
+    layout = Layout.of(limits_of(lanes, capacity_bytes))
+    assert 2 * WORDS_BYTES <= PAGE_BYTES
+    assert FIELD_BYTES == 32
+    places = [layout.records(0), layout.slots(0), *(layout.slots(0, lane) for lane in range(1, lanes)), layout.area(0), layout.records(1)]
+    assert places == sorted(places)
+    assert all(place % PAGE_BYTES == 0 for place in places)
+    assert layout.area(1) + layout.area_bytes == layout.total_bytes
+    if capacity_bytes >= 1 << 20:
+        assert layout.direction_bytes <= capacity_bytes, "a channel takes no more than it declares"
+
+
+@given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 40))
+def test_pieces_cover_everything_once(sizes: list[int], step: int) -> None:
+    parts = [pattern(size, index) for index, size in enumerate(sizes)]
+    whole = b"".join(parts)
+    found = b""
+    for begin in range(0, len(whole), step):
+        of_chunk = [parts[index][start : start + nbytes] for index, start, nbytes in pieces(sizes, begin, min(begin + step, len(whole)))]
+        assert all(of_chunk)
+        found += b"".join(of_chunk)
+    assert found == whole
+
+
+class TestChunks:
+    @pytest.mark.parametrize("lanes", [1, 2, 5])
+    def test_one_side_drains_while_the_other_fills(self, lanes: int) -> None:
+        memory, layout, writer, reader = ring(lanes)
+        size = 3 * lanes * layout.lane_bytes + 12_345
+        message = numbered(0, size)
+        turns, received = 0, None
+        while not writer.advance(message):
+            writer.settle()
+            turns += 1
+            assert reader.take() is None
+            assert turns < 100
+        writer.settle()
+        while received is None:
+            received = reader.take()
+        assert turns >= 2, "it cannot have gone at once"
+        check_numbered(received, 0, size)
+        num_chunks = -(-size // layout.slot_bytes)
+        last = {chunk % lanes: chunk for chunk in range(num_chunks)}
+        for lane, chunk in last.items():
+            assert (field(memory, lane, EVENT), field(memory, lane, CHUNK)) == (1, chunk)
+            assert field(memory, lane, LANE_TAIL) == field(memory, lane, LANE_TAIL, ACKNOWLEDGED), "all is acknowledged"
+            assert field(memory, lane, EVENT, ACKNOWLEDGED) == 1
+        assert (reader.take(), writer.num_taken()) == (None, 1)
+        writer.close()
+        reader.close()
+
+    def test_several_tensors_of_odd_sizes(self) -> None:
+        _, layout, writer, reader = ring(2)
+        sizes = [layout.slot_bytes * 2 + 1, 0, 7, layout.slot_bytes * 3 - 5]
+        tensors = tuple(Tensor(TensorSpec("uint8", (size,)), pattern(size, index)) for index, size in enumerate(sizes))
+        received = None
+        done = False
+        for _ in range(100):
+            done = done or writer.advance(Message("data", tensors=tensors))
+            writer.settle()
+            received = received or reader.take()
+        assert received is not None
+        assert list(map(received_bytes, received.tensors)) == [pattern(size, index) for index, size in enumerate(sizes)]
+        writer.close()
+        reader.close()
+
+    def test_given_up_and_gone_on(self) -> None:
+        memory, layout, writer, reader = ring(2)
+        for turn in range(5):
+            assert not writer.advance(numbered(turn, 4 * layout.lane_bytes))
+            if turn % 2:
+                assert reader.take() is None
+            writer.abandon()
+            assert field(memory, 0, GIVEN_UP) == turn + 1
+            assert writer.send(numbered(turn, 100)), "small ones do not wait for it to be dropped"
+            for _ in range(3):
+                if (message := reader.take()) is not None:
+                    break
+            assert message is not None
+            check_numbered(message, turn, 100)
+            assert reader.take() is None
+        writer.close()
+        reader.close()
+
+    @given(st.integers(0, SLOTS), st.integers(0, 2**64 - 1), st.sampled_from([EVENT, LANE_TAIL]))
+    @settings(max_examples=60, deadline=None)
+    def test_fields_that_lie_only_ever_break(self, num_reads: int, value: int, word: int) -> None:
+        memory, layout, writer, reader = ring(2)
+        writer.advance(numbered(0, 6 * layout.lane_bytes))
+        writer.settle()
+        memory.store(FIELDS + word, value)
+        try:
+            for _ in range(num_reads):
+                if (message := reader.take()) is not None:
+                    assert message.payload_bytes <= 1 << 24
+        except WireError:
+            pass
+        writer.close()
+        reader.close()
+
+    def test_acknowledgements_that_lie_break_the_writer(self) -> None:
+        memory, layout, writer, reader = ring()
+        writer.advance(numbered(0, 6 * layout.lane_bytes))
+        memory.store(ACKNOWLEDGED + LANE_TAIL, 1 << 40)
+        with pytest.raises(WireError, match="acknowledges"):
+            writer.advance(numbered(0, 6 * layout.lane_bytes))
+        writer.close()
+        reader.close()
+
+
+class TestBulk:
+    @pytest.fixture(autouse=True)
+    def everything_is_bulk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ring_writer, "FEWEST_BYTES", INLINE_BYTES + 1)
+        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: INLINE_BYTES + 1)
+
+    @pytest.mark.parametrize("lanes", [1, 2, 16])
+    def test_stripes(self, lanes: int) -> None:
+        memory, _, writer, reader = ring(lanes)
+        for number in range(60):
+            assert writer.send(numbered(number, 20_001 + number), later=True)
+            assert writer.copying
+            ticket = writer.ticket()
+            writer.settle()
+            assert writer.settled(ticket)
+            message = reader.take()
+            assert message is not None
+            check_numbered(message, number, 20_001 + number)
+            assert all(field(memory, lane, EVENT) == number + 1 for lane in range(lanes))
+            del message
+        writer.close()
+        reader.close()
+
+    def test_a_record_waits_for_its_lanes(self) -> None:
+        """The record is there at once; the message is not until every lane has said that its stripe is."""
+        memory, _, writer, reader = ring(2)
+        assert writer.send(numbered(0, 50_000), later=True)
+        writer.settle()
+        memory.store(FIELDS + FIELD_BYTES + EVENT, 0)
+        assert reader.take() is None
+        assert not reader.has_something()
+        memory.store(FIELDS + FIELD_BYTES + EVENT, 1)
+        assert reader.has_something()
+        message = reader.take()
+        assert message is not None
+        check_numbered(message, 0, 50_000)
+        writer.close()
+        reader.close()
+
+    @pytest.mark.parametrize("lanes", [1, 3])
+    async def test_channel(self, lanes: int, loop_kind: str) -> None:
+        """Bulk, small and large mixed, several senders: in order, and no thread is left."""
+        before = threading.active_count(), _num_threads()
+        sizes = [50_000, 10, 200_000, 9000, 3_000_000, 0]
+        async with opened(pair_maker("shm"), limits_of(lanes)) as (one, two), asyncio.TaskGroup() as group:
+            for sender, receiver in ((one, two), (two, one)):
+                group.create_task(_send(sender, sizes, 120))
+                group.create_task(_receive(receiver, sizes, 120))
+        assert (threading.active_count(), _num_threads()) == before
+
+    async def test_cancelled_while_copying(self, loop_kind: str) -> None:
+        """The message is sent whole, and its tensors are the caller's again when the cancelled call has ended."""
+        async with opened(pair_maker("shm"), limits_of(2)) as (one, two):
+            for number in range(20):
+                data = bytearray(pattern(100_000, number))
+                sending = asyncio.ensure_future(one.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (len(data),)), data),))))
+                for _ in range(number % 3):
+                    await asyncio.sleep(0)
+                sending.cancel()
+                await asyncio.wait([sending])
+                data[:] = bytes(len(data))
+                if sending.cancelled() and not number % 3:
+                    continue  # it never began
+                message = await two.recv()
+                assert received_bytes(message.tensors[0]) == pattern(100_000, number)
+
+    async def test_the_loop_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While a copier copies, the loop turns."""
+        async with opened(pair_maker("shm"), Limits(max_message_bytes=1 << 24, capacity_bytes=1 << 26)) as (one, two):
+            turns = 0
+
+            async def count() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.ensure_future(count())
+            await asyncio.gather(*(one.send(numbered(number, 1 << 22)) for number in range(3)))
+            counting.cancel()
+            await asyncio.wait([counting])
+            assert turns > 1
+            await receive_all(two, 0, 3, 1 << 22)
+
+
+async def _send(channel: Channel, sizes: list[int], count: int) -> None:
+    for number in range(count):
+        await channel.send(numbered(number, sizes[number % len(sizes)]))
+
+
+async def _receive(channel: Channel, sizes: list[int], count: int) -> None:
+    for number in range(count):
+        check_numbered(await channel.recv(), number, sizes[number % len(sizes)])
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class TestCopiers:
+    def test_in_order_and_told(self) -> None:
+        memfd = sealed_memory(1 << 16)
+        memory = Memory(memfd, 1 << 16)
+        os.close(memfd)
+        wake = os.eventfd(0, os.EFD_NONBLOCK)
+        lane = Lane(0, memory, 0, 64, -1, wake)
+        for turn in range(1, 200):
+            lane.copy(4096, pattern(20_000, turn), 5, 10_000, turn, 2 * turn, 3 * turn, True)
+        lane.wait()
+        assert bytes(memoryview(memory)[4096:14_096]) == pattern(20_000, 199)[5:10_005]
+        assert [memory.load(word) for word in (0, 8, 16)] == [199, 398, 597]
+        assert (os.eventfd_read(wake), lane.collect()) == (199, 0)
+        lane.close()
+        lane.close()
+        os.close(wake)
+        with pytest.raises(ValueError, match="closed"):
+            lane.copy(4096, b"x", 0, 1, 0, 0, 0, False)
+
+    def test_the_source_lives_until_it_was_copied(self) -> None:
+        memfd = sealed_memory(1 << 16)
+        memory = Memory(memfd, 1 << 16)
+        os.close(memfd)
+        lane = Lane(0, memory, 0, 64, -1, -1)
+        source = bytearray(30_000)
+        lane.copy(4096, source, 0, 30_000, 1, 0, 0, False)
+        with pytest.raises(BufferError):
+            source.clear()
+        lane.wait()
+        source.clear()
+        lane.close()
+
+    @pytest.mark.parametrize(
+        ("offset", "begin", "nbytes"), [(-1, 0, 1), (65_536, 0, 1), (0, -1, 1), (0, 0, 101), (0, 100, 1), (65_500, 0, 50)]
+    )
+    def test_bounds(self, offset: int, begin: int, nbytes: int) -> None:
+        memfd = sealed_memory(1 << 16)
+        memory = Memory(memfd, 1 << 16)
+        os.close(memfd)
+        lane = Lane(0, memory, 0, 64, -1, -1)
+        with pytest.raises(ValueError):
+            lane.copy(offset, bytes(100), begin, nbytes, 0, 0, 0, False)
+        lane.close()
+
+    def test_the_threshold_is_measured(self) -> None:
+        assert bulk.FEWEST_BYTES <= bulk.threshold_bytes() <= bulk.MOST_BYTES
+
+
+def test_records_take_no_buffer_of_another_size() -> None:
+    memory, layout, writer, reader = ring()
+    records = Records(memory, 0, layout.records(0), layout.records_bytes, -1)
+    for sizes, buffers, total in (([3], [b"four"], 3), ([4], [b"four"], 5), ([5, 2], [b"fives", b"xx"], 6), ([4], [object()], 4)):
+        with pytest.raises((ValueError, TypeError)):
+            records.put(1, 0, total, b"envelope", sizes, buffers)
+    assert reader.take() is None
+    assert writer.send(numbered(0, 10))
+    writer.close()
+    reader.close()
+
+
+async def test_every_dtype_that_torch_has() -> None:
+    torch = pytest.importorskip("torch")
+    shells = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # names without memory behind them
+    holding = {
+        str(value).removeprefix("torch.")
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).removeprefix("torch.").startswith(("q", "bits", "quint"))
+    } - shells
+    assert holding <= DTYPE_BYTES.keys()
+    for name in holding:
+        assert DTYPE_BYTES[name] == getattr(torch, name).itemsize
+
+
+async def test_strides(loop_kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    async with opened(pair_maker("shm"), limits_of(2)) as (one, two):
+        for shape in ((6, 10), (600, 500), (3000, 900)):
+            whole = numpy.arange(shape[0] * shape[1], dtype="float32").reshape(shape)
+            for view in (whole.T, whole[::2, ::3], whole[::-1], whole[:, 1:2]):
+                sent = Message("data", tensors=(Tensor(TensorSpec("float32", view.shape), view),))
+                _, message = await asyncio.gather(one.send(sent), two.recv())
+                assert received_bytes(message.tensors[0]) == view.tobytes()
+                del message
+
+
+async def test_more_than_half_held_goes_in_chunks() -> None:
+    async with opened(pair_maker("shm"), Limits(capacity_bytes=1 << 20)) as (one, two):
+        kept = []
+        for number in range(40):
+            _, message = await asyncio.gather(one.send(numbered(number, 50_000)), two.recv())
+            kept.append(message)
+        held = two.statistics().held_buffers
+        assert isinstance(two, SharedMemoryChannel)
+        area = Layout.of(two.limits).area_bytes
+        assert area / 2 < held * 50_048 <= area / 2 + 2 * 50_048
+        for number, message in enumerate(kept):
+            check_numbered(message, number, 50_000)
+        while kept:
+            del message
+            kept.pop()
+            message = None
+        assert one.send_nowait(numbered(40, 50_000))
+        check_numbered(await two.recv(), 40, 50_000)
+
+
+def _resident_bytes() -> int:
+    """Of all channels' memory mapped here. A page that both ends of a test map counts twice."""
+    resident, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            counts = "memfd:flowrt" in line
+        elif counts and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+    return resident
+
+
+async def test_memory_is_allocated_as_it_is_used() -> None:
+    """A channel that declares 64 MiB and carries little takes little."""
+    limits = Limits(capacity_bytes=1 << 26)
+    async with opened(pair_maker("shm"), limits) as (one, two):
+        await send_all(one, 0, 30, 1000)
+        await receive_all(two, 0, 30, 1000)
+        for number in range(30, 90):
+            await asyncio.gather(one.send(numbered(number, 100_000)), receive_all(two, number, number + 1, 100_000))
+        assert _resident_bytes() < 2 * (4 << 20)
+
+
+async def test_a_channels_bytes_are_bounded_over_many_messages() -> None:
+    """10^5 messages of all the ways a payload can take, some kept for a while: never more memory than declared."""
+    capacity = 1 << 20
+    layout = Layout.of(Limits(capacity_bytes=capacity))
+    assert layout.direction_bytes <= capacity
+    async with opened(pair_maker("shm"), Limits(capacity_bytes=capacity)) as (one, two), asyncio.TaskGroup() as group:
+        sizes = [0] * 50 + [100] * 45 + [9000, 20_000, 300_000, 8192, 64]
+        message = Message("data")
+        messages = [Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), bytes(size)),)) if size else message for size in sizes]
+
+        async def send() -> None:
+            for _ in range(1000):
+                for each in messages:
+                    await one.send(each)
+
+        group.create_task(send())
+        kept: list[Message] = []
+        for number in range(100_000):
+            received = await two.recv()
+            assert received.payload_bytes == sizes[number % 100]
+            if not number % 37:
+                kept = [*kept[-3:], received]
+        assert _resident_bytes() <= 2 * layout.total_bytes
+        statistics = one.statistics()
+        assert statistics.messages_sent == 100_000 == two.statistics().messages_received
+
+
+async def test_small_messages_are_not_queued_behind_acknowledgements_or_flags(loop_kind: str) -> None:
+    """Bulk both ways at once, between processes: credits and acknowledgements have words of their own, so neither side ever stalls, and
+    no wake-up is lost."""
+    async with other_process("shm", "echo") as (channel, _), asyncio.TaskGroup() as group:
+        sizes = [30_000, 0, 60_000, 8193, 200_000, 64]
+        group.create_task(_send(channel, sizes, 600))
+        await _receive(channel, sizes, 600)
+        assert channel.statistics().late_wakeups == 0
