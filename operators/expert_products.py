@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from operators.dense import gated_silu
 from operators.products import Form, Plain, Product, form_for, lay_out, shared_form
 
-LOADS = (1, 2, 4, 8, 16, 32)  # rows per expert that a profile measures
+LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures: the times climb in steps, which a load in between belongs to
+MEAN_LOADS = (1, 2, 4)  # that decide how experts are held: those of decoding
 SPREAD = (0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.5, 2.5)  # of rows over experts, as shares of the mean
 PROFILE_BYTES = 64 << 20  # of weights, so that they come from memory as they do in a step, not from a cache
 PROFILE_SECONDS = 0.4  # no further load is measured after this long
@@ -177,7 +178,7 @@ def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Pro
 def choose(
     loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], packed_seconds: Sequence[float] | None
 ) -> Profile | None:
-    """None when packed matrices are faster over all loads, each counting alike; else the profile to choose by at each load. Pure.
+    """None when packed matrices are faster over MEAN_LOADS, each counting alike; else the profile to choose by at each load. Pure.
 
     Rows are never spread evenly: an expert has some, its neighbour three times as many or none (SPREAD).
     """
@@ -185,7 +186,7 @@ def choose(
     if packed_seconds is None:
         return stacked
     packed = Profile(tuple(loads), tuple(packed_seconds), tuple(packed_seconds))
-    spread = [[round(share * load) for share in SPREAD] for load in loads]
+    spread = [[round(share * mean) for share in SPREAD] for mean in MEAN_LOADS]
     return None if prod(packed.grouped(counts) / stacked.fastest(counts) for counts in spread) < 1 else stacked
 
 
