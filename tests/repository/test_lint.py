@@ -43,6 +43,7 @@ TASK_OWNERS: dict[str, str] = {
     "transports/checks_windows.py": "the same",
     "transports/message_windows.py": "the answers to the peer's calls: ended by the channel's aclose",
     "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
+    "flowrt/simulation/world.py": "simulated processes, which nobody awaits so that they can be cut off: the run fails when one is left",
     "transports/link.py": "the reader of a channel: ended and awaited by its aclose",
 }
 SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
