@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transports._words import Lane, Memory
 
 FEWEST_BYTES, MOST_BYTES = 1 << 18, 1 << 22
-WORTH = 4  # a copy that would keep the loop this many times as long as handing it over does
+WORTH = 8  # a copy that would keep the loop this many times as long as handing it over does
 _PROBE_BYTES = 1 << 18
 _NUM_PROBES = 5
 
