@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from flowrt.errors import UserError
 
 _READ_BYTES = 256 << 20  # far more than caches hold
-_SQUARE = 1024
+_PRODUCTS = ((1024, 1024, 1024), (512, 1024, 3072), (256, 4096, 1024))  # rows, inputs, outputs
 
 
 def usable_cores() -> int:
@@ -64,8 +64,8 @@ def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bflo
             seconds = min(_least_seconds(memory.sum, 12, clock), _least_seconds(lambda: matrix @ vector, 12, clock))
             flops = {}
             for dtype in dtypes:
-                square = torch.ones(_SQUARE, _SQUARE, dtype=getattr(torch, dtype))
-                flops[dtype] = 2 * _SQUARE**3 / _least_seconds(lambda square=square: square @ square, 12, clock)  # type: ignore[misc]
+                ways = {dtype, "float32"}  # without units of its own a product in 16 bits is quicker in float32
+                flops[dtype] = max(_flops_per_second(*shape, way, clock) for shape in _PRODUCTS for way in ways)
     finally:
         torch.set_num_threads(before)
     return MachineLimits(num_threads, _READ_BYTES / seconds, flops)
@@ -80,6 +80,15 @@ async def measure_limits_apart(num_threads: int) -> MachineLimits:
     if child.returncode != 0:
         raise UserError(f"the machine's limits could not be measured: the process ended with exit code {child.returncode}")
     return MachineLimits(**json.loads(out))
+
+
+def _flops_per_second(num_rows: int, num_inputs: int, num_outputs: int, dtype: str, clock: Callable[[], float]) -> float:
+    """Of rows times a matrix that is stored as weights are."""
+    import torch
+    from torch.nn import functional as F
+
+    rows, weights = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((num_rows, num_inputs), (num_outputs, num_inputs)))
+    return 2 * num_rows * num_inputs * num_outputs / _least_seconds(lambda: F.linear(rows, weights), 8, clock)
 
 
 def _least_seconds(call: Callable[[], object], num_tries: int, clock: Callable[[], float]) -> float:

@@ -50,7 +50,8 @@ def run(options: Options, json: str | None = None, plot: str | None = None) -> N
 def limits_text(limits: MachineLimits, dtype: str) -> str:
     """The two limits in words."""
     rate = limits.flops_per_second[dtype] / 1e9
-    return f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read, {rate:.0f} GFLOP/s, {limits.num_threads} threads, measured now"
+    threads = f"{limits.num_threads} thread{'s' if limits.num_threads > 1 else ''}"
+    return f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read, {rate:.0f} GFLOP/s, {threads}, measured now"
 
 
 def table_of(times: Sequence[OperatorTime], limits: MachineLimits, dtype: str) -> Table:

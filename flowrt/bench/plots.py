@@ -52,10 +52,10 @@ def plot_operators(fractions: Sequence[tuple[str, int, float]], limits: str, pat
         axes.barh(places, [100 * fraction for _, fraction in found], height=height, color=colour, label=f"{rows} rows")
     axes.axvline(100.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("per cent of the limit")
     axes.set_title(limits, fontsize="small")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower right")
     _save(picture, path)
 
 
