@@ -57,6 +57,8 @@ class Account:
     late_wakeups: int
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
     emulation: Emulated | None = None
+    why: tuple[str, ...] = ()  # why `auto` took the transports it did
+    fallbacks: tuple[str, ...] = ()  # links whose transport broke, and what carried on, a sentence each
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +79,8 @@ def account(
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
         emulation=_emulated(graph, statistics),
+        why=tuple(dict.fromkeys(edge.why for edge in graph.edges if edge.why)),
+        fallbacks=tuple(f"{name} to {text}" for name, each in statistics.items() for text in each.fallbacks),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
     )
 

@@ -117,6 +117,8 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
         lines.append(f"start: {duration_text(account.start_seconds)}")
     if account.emulation is not None:
         lines += _emulated(account.emulation, figures)
+    lines += [f"transport auto: {text}" for text in account.why]
+    lines += [f"fell back: {text}" for text in account.fallbacks[:MOST_EDGES]]
     if account.late_wakeups:
         lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
     for text in dict.fromkeys(account.strict_blocks.values()):

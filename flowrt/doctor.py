@@ -18,9 +18,15 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.cluster.choose import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
 from flowrt.cluster.leftover import Marked, marked_processes
-from flowrt.observe import size_text
+from flowrt.emulation import smallest_dilation
+from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.observe import duration_text, size_text
+from flowrt.timer import FineTimer, measure_lateness, new_timer
+from operators.model_config import read_model_config
+from transports.link_profiles import PROFILES
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES = 1 << 30
@@ -64,15 +70,18 @@ class _Torch(msgspec.Struct):
     gpus: tuple[str, ...]
 
 
-async def collect(model: str | None = None, dtype: str | None = None) -> list[Check]:
+async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
     """Every check, in the order to read them. Takes as long as importing torch once.
 
-    With a `model` directory also the blocks that strict numerics of this model use here, as a run would pick them.
+    With a `model` directory also the blocks that strict numerics of this model use here, as a run would pick them. With a `graph` file
+    also the smallest dilation at which it can be emulated. Raises GraphError for a bad one.
     """
+    loaded = None if graph is None else _load_graph(graph)
     available = dict(available_transports())
     torch, gpu = await _torch_checks()
     checks = [_python_check(), torch, gpu, *_machine_checks(), _library_check("uvloop", "workers run on the standard loop, slower")]
     checks += [*transport_checks(available), *_kernel_checks(), leftover_check(marked_processes())]
+    checks += await _emulation_checks(loaded)
     return checks if model is None else [*checks, await _strict_check(model, dtype)]
 
 
@@ -105,7 +114,41 @@ def transport_checks(available: Mapping[str, str | None]) -> list[Check]:
     if works[0] != BETWEEN[0]:
         better = BETWEEN[: BETWEEN.index(works[0])]
         text += f", because {' and '.join(better)} {'does' if len(better) == 1 else 'do'} not work"
+    if works[1:]:
+        text += f", and carries on over {' or '.join(works[1:])} when that breaks"
     return [*checks, Check(f"transport {AUTO}", True, f"{text}; {WITHIN} inside one")]
+
+
+async def _emulation_checks(graph: Graph | None) -> list[Check]:
+    timer = new_timer()
+    try:
+        lateness = await measure_lateness(timer)
+    finally:
+        timer.close()
+    return emulation_checks(lateness[len(lateness) // 2], isinstance(timer, FineTimer), graph)
+
+
+def emulation_checks(error_seconds: float, is_fine: bool, graph: Graph | None = None) -> list[Check]:
+    """The smallest dilation by kind of link, and that of `graph`, where waits are off by `error_seconds`."""
+    links = ", ".join(f"{name} {smallest_dilation({name: each.seconds(0)}, error_seconds)[0]:g}" for name, each in PROFILES.items())
+    computing = f"{smallest_dilation({'': 1e-3}, error_seconds)[0]:g} for 1 ms of computing"
+    text = f"a wait is off by {duration_text(error_seconds)}; smallest dilation: {links}, {computing}"
+    remedy = None if is_fine else "no timerfd here: waits are as coarse as the event loop's; Linux has finer ones"
+    checks = [Check("emulation", is_fine, text, remedy)]
+    if graph is None:
+        return checks
+    times = modelled_seconds(graph)
+    if graph.emulation is None or not times:
+        return [*checks, Check("emulate", True, "the graph emulates nothing")]
+    smallest, name = smallest_dilation(times, error_seconds)
+    dilation = graph.emulation.dilation
+    text = f"{smallest:g} is the smallest dilation for this graph, because of {name} ({duration_text(times[name])}); it has {dilation:g}"
+    enough = dilation >= smallest
+    return [*checks, Check("emulate", enough, text, None if enough else f"write emulate: {{dilation: {smallest:g}, ..}} or more")]
+
+
+def _load_graph(path: str) -> Graph:
+    return load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
 
 
 def leftover_check(marked: Sequence[Marked]) -> Check:

@@ -197,6 +197,7 @@ class Statistics(Control, frozen=True):
     resident_bytes: int = 0
     strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
     emulation: EmulationStatistics | None = None
+    fallbacks: tuple[str, ...] = ()  # links whose transport broke: which peer, what carried on, what was sent again; for people
 
 
 class Stop(Control, frozen=True):

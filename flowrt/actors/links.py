@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
 from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
@@ -56,6 +57,10 @@ class Link:
 
     def statistics(self) -> ChannelStatistics:
         return self._channel.statistics()
+
+    def fallback_text(self) -> str:
+        """What became of this link when its transport broke; empty when none did."""
+        return self._channel.text() if isinstance(self._channel, FallbackChannel) else ""
 
     def post(self, message: Message) -> None:
         """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow, and LimitError or
@@ -127,6 +132,7 @@ class LinkPlan:
     capacity_messages: int
     connects: bool
     link: str | None = None  # the profile that the channel emulates
+    fallbacks: tuple[str, ...] = ()  # schemes to carry on with, in this order, should the channel break
 
 
 class Links:
@@ -162,6 +168,10 @@ class Links:
 
     def values(self) -> list[Link]:
         return list(self._links.values())
+
+    def fallbacks(self) -> tuple[str, ...]:
+        """What became of links whose transport broke, a sentence each."""
+        return tuple(text for link in self._links.values() if (text := link.fallback_text()))
 
     async def listen(self) -> dict[str, str]:
         """Listen wherever somebody will connect; returns scheme -> address."""
@@ -216,7 +226,14 @@ class Links:
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
         wrapped = self._wrap(plan, channel)
+        if plan.fallbacks:
+            wrapped = FallbackChannel(wrapped, plan.fallbacks, self._reopener(plan, channel.peer))
         self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, self._on_message, self._on_pause)
+
+    def _reopener(self, plan: LinkPlan, peer: Identity) -> Reopen:
+        return reopener(
+            plan.connects, self._transport, plan.limits, self._key, self._identity, peer, lambda channel: self._wrap(plan, channel)
+        )
 
 
 def _nothing() -> None:

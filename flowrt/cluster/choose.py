@@ -107,22 +107,22 @@ def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Grap
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
     edges = []
     for edge in graph.edges:
-        transport = _choose(graph, edge, host_of, available)
-        left = BETWEEN[BETWEEN.index(transport) + 1 :] if edge.transport == AUTO and transport in BETWEEN else ()
+        asked = base_scheme(edge.transport)  # `faulty+auto?drop@100` is auto too
+        chosen = _choose(graph, replace(edge, transport=AUTO) if asked == AUTO else edge, host_of, available)
+        left = BETWEEN[BETWEEN.index(chosen) + 1 :] if asked == AUTO and chosen in BETWEEN else ()
         fallbacks = tuple(scheme for scheme in left if scheme in available and available[scheme] is None)
-        edges.append(replace(edge, transport=transport, fallbacks=fallbacks))
+        wrapped = edge.transport.replace(AUTO, chosen, 1) if asked == AUTO and chosen != LOCAL else chosen
+        why = reasons(available) if asked == AUTO and chosen in BETWEEN else ""
+        edges.append(replace(edge, transport=wrapped, fallbacks=fallbacks, why=why))
     return replace(graph, edges=tuple(edges))
 
 
 def reasons(available: Mapping[str, str | None]) -> str:
-    """Why `auto` takes what it takes between two OS processes, in a line for doctor and the run's account."""
+    """Which transport `auto` takes between two OS processes, and why, in a line."""
     works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
-    words = (
-        [f"{scheme} cannot: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN[: BETWEEN.index(works[0])]] if works else []
-    )
-    if not works:
-        return "; ".join(f"{scheme} cannot: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN)
-    words.insert(0, f"{works[0]}, the fastest that works between processes here")
+    best = f"{works[0]}, the fastest that both ends have" if works else "none"
+    better = BETWEEN[: BETWEEN.index(works[0])] if works else BETWEEN
+    words = [best, *(f"not {scheme}: {available.get(scheme) or 'not installed'}" for scheme in better)]
     if works[1:]:
         words.append(f"when it breaks, {' then '.join(works[1:])} carries on")
     return "; ".join(words)

@@ -274,7 +274,7 @@ def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], docum
 
     for edge in graph.edges:
         path: Path_ = ("edges", edge.id, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
-        if edge.transport == "auto" or _FAULT_PLAN.sub("", edge.transport) in schemes:
+        if _FAULT_PLAN.sub("", edge.transport) in ("auto", *schemes):
             continue
         document.fail(path, f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}")
 

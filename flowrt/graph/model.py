@@ -123,6 +123,7 @@ class Edge:
     tag: TagStep = TagStep()
     answers: int | None = None
     fallbacks: tuple[str, ...] = ()  # what carries it, in this order, when its transport breaks: filled in for `auto`
+    why: str = ""  # why `auto` took this transport, for people
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:

@@ -217,6 +217,7 @@ class Worker:
             self._on_sink,
             self._device,
             {edge.id for edge in graph.edges if edge.transport in staying},
+            early=getattr(self._compute, "beside_loop", False),
         )
         wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
         self._links = Links(
@@ -311,6 +312,7 @@ class Worker:
             resident_bytes=self._seams.resident_bytes(),
             strict_blocks=self._strict_blocks,
             emulation=self._emulated.statistics() if self._emulated is not None else None,
+            fallbacks=self._links.fallbacks(),
         )
 
 

@@ -91,3 +91,13 @@ def test_an_edge_without_a_transport_is_the_users(transport: str, available: dic
         choose_transports(graph_of(transport, line=7), available)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_auto_keeps_the_others_as_fallbacks_and_says_why() -> None:
+    both, zmq_only = {"shm": None, "zmq": None}, {"shm": "no atomics", "zmq": None}
+    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), both).edges if edge.transport == "shm"]
+    assert edges
+    assert {edge.fallbacks for edge in edges} == {("zmq",)}
+    assert {edge.why for edge in edges} == {"shm, the fastest that both ends have; when it breaks, zmq carries on"}
+    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), zmq_only).edges if edge.transport == "zmq"]
+    assert {(edge.fallbacks, edge.why) for edge in edges} == {((), "zmq, the fastest that both ends have; not shm: no atomics")}

@@ -4,11 +4,13 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 from rich.console import Console
 
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
-from flowrt.doctor import Check, collect, leftover_check, report, transport_checks
+from flowrt.doctor import Check, collect, emulation_checks, leftover_check, report, transport_checks
+from flowrt.graph.model import Edge, Emulation, Graph, Node
 
 
 def printed(checks: list[Check]) -> tuple[bool, str]:
@@ -31,7 +33,7 @@ async def test_this_machine_can_run() -> None:
 
 def test_what_auto_takes_and_why() -> None:
     works = {"inproc": None, "shm": None, "zmq": None}
-    assert transport_checks(works)[-1].text == "takes shm between processes; inproc inside one"
+    assert transport_checks(works)[-1].text == "takes shm between processes, and carries on over zmq when that breaks; inproc inside one"
     checks = transport_checks(works | {"shm": "flowrt was installed without a C compiler"})
     assert [check.ok for check in checks] == [True, False, True, True]
     assert checks[1].text == "flowrt was installed without a C compiler"
@@ -50,6 +52,21 @@ def test_the_report_names_what_is_missing_and_the_remedy() -> None:
         "no   gpu    none",
         "missing for a run: torch",
     ]
+
+
+def test_the_smallest_dilation_by_link_and_for_a_graph() -> None:
+    own = "latency_seconds=0.0,bandwidth_bytes_per_second=1e9,message_seconds=1e-05"
+    nodes = {"a": Node("a", "ops:a", "left"), "b": Node("b", "ops:b", "right")}
+    graph = Graph(nodes, [Edge(0, "a", "y", "b", "x", link=own)], emulation=Emulation(100.0))
+    emulation, emulate = emulation_checks(50e-6, True, graph)
+    assert emulation.ok
+    assert "off by 50 us; smallest dilation: ub 67, nvlink 63," in emulation.text  # 20 x 50 us / 15 us, and 16 us
+    assert emulate.ok
+    assert emulate.text.startswith("100 is the smallest dilation for this graph")
+    too_small = emulation_checks(51e-6, True, graph)[1]
+    assert (too_small.ok, too_small.remedy) == (False, "write emulate: {dilation: 110, ..} or more")
+    assert emulation_checks(50e-6, True, replace(graph, emulation=None))[1].text == "the graph emulates nothing"
+    assert not emulation_checks(1e-3, False)[0].ok
 
 
 def test_leftovers_are_those_whose_launcher_is_gone() -> None:

@@ -1,0 +1,406 @@
+"""A channel that outlives the transport under it: when that breaks, the two ends meet again over the next one and lose nothing.
+
+Here: `Ledger` (what was sent and not yet told to have arrived; pure), `FallbackChannel`, and `reopener`, which opens the next channel.
+Not here: which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
+
+Messages of an edge are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. An end
+keeps what it has sent until the other tells, every TOLD_EVERY messages, how many it has taken. After a break each end says on the new
+channel at which number it begins again, which is the oldest it has kept; what the other has already is dropped there, once, and counted.
+No third party takes part: the accepting end listens under a name that only the two can know (from the run's key), the other calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+
+import msgspec
+
+from transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
+from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from transports.message import Message
+
+TOLD_EVERY = 16
+MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; a peer that is dead is told of by the launcher meanwhile
+_AGAIN_SECONDS = 0.01
+OWN_EDGE = -17  # no edge of a graph: what two of these channels say to each other
+_TAKEN, _BEGIN, _ASK = "fallback.taken", "fallback.begin", "fallback.ask"
+log = logging.getLogger("flowrt.links")
+
+Reopen = Callable[[str], Awaitable[Channel]]
+
+
+class _Count(msgspec.Struct, frozen=True):
+    """_TAKEN: how many messages have been taken. _BEGIN: the number of the first message on this channel. _ASK (0): tell now."""
+
+    number: int
+
+
+class Ledger:
+    """What one end has sent and received, over all its channels. Pure.
+
+    `kept` are the messages that the other end may lack, oldest first; the first of them has the number `first`.
+    """
+
+    __slots__ = ("doubles", "first", "kept", "received", "resent", "skip", "told")
+
+    def __init__(self) -> None:
+        self.kept: deque[Message] = deque()
+        self.first = self.received = self.told = 0
+        self.skip = 0  # how many of the messages that come next have been received before
+        self.doubles = self.resent = 0
+
+    def begin(self) -> list[Message]:
+        """A new channel: what to send on it first."""
+        self.resent += len(self.kept)
+        return list(self.kept)
+
+    def hear_taken(self, number: int) -> None:
+        """The other end has taken `number` messages in all. Raises ValueError when that cannot be."""
+        if not self.first <= number <= self.first + len(self.kept):
+            raise ValueError(f"the peer says it has taken {number} messages of {self.first + len(self.kept)}")
+        while self.first < number:
+            self.kept.popleft()
+            self.first += 1
+
+    def hear_begin(self, number: int) -> None:
+        """The other end begins again at `number`. Raises ValueError when messages between are lost."""
+        if not 0 <= number <= self.received:
+            raise ValueError(f"the peer begins again at message {number}, and {self.received} was due")
+        self.skip = self.received - number
+
+    def is_new(self) -> bool:
+        """A message has come. False: it is one received before."""
+        if self.skip:
+            self.skip -= 1
+            self.doubles += 1
+            return False
+        self.received += 1
+        return True
+
+    def is_time_to_tell(self) -> bool:
+        return self.received - self.told >= TOLD_EVERY
+
+
+class FallbackChannel(Channel):
+    """One end over `channel`; when that breaks, over what `reopen` gives for the next of `schemes`.
+
+    `recv` does the falling back, so somebody must be in it, as in every link. It raises BrokenChannelError when no transport is left.
+    """
+
+    def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
+        self.peer = channel.peer
+        self.scheme = channel.scheme  # type: ignore[misc]  # that of the channel which carries it now
+        self.num_fallbacks = 0
+        self.ledger = Ledger()
+        self._loop = asyncio.get_running_loop()
+        self._channel: Channel | None = channel
+        self._schemes = deque(schemes)
+        self._reopen = reopen
+        self._past = ChannelStatistics()  # of channels that broke
+        self._opened: asyncio.Future[None] = self._loop.create_future()  # done when there is a channel to try, or none will be
+        self._resending: asyncio.Task[None] | None = None
+        self._reopening: asyncio.Task[Channel] | None = None
+        self._failure: str | None = None
+        self._closed = self._ended = self._receiving = False
+        self._broke: list[str] = []  # schemes that others took over from
+        self._scheme_lost = ""
+        self._num_waiting = 0  # calls of `send` that wait in the channel
+
+    # Out.
+
+    def send_nowait(self, message: Message) -> bool:
+        channel = self._channel
+        if channel is None or self._resending is not None or self._num_waiting:
+            self._raise_if_over()
+            return False
+        if self.ledger.is_time_to_tell():
+            self._tell()
+        try:
+            if not channel.send_nowait(message):
+                return False
+        except BrokenChannelError:
+            if self._ended or self._failure is not None:
+                raise
+        self.ledger.kept.append(message)
+        return True
+
+    async def send(self, message: Message) -> None:
+        while True:
+            self._raise_if_over()
+            if self._resending is not None:
+                await asyncio.wait([self._resending])
+            elif self._channel is None:
+                await asyncio.wait([self._opened])
+            else:
+                break
+        channel = self._channel
+        before = channel.statistics().messages_sent
+        self._num_waiting += 1
+        try:
+            if self.ledger.is_time_to_tell():  # the way is full: `recv` could not tell
+                self.ledger.told = self.ledger.received
+                await channel.send(_own(_TAKEN, self.ledger.received))
+                before += 1
+            await channel.send(message)
+        except BrokenChannelError:
+            if self._ended or self._failure is not None:
+                raise
+        except asyncio.CancelledError:
+            if channel.statistics().messages_sent > before:  # whole, then; else nothing of it
+                self.ledger.kept.append(message)
+            raise
+        finally:
+            self._num_waiting -= 1
+        self.ledger.kept.append(message)
+
+    async def send_acknowledged(self, message: Message) -> None:
+        number = self.ledger.first + len(self.ledger.kept) + 1
+        await self.send(message)
+        asked: Channel | None = None
+        while self.ledger.first < number:
+            self._raise_if_over()
+            if self._ended:
+                raise BrokenChannelError(f"{self.peer.name} has closed the channel")
+            if self._channel is not None and self._channel is not asked:
+                with contextlib.suppress(BrokenChannelError):
+                    asked = self._channel if self._channel.send_nowait(_own(_ASK, 0)) else None
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    # In.
+
+    def recv_nowait(self) -> Message | None:
+        if self._receiving:
+            raise BusyChannelError("another task is in recv of this channel")
+        while True:
+            if self._closed:
+                raise ClosedChannelError("this channel was closed")
+            if self._failure is not None:
+                raise BrokenChannelError(self._failure)
+            if self._channel is None:
+                return None
+            try:
+                message = self._channel.recv_nowait()
+            except BrokenChannelError as error:
+                self._lose(error)
+                return None
+            except EndOfChannel:
+                self._ended = True
+                raise
+            if message is None or self._is_for_user(message):
+                return message
+
+    async def recv(self) -> Message:
+        if self._receiving:
+            raise BusyChannelError("another task is in recv of this channel")
+        self._receiving = True
+        try:
+            while True:
+                if self._closed:
+                    raise ClosedChannelError("this channel was closed")
+                if self._failure is not None:
+                    raise BrokenChannelError(self._failure)
+                if self._channel is None:
+                    await self._fall_back()
+                    continue
+                try:
+                    message = await self._channel.recv()
+                except BrokenChannelError as error:
+                    self._lose(error)
+                    continue
+                except EndOfChannel:
+                    self._ended = True
+                    raise
+                if self._is_for_user(message):
+                    return message
+        finally:
+            self._receiving = False
+
+    def _is_for_user(self, message: Message) -> bool:
+        ledger = self.ledger
+        if message.edge == OWN_EDGE:
+            try:
+                number = message.decode_header(_Count).number
+                if message.kind == _TAKEN:
+                    ledger.hear_taken(number)
+                elif message.kind == _BEGIN:
+                    ledger.hear_begin(number)
+                else:
+                    self._tell()
+            except (ValueError, msgspec.ValidationError) as error:
+                self._fail(f"{self.peer.name} spoke nonsense: {error}")
+            return False
+        if not ledger.is_new():
+            return False
+        if ledger.is_time_to_tell():
+            self._tell()
+        return True
+
+    def _tell(self) -> None:
+        if self._channel is not None and self._resending is None:
+            with contextlib.suppress(BrokenChannelError):
+                if self._channel.send_nowait(_own(_TAKEN, self.ledger.received)):
+                    self.ledger.told = self.ledger.received
+
+    # From one channel to the next.
+
+    def _lose(self, error: BrokenChannelError) -> None:
+        """The channel is broken, and everything that had come over it has been taken."""
+        broken, self._channel = self._channel, None
+        assert broken is not None
+        self._past = _sum(self._past, broken.statistics())
+        self._scheme_lost = broken.scheme
+        if self._resending is not None:
+            self._resending.cancel()
+        self._opened = self._loop.create_future()
+        self._reopening = self._loop.create_task(self._next_channel(broken, error), name=f"another way to {self.peer.name}")
+
+    async def _fall_back(self) -> None:
+        """Wait for the next channel. Cancelled, the next `recv` waits on."""
+        assert self._reopening is not None
+        await asyncio.wait([self._reopening])
+        if self._closed or self._channel is not None or self._failure is not None:
+            return
+        try:
+            channel = self._reopening.result()
+        except (TransportError, asyncio.CancelledError) as error:
+            self._fail(str(error) or "closed")
+            return
+        self._channel, self.scheme = channel, channel.scheme  # type: ignore[misc]
+        self.num_fallbacks += 1
+        self._broke.append(self._scheme_lost)
+        self.ledger.told = self.ledger.received
+        messages = [_own(_TAKEN, self.ledger.received), _own(_BEGIN, self.ledger.first), *self.ledger.begin()]
+        self._resending = self._loop.create_task(self._resend(channel, messages), name=f"send again to {self.peer.name}")
+        self._wake()
+
+    async def _next_channel(self, broken: Channel, error: BrokenChannelError) -> Channel:
+        await broken.aclose()
+        reasons = [f"{broken.scheme}: {error}"]
+        while self._schemes:
+            scheme = self._schemes.popleft()
+            try:
+                async with asyncio.timeout(MEET_SECONDS):
+                    channel = await self._reopen(scheme)
+            except (TransportError, TimeoutError) as failure:
+                reasons.append(f"{scheme}: {str(failure) or 'the peer does not come'}")
+                continue
+            log.warning("%s broke on the way to %s (%s); %s carries on", broken.scheme, self.peer.name, error, scheme)
+            return channel
+        raise BrokenChannelError("; ".join(reasons))
+
+    async def _resend(self, channel: Channel, messages: list[Message]) -> None:
+        try:
+            for message in messages:
+                await channel.send(message)
+            self.ledger.told = self.ledger.received
+            await channel.send(_own(_TAKEN, self.ledger.received))
+        except (BrokenChannelError, ClosedChannelError):
+            return  # `recv` sees the same
+        finally:
+            messages.clear()
+            if self._resending is asyncio.current_task():
+                self._resending = None
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def _raise_if_over(self) -> None:
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        if self._failure is not None:
+            raise BrokenChannelError(self._failure)
+
+    # Ends.
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._wake()
+        tasks: list[asyncio.Task[None] | asyncio.Task[Channel]] = [task for task in (self._resending, self._reopening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._reopening is not None and not self._reopening.cancelled() and self._reopening.exception() is None:
+            await self._reopening.result().aclose()
+        if self._channel is not None:
+            await self._channel.aclose()
+
+    def text(self) -> str:
+        """What became of it, for people; empty while nothing has broken."""
+        if not self._broke:
+            return ""
+        ledger = self.ledger
+        counts = f"{ledger.resent} messages sent again, {ledger.doubles} received twice and dropped"
+        return f"{self.peer.name}: {', '.join(self._broke)} broke, {self.scheme} carried on; {counts}"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def statistics(self) -> ChannelStatistics:
+        """Of all channels together, their own words and repeated messages included; a message dropped as double counts as such."""
+        found = self._past if self._channel is None else _sum(self._past, self._channel.statistics())
+        found.messages_dropped += self.ledger.doubles
+        return found
+
+
+def reopener(
+    connects: bool,
+    transport: Callable[[str], Transport],
+    limits: Limits,
+    key: bytes,
+    ours: Identity,
+    theirs: Identity,
+    wrap: Callable[[Channel], Channel] = lambda channel: channel,
+) -> Reopen:
+    """What opens the next channel between `ours` and `theirs`: one end calls, the other listens for just that call.
+
+    Both derive the address from the run's key, both identities and how often they have met, so each meeting has its own.
+    """
+    num_meetings = 0
+
+    async def reopen(scheme: str) -> Channel:
+        nonlocal num_meetings
+        num_meetings += 1
+        ends = (ours, theirs) if connects else (theirs, ours)
+        words = "\0".join((scheme, str(num_meetings), *(part for end in ends for part in (end.name, end.incarnation))))
+        address = f"{scheme}://again-{hmac.new(key, words.encode(), sha256).hexdigest()[:32]}"
+        if connects:
+            return wrap(await _call(transport(scheme), address, limits, key, ours))
+        async with await transport(scheme).listen(address, limits, key, ours) as listener:
+            while True:
+                channel = await listener.accept()
+                if channel.peer == theirs:
+                    return wrap(channel)
+                await channel.aclose()
+
+    return reopen
+
+
+async def _call(transport: Transport, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+    """Until somebody listens there; the caller bounds how long."""
+    while True:
+        try:
+            return await transport.connect(address, limits, key, identity)
+        except AddressError:  # the other end has not noticed yet
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+def _own(kind: str, number: int) -> Message:
+    return Message(kind, None, OWN_EDGE, _Count(number))
+
+
+def _sum(one: ChannelStatistics, two: ChannelStatistics) -> ChannelStatistics:
+    return ChannelStatistics(**{name: getattr(one, name) + getattr(two, name) for name in ChannelStatistics.__struct_fields__})

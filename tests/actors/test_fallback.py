@@ -1,0 +1,224 @@
+"""A link outlives its transport: whatever breaks and when, every message arrives once and in order, and the account tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.actors import fallback
+from flowrt.actors.fallback import TOLD_EVERY, FallbackChannel, Ledger, reopener
+from transports import faulty
+from transports.checks_basics import check_numbered, numbered, receive_all
+from transports.checks_meeting import HERE, KEY, SMALL, THERE
+from transports.contract import Channel, Transport
+from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+from transports.message import Message
+from transports.registry import get_transport, unavailable_reason
+
+pytestmark = pytest.mark.skipif(unavailable_reason("zmq") is not None or unavailable_reason("shm") is not None, reason="needs shm and zmq")
+
+
+@asynccontextmanager
+async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChannel, FallbackChannel]]:
+    """Two ends over `first`, of which `faulty+...` afflicts the connecting one, with `others` to fall back to."""
+    faulty.injected.clear()
+    transports: dict[str, Transport] = {}
+
+    def transport(scheme: str) -> Transport:
+        return transports.setdefault(scheme, get_transport(scheme))
+
+    async with await transport(first).listen(f"{first}://", SMALL, KEY, HERE) as listener:
+        one = await transport(first).connect(listener.address, SMALL, KEY, THERE)
+        two = await listener.accept()
+    ends = (
+        FallbackChannel(one, others, reopener(True, transport, SMALL, KEY, THERE, HERE)),
+        FallbackChannel(two, others, reopener(False, transport, SMALL, KEY, HERE, THERE)),
+    )
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            await end.aclose()
+
+
+async def exchange(one: Channel, two: Channel, count: int, nbytes: int = 300) -> None:
+    """`count` messages both ways at once, checked at both ends."""
+
+    async def send(channel: Channel) -> None:
+        for number in range(count):
+            if not (number % 3 and channel.send_nowait(numbered(number, nbytes))):
+                await channel.send(numbered(number, nbytes))
+
+    async def receive(channel: Channel) -> None:
+        for number in range(count):
+            check_numbered(await channel.recv(), number, nbytes)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        for channel in (one, two):
+            group.create_task(send(channel))
+            group.create_task(receive(channel))
+    await asyncio.sleep(0.05)
+    for channel in (one, two):  # what they have still told each other; a link is always in recv
+        assert channel.recv_nowait() is None
+
+
+@pytest.mark.parametrize("plan", ["drop@0", "drop@37", "out.drop@37", "truncate@20", "out.truncate@99"])
+@pytest.mark.parametrize("first", ["shm", "zmq"])
+async def test_a_break_in_mid_stream_loses_and_doubles_nothing(first: str, plan: str, loop_kind: str) -> None:
+    other = "zmq" if first == "shm" else "shm"
+    async with linked(f"faulty+{first}?{plan}", other) as (one, two):
+        await exchange(one, two, 200)
+        assert faulty.injected
+        assert (one.num_fallbacks, two.num_fallbacks) == (1, 1)
+        assert one.scheme == two.scheme == other
+        for end, far in ((one, two), (two, one)):
+            assert len(end.ledger.kept) < 2 * TOLD_EVERY + SMALL.capacity_messages
+            assert far.ledger.doubles <= end.ledger.resent
+            assert far.statistics().messages_dropped == far.ledger.doubles
+            assert far.ledger.received == 200
+
+
+async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
+    async with linked("faulty+inproc?drop@5", "shm") as (one, two):
+        for number in range(3):
+            await one.send(numbered(number))
+        await receive_all(two, 0, 3)
+        assert len(one.ledger.kept) == 3  # nobody has told yet
+        for number in range(6):
+            await two.send(numbered(number))
+        receiving = asyncio.ensure_future(receive_all(one, 0, 6))
+        await one.send(numbered(3))
+        await receive_all(two, 3, 4)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await two.recv()
+        await receiving
+        assert one.ledger.resent >= 3
+        assert two.ledger.doubles >= 3
+        assert two.statistics().messages_dropped == two.ledger.doubles
+
+
+async def test_it_falls_back_as_often_as_there_are_transports() -> None:
+    async with linked("faulty+shm?drop@10", "faulty+zmq?drop@15", "faulty+shm?drop@12", "zmq") as (one, two):
+        await exchange(one, two, 100)
+        assert one.num_fallbacks == two.num_fallbacks == 3
+        assert one.scheme == "zmq"
+
+
+async def test_when_none_is_left_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "MEET_SECONDS", 0.1)
+    async with linked("faulty+inproc?drop@3", "nosuch") as (one, two):
+        await two.send(numbered(0))
+        for number in range(1, 4):
+            await two.send(numbered(number))
+        await receive_all(one, 0, 3)
+        for end in (one, two):
+            with pytest.raises(BrokenChannelError, match=r"inproc.*nosuch: unknown transport"):
+                async with asyncio.timeout(5):
+                    await end.recv()
+            with pytest.raises(BrokenChannelError):
+                await end.send(numbered(9))
+            assert end.closed
+
+
+async def test_a_peer_that_is_gone_is_a_broken_channel_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "MEET_SECONDS", 0.2)
+    async with linked("faulty+inproc?drop@0", "shm") as (one, two):
+        await two.send(numbered(0))
+        reading = asyncio.ensure_future(one.recv())
+        with pytest.raises(BrokenChannelError, match="shm: the peer does not come"):  # nobody is in two.recv
+            await reading
+
+
+async def test_orderly_ends_are_no_breaks() -> None:
+    async with linked("shm", "zmq") as (one, two):
+        await one.send(numbered(0))
+        await one.aclose()
+        await receive_all(two, 0, 1)
+        with pytest.raises(EndOfChannel):
+            await two.recv()
+        with pytest.raises(BrokenChannelError):
+            await two.send(numbered(1))
+        with pytest.raises(ClosedChannelError):
+            await one.recv()
+        assert two.num_fallbacks == 0
+
+
+async def test_closing_while_it_falls_back_leaves_nothing() -> None:
+    async with linked("faulty+inproc?drop@0", "shm") as (one, two):
+        await two.send(numbered(0))
+        reading = asyncio.ensure_future(one.recv())
+        await asyncio.sleep(0.05)
+        await one.aclose()
+        with pytest.raises(ClosedChannelError):
+            await reading
+
+
+async def test_an_acknowledged_send_survives_a_break() -> None:
+    async with linked("faulty+shm?out.drop@2", "zmq") as (one, two):
+
+        async def send() -> None:
+            for number in range(5):
+                await one.send_acknowledged(numbered(number))
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            sending = group.create_task(send())
+            listening = group.create_task(_until_closed(one))
+            await receive_all(two, 0, 5)
+            taking = group.create_task(_until_closed(two))
+            await sending
+            await one.aclose()
+            await two.aclose()
+            await asyncio.wait([listening, taking])
+
+
+async def _until_closed(channel: Channel) -> None:
+    try:
+        await channel.recv()
+    except (ClosedChannelError, EndOfChannel):
+        return
+
+
+def carry(sender: Ledger, receiver: Ledger, messages: Iterable[Message]) -> list[int]:
+    return [message.tag.step for message in messages if receiver.is_new() and message.tag is not None]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()), max_size=20))
+def test_the_ledger_delivers_each_message_once_whatever_breaks(rounds: list[tuple[int, int, bool, bool]]) -> None:
+    """Rounds of: send some, of which a part arrives, perhaps tell, perhaps break. What arrived is then a prefix of what was sent."""
+    sender, receiver = Ledger(), Ledger()
+    delivered: list[int] = []
+    on_the_way: list[Message] = []
+    num_sent = 0
+    for count, arriving, tell, breaks in [*rounds, (0, 0, False, True), (0, 10**6, True, False)]:
+        for _ in range(count):
+            message = numbered(num_sent)
+            num_sent += 1
+            sender.kept.append(message)
+            on_the_way.append(message)
+        delivered += carry(sender, receiver, on_the_way[:arriving])
+        del on_the_way[:arriving]
+        if tell:
+            sender.hear_taken(receiver.received)
+        if breaks:
+            receiver.hear_begin(sender.first)
+            on_the_way = sender.begin()
+    assert delivered == list(range(num_sent))
+    assert not sender.kept
+    assert receiver.doubles <= sender.resent
+
+
+def test_a_ledger_refuses_what_cannot_be() -> None:
+    ledger = Ledger()
+    ledger.kept.append(numbered(0))
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match="taken"):
+            ledger.hear_taken(number)
+    for number in (-1, 1):
+        with pytest.raises(ValueError, match="begins again"):
+            ledger.hear_begin(number)

@@ -1,0 +1,39 @@
+"""A transport that breaks in mid-run under a served model: the tokens are those of the undisturbed run, and the account tells."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from served_models import Served
+
+import flowrt
+from flowrt.cli_report import account
+from transports.registry import unavailable_reason
+
+NEW_TOKENS = 24
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason("shm") is not None or unavailable_reason("zmq") is not None, reason="needs shm and zmq to fall back between"
+)
+
+
+@pytest.mark.parametrize("plan", ["drop@40", "out.drop@25,truncate@60"])
+async def test_tokens_are_the_same_when_every_channel_breaks(served: Served, tmp_path: Path, plan: str) -> None:
+    deploy = {
+        "attention": {"groups": 1, "micro_batches": 2},
+        "experts": {"servers": 2},
+        "links": {"attention-experts": {"transport": f"faulty+auto?{plan}"}},
+        "processes": "many",
+    }
+    graph = served.write(tmp_path, deploy)
+    parameters = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+    async with flowrt.open(graph) as running:
+        done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts))
+        statistics = await running.statistics()
+    assert [list(each.token_ids) for each in done] == [tokens[:NEW_TOKENS] for tokens in served.expected]
+    told = account(running.graph, {}, statistics, {}, None, None)
+    assert len(told.fallbacks) >= 4  # two links, both ends
+    assert all("faulty+shm" in text and "zmq carried on" in text for text in told.fallbacks)
+    assert told.why == ("shm, the fastest that both ends have; when it breaks, zmq carries on",)
