@@ -158,16 +158,17 @@ def run(
 
 
 @app.command
-def doctor(model: str | None = None, dtype: str | None = None) -> None:
+def doctor(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> None:
     """Say what this machine can do, what is missing, and what would help. Nothing is changed.
 
-    With --model DIR (and --dtype) also whether strict numerics are possible for that model, and in blocks of how many rows.
+    With --model DIR (and --dtype) also whether strict numerics are possible for that model, and in blocks of how many rows. With
+    --graph FILE also the smallest dilation at which this machine can emulate that graph.
     """
     import asyncio
 
     from flowrt.doctor import collect, report
 
-    raise SystemExit(0 if report(asyncio.run(collect(model, dtype))) else 1)
+    raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
 
 
 def _plain(text: str) -> str:

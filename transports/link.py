@@ -335,7 +335,7 @@ class EmulatedChannel(Endpoint):
             self._alarm.cancel()
         self._reader.cancel()
         if self._busy and not self._is_ghost and self._granted is None and self._final is None:
-            passed = self._nic.sending.line.finish_at_this_share(self._on_passed)
+            passed = self._nic.sending.line.finish_if_nothing_came(self._on_passed)
             self._queue(Message(PASSED, header=Passed(self._number, passed or self._nic.timer.now())))
         try:
             if self._tasks:

@@ -72,11 +72,13 @@ class SharedLine:
             _, _, flow = heapq.heappop(self._begins)
             self._serve(flow)
 
-    def finish_at_this_share(self, flow: Hashable) -> float | None:
-        """When the message of `flow` that is served now would be done if the others kept their shares; None when none is."""
-        for served, _, other in self._finishes:
+    def finish_if_nothing_came(self, flow: Hashable) -> float | None:
+        """When the message of `flow` that is served now would be done if no other message arrived; None when none is."""
+        time, served, num_left = self.time, self._served, len(self._finishes)
+        for at, _, other in sorted(self._finishes, key=lambda finish: finish[:2]):
+            time, served, num_left = time + max(0.0, at - served) * num_left, max(at, served), num_left - 1
             if other == flow:
-                return self.time + max(0.0, served - self._served) * len(self._finishes)
+                return time
         return None
 
     # Inside.

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowrt.bench import hop as hop_benchmark
+from flowrt.bench import links as links_benchmark
 from flowrt.bench import m2n as m2n_benchmark
 from flowrt.bench import start as start_benchmark
 from flowrt.bench import transports as transports_benchmark
@@ -49,6 +50,10 @@ def m2n(num_senders: int, num_receivers: int, num_bytes: int, num_pairs: int, tr
         m2n_benchmark.measure(num_senders, num_receivers, num_bytes, num_pairs, transport),
         json,
     )
+
+
+def links(profile: str, dilation: float | None, num_rounds: int, transport: str, json: str | None) -> None:
+    _measure_and_tell(f"links, {profile}", links_benchmark.measure(profile, dilation, num_rounds, transport), json)
 
 
 def need_xxhash() -> None:

@@ -145,12 +145,12 @@ def test_what_follows_a_finish_begins_at_that_instant_however_late_one_asks() ->
     assert times == [1, 2, 3, 4, 5]
 
 
-def test_the_finish_at_the_present_share() -> None:
+def test_the_finish_if_nothing_came() -> None:
     line = SharedLine()
     line.add("a", 0.0, 4.0)
     line.add("b", 0.0, 1.0)
     assert line.step(0.0) is None
-    assert (line.finish_at_this_share("a"), line.finish_at_this_share("b"), line.finish_at_this_share("c")) == (8.0, 2.0, None)
+    assert [line.finish_if_nothing_came(flow) for flow in "abc"] == [5.0, 2.0, None]
 
 
 def test_profiles_say_where_each_number_is_from() -> None:
