@@ -322,7 +322,7 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
     available = _available_bytes()
     if nbytes > available // 2:  # the kernel would take the machine's last page for it before it says no
         raise UnavailableError(
-            f"no memory for the {nbytes} bytes of a channel's rings, only {available} are available; lower the limits of its edges"
+            f"no memory for {nbytes} bytes to share with another process, only {available} are available; lower the limits of the edges"
         )
     memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -333,7 +333,7 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
         fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, OverflowError) as error:
         os.close(memfd)
-        raise UnavailableError(f"no memory for the {nbytes} bytes of a channel's rings ({error}); lower the limits of its edges") from error
+        raise UnavailableError(f"no memory for {nbytes} bytes to share with another process ({error}); lower the limits of the edges") from error
     return memfd
 
 
