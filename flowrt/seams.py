@@ -80,6 +80,8 @@ class RealClock:
 class ThreadCompute:
     """One thread; calls whose label has lately taken less than INLINE_SECONDS run on the loop instead."""
 
+    beside_loop = True  # what a long call gives before its end may be sent meanwhile; where time is modelled it may not
+
     def __init__(self, name: str = "compute") -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._expected_seconds: dict[str, float] = {}
@@ -111,7 +113,7 @@ class ThreadCompute:
         try:
             if short:
                 return self._timed(label, call)
-            future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, label, call)
+            future = asyncio.wrap_future(self._executor.submit(self._timed, label, call))  # run_in_executor inspects the function each time
             cancelled: asyncio.CancelledError | None = None
             while not future.done():  # a thread cannot be stopped: leave only when it is done with our memory
                 try:

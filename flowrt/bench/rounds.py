@@ -18,6 +18,7 @@ from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, GraphLimits,
 
 OPERATORS = "flowrt.bench.operators"
 _MAX_MESSAGE_BYTES = 1 << 26
+CREDITS = 8  # of every edge: a fourth of them may gather before they go back
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,6 @@ def _graph(
         Node(OUTPUT, OUTPUT, GATEWAY, inputs=_ports("times", num_outputs)),
         *nodes,
     ]
-    edges = [Edge(number, *each, transport, credits=2) for number, each in enumerate(ends)]
+    edges = [Edge(number, *each, transport, credits=CREDITS) for number, each in enumerate(ends)]
     limits = GraphLimits(in_flight=1, max_message_bytes=largest)
     return Graph({node.name: node for node in every}, edges, limits=limits, processes="many")

@@ -1,7 +1,7 @@
 """Edges that cross between workers and their credits: what a sender may still send, and what a receiver is to give back. Pure.
 
-Here: CreditHeader; Window and Outgoing (the sender's end), Owed and Incoming (the receiver's). Not here: when a credit comes back and what waits for one
-(runner.py), how many an edge has (flowrt/graph).
+Here: CreditHeader; Window and Outgoing (the sender's end), Owed and Incoming (the receiver's). Not here: when a credit comes back and
+what waits for one (runner.py), how many an edge has (flowrt/graph).
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ Here: Payload, `to_message` and `from_message`, `by_reference` and `from_referen
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
-import numpy as np
 import torch
 
 from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
@@ -18,7 +17,8 @@ from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 H = TypeVar("H", bound=msgspec.Struct)
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-# Those that numpy has too, less the complex ones, whose tensors may be conjugated lazily.
+_BYTE_TYPES = {name for name in DTYPE_BYTES if not name.startswith("complex")}  # complex tensors may be conjugated lazily
+# Those that numpy has too.
 _NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
@@ -84,9 +84,12 @@ def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
 
 def _to_buffer(tensor: torch.Tensor) -> Tensor:
     spec = _spec(tensor.dtype, tensor.shape)
-    if spec.dtype in _NUMPY_TYPES and tensor.layout is torch.strided and tensor.is_contiguous():
-        try:
-            return Tensor(spec, tensor.numpy())  # the usual case: one call instead of eight
+    if spec.dtype in _BYTE_TYPES and tensor.layout is torch.strided and tensor.is_contiguous():
+        try:  # the usual cases: one call or two instead of eight
+            if spec.dtype in _NUMPY_TYPES:
+                return Tensor(spec, tensor.numpy())
+            if spec.shape and 0 not in spec.shape:
+                return Tensor(spec, tensor.view(torch.uint8).numpy())
         except (RuntimeError, TypeError):  # on another device, part of autograd, or lazily negated
             pass
     if tensor.layout is not torch.strided:
@@ -104,7 +107,8 @@ def _from_buffer(tensor: Tensor) -> torch.Tensor:
         return data  # passed by reference
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    array = np.frombuffer(data, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer will do
-    if not array.flags.writeable:
-        array = array.copy()  # torch has no read-only tensors, and a write would reach memory that is not ours
-    return torch.from_numpy(array).view(dtype).reshape(shape)
+    view = memoryview(cast("bytearray", data))  # any buffer will do
+    if view.readonly:
+        view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would reach memory that is not ours
+    flat = torch.frombuffer(view, dtype=dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
