@@ -1,0 +1,249 @@
+"""Emulated workers: what is charged for what, modelled time in virtual time, how a run is judged, and the smallest dilation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from flowrt.dataflow.matching import Firing
+from flowrt.emulation import (
+    EmulatedCompute,
+    EmulationStatistics,
+    Lateness,
+    check_dilation,
+    judge,
+    smallest_dilation,
+)
+from flowrt.errors import UserError
+from flowrt.graph.builtin import BUILTIN
+from flowrt.graph.model import Edge, Emulation, Graph, LayerSet, Node, PortSpec
+from flowrt.seams import Running
+from flowrt.simulation.world import run
+from flowrt.timer import FineTimer, LoopTimer, measure_lateness, new_timer
+from flowrt.workers.emulated import EmulatedWorker
+from transports.message import Tag
+
+T = TypeVar("T")
+
+
+class SleepingCompute:
+    """A compute seam whose calls take virtual seconds: a call is how long it takes and what it charges."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.running: Running | None = None
+
+    def is_short(self, label: str) -> bool:
+        return label == "short"
+
+    def run_inline(self, label: str, call: Callable[[], T]) -> T:
+        return call()
+
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+        await asyncio.sleep(self.seconds)
+        return call()
+
+    async def aclose(self) -> None:
+        pass
+
+
+def in_virtual_time(main: Callable[[], Awaitable[T]]) -> T:
+    return run(0, lambda world: _inside(main)).result
+
+
+async def _inside(main: Callable[[], Awaitable[T]]) -> T:
+    return await main()
+
+
+@pytest.mark.parametrize(
+    ("real", "charged", "taken", "late"),
+    [
+        (0.1, 0.5, 5.0, 0),  # waits for its modelled time, dilated by 10
+        (5.2, 0.5, 5.2, 0),  # a little longer: within a twentieth
+        (9.0, 0.5, 9.0, 1),  # reality is slower
+        (3.0, 0.0, 3.0, 0),  # nothing charged: the time it takes
+    ],
+)
+def test_a_call_takes_its_modelled_time(real: float, charged: float, taken: float, late: int) -> None:
+    async def main() -> tuple[float, int, Lateness, float]:
+        inner, timer = SleepingCompute(), LoopTimer()
+        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+        await compute.run("node", lambda: compute.charge(1e-3))  # so that something is modelled
+        inner.seconds, begin = real, timer.now()
+        answer = await compute.run("node", lambda: compute.charge(charged) or 7)
+        return timer.now() - begin, answer, compute.lateness, compute.free_seconds
+
+    seconds, answer, lateness, free = in_virtual_time(main)
+    assert (seconds, answer, lateness.num_late) == (pytest.approx(taken), 7, late)
+    assert lateness.num == 1 + (charged > 0)
+    assert free == (0.0 if charged else pytest.approx(real))
+
+
+def test_what_charges_is_never_short_and_what_waits_is_visible() -> None:
+    async def main() -> None:
+        timer = LoopTimer()
+        compute = EmulatedCompute(SleepingCompute(), timer, 1.0, {"node", "short"})
+        assert not compute.is_short("short")
+        assert EmulatedCompute(SleepingCompute(), timer, 1.0, {"node"}).is_short("short")
+        running = asyncio.ensure_future(compute.run("node", lambda: compute.charge(2.0)))
+        await asyncio.sleep(1.0)
+        assert compute.running is not None
+        assert compute.running.label == "node"
+        assert compute.running.bound_seconds == 62.0
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            await compute.run("other", lambda: None)
+        await running
+        assert compute.running is None
+
+    in_virtual_time(main)
+
+
+def test_a_cancelled_wait_leaves_nothing() -> None:
+    async def main() -> None:
+        compute = EmulatedCompute(SleepingCompute(), LoopTimer(), 1.0, {"node"})
+        waiting = asyncio.ensure_future(compute.run("node", lambda: compute.charge(1000.0)))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert compute.running is None
+        assert compute.lateness.num == 0
+
+    in_virtual_time(main)
+
+
+def _graph() -> Graph:
+    def node(name: str, operator: str, process: str) -> Node:
+        built = BUILTIN.get(operator)
+        if built is None:
+            return Node(name, operator, process, {"x": PortSpec("x")}, {"y": PortSpec("y")})
+        return Node(name, operator, process, built.input_ports(), built.output_ports(()), {}, built.stateful, built.batches)
+
+    nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o")]
+    return Graph({each.name: each for each in nodes}, [Edge(0, "a.attention", "y", "o", "x", layers=LayerSet())])
+
+
+def _firing(node: str, *layers: int) -> list[Firing]:
+    return [Firing(node, Tag("s", layer=layer, micro_batch=place), {}) for place, layer in enumerate(layers)]
+
+
+@pytest.mark.parametrize(
+    ("process", "node", "layers", "charged"),
+    [
+        ("a", "a.attention", (3,), 1e-3),
+        ("e", "e.experts", (3,), 1e-2),
+        ("e", "e.experts", (3, 3, 3), 1e-2),  # requests of one layer are one batch
+        ("e", "e.experts", (3, 4, 3), 2e-2),
+        ("o", "o", (0,), 0.0),
+    ],
+)
+def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charged: float) -> None:
+    async def main() -> float:
+        compute = SleepingCompute()
+        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, 1e-3, 1e-2), compute, LoopTimer())
+        functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
+        assert await emulated.compute.run(node, lambda: functions[node](_firing(node, *layers))) == [{}] * len(layers)
+        emulated.close()
+        return emulated.statistics().modelled_seconds
+
+    assert in_virtual_time(main) == pytest.approx(charged)
+
+
+def test_what_is_not_modelled_is_not_charged() -> None:
+    async def main() -> None:
+        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, attention_seconds=1.0), SleepingCompute(), LoopTimer())
+        functions = emulated.charged({"e.experts": len})
+        assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_firing("e.experts", 0))) == 1
+        assert emulated.statistics() == EmulationStatistics()
+        emulated.close()
+
+    in_virtual_time(main)
+
+
+def _worker(**counts: float) -> EmulationStatistics:
+    return EmulationStatistics(**{"num_computed": 1000, "num_delivered": 1000, "modelled_seconds": 100.0, **counts})
+
+
+@pytest.mark.parametrize(
+    ("workers", "void", "said"),
+    [
+        ([], False, []),
+        ([_worker()], False, []),
+        ([_worker(num_computed_late=20, worst_computed_seconds=0.3), _worker()], False, ["20 of 2000 computations", "300.0 ms", "hold"]),
+        ([_worker(num_computed_late=21), _worker()], True, ["21 of 2000 computations took longer than modelled", "VOID"]),
+        ([_worker(num_delivered_late=11, worst_delivered_seconds=1e-3)], True, ["11 of 1000 messages came later", "1.0 ms", "VOID"]),
+        ([_worker(free_seconds=5.0)], False, []),
+        ([_worker(free_seconds=6.0)], True, ["6 % of its computing", "VOID"]),
+        ([EmulationStatistics(num_delivered=5, free_seconds=9.0)], False, []),  # nothing of it is modelled
+    ],
+)
+def test_when_figures_are_void(workers: list[EmulationStatistics], void: bool, said: list[str]) -> None:
+    account = judge(100.0, workers)
+    assert account.void == void
+    text = "\n".join(account.sentences)
+    assert bool(text) == bool(said)
+    for words in said:
+        assert words in text
+
+
+def test_late_is_more_than_a_twentieth_of_its_own_time() -> None:
+    lateness = Lateness()
+    lateness.note(1.0, 0.04)
+    lateness.note(10.0, 0.4)
+    assert (lateness.num, lateness.num_late) == (2, 0)
+    lateness.note(1.0, 0.15)
+    assert (lateness.num_late, lateness.worst_seconds) == (1, pytest.approx(0.1))
+
+
+@pytest.mark.parametrize(
+    ("times", "error", "smallest"),
+    [
+        ({"a": 1e-3, "b": 15e-6}, 60e-6, (80.0, "b")),
+        ({"a": 1.0}, 60e-6, (1.0, "a")),
+        ({"a": 1e-6}, 61.3e-6, (1300.0, "a")),
+        ({"a": 1e-6}, 0.0, (1.0, "a")),
+        ({}, 1.0, (1.0, "")),
+    ],
+)
+def test_the_smallest_dilation(times: dict[str, float], error: float, smallest: tuple[float, str]) -> None:
+    assert smallest_dilation(times, error) == (pytest.approx(smallest[0]), smallest[1])
+    check_dilation(smallest[0], times, error)
+    if smallest[0] > 1:
+        with pytest.raises(UserError, match=f"write {smallest[0]:g} or more: {smallest[1]} is"):
+            check_dilation(0.98 * smallest[0], times, error)
+
+
+async def test_the_fine_timer_calls_in_order_never_early_and_not_what_was_cancelled(loop_kind: str) -> None:
+    timer = new_timer()
+    called: list[tuple[str, bool]] = []
+    start = timer.now()
+    alarms = [timer.call_at(start + at, lambda at=at: called.append((f"{at:g}", timer.now() >= start + at))) for at in (4e-3, 1e-3, 2e-3)]
+    alarms[2].cancel()
+    await timer.wait_until(start + 5e-3)
+    await timer.wait_until(start)  # over already
+    assert called == [("0.001", True), ("0.004", True)]
+    waiting = asyncio.ensure_future(timer.wait_until(start + 1000.0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    timer.close()
+    timer.close()
+
+
+async def test_lateness_is_measured_by_blocks() -> None:
+    timer = new_timer()
+    assert isinstance(timer, FineTimer | LoopTimer)
+    blocks = await measure_lateness(timer, num_blocks=3, num_waits=4, wait_seconds=1e-4)
+    assert len(blocks) == 3
+    assert blocks == sorted(blocks)
+    assert blocks[0] >= 0.0
+    timer.close()
+
+
+def test_the_loops_timer_is_exact_in_virtual_time() -> None:
+    async def main() -> list[float]:
+        return await measure_lateness(LoopTimer(), 2, 5)
+
+    assert in_virtual_time(main) == [0.0, 0.0]
