@@ -69,6 +69,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     aliasing_receive: bool = False  # received tensors may lie in memory the transport owns
     aliases_sender: bool = False  # received tensors may be the sender's own memory
+    device_memory: bool = False  # buffers with __cuda_array_interface__ may be sent, and arrive as such without passing the host
     native_windows: bool = False  # a peer reaches a window's memory itself, without messages
     between_processes: bool = True
     between_hosts: bool = False

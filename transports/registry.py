@@ -20,6 +20,7 @@ _BUILT_IN = {
     "shm": "transports.shared_memory:SharedMemoryTransport",
     "zmq": "transports.zeromq:ZeroMQTransport",
     "ucx": "transports.ucx:UCXTransport",
+    "cuda": "transports.cuda:CUDATransport",
 }
 _FAULTY = "faulty+"  # before any scheme: the same, misbehaving as the plan behind its "?" says (faulty.py)
 

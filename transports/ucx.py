@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import hmac
 import socket
 import struct
 from collections import deque
@@ -35,7 +35,7 @@ from transports.handshake import MAX_PAYLOAD_BYTES, check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.ucx_blocks import BlockPool
-from transports.ucx_link import IN_PROGRESS, Link, check_status, unavailable_reason
+from transports.ucx_link import IN_PROGRESS, Link, LostError, check_status, unavailable_reason
 from transports.ucx_regions import Arrival, RegionReceiver, RegionSender, region_layout
 from transports.windowed import WindowedEndpoint
 
@@ -179,14 +179,15 @@ class UCXChannel(WindowedEndpoint):
                     self._scheduled = False
                     return
         except WireError as error:
-            self._fail(str(error))
+            self._fail(str(error), nonsense=not isinstance(error, LostError))
             return
         self._loop.call_soon(self._turn)
 
     def _look(self) -> None:
         """What has come, and what UCX has completed. Raises WireError."""
         while (status := self._in_request.status) != IN_PROGRESS:
-            check_status(status)  # not well: a longer frame than there can be
+            if status:
+                raise WireError(f"a frame that cannot be read (status {int(status)})")  # longer than there can be
             self._read_frame()
             if not self._open:
                 return
@@ -239,7 +240,7 @@ class UCXChannel(WindowedEndpoint):
             raise WireError(f"a frame of kind {kind}")
 
     def _read_greeting(self, kind: int, address_bytes: int, body: bytes) -> None:
-        if kind != _GREETING or self.greeted.done() or not secrets.compare_digest(body[:_PROOF_BYTES], self._proof):
+        if kind != _GREETING or self.greeted.done() or not hmac.compare_digest(body[:_PROOF_BYTES], self._proof):
             raise WireError("somebody else than the peer of the handshake speaks")
         self._link.connect(body[_PROOF_BYTES : _PROOF_BYTES + address_bytes])
         self.greeted.set_result(None)
@@ -267,7 +268,7 @@ class UCXChannel(WindowedEndpoint):
         if not whole:
             return
         if not self._line_is_open():  # looked at after the last piece: a sender keeps a region unchanged while its line is open
-            raise WireError(f"{self.peer.name or 'the peer'} died")
+            raise LostError(f"{self.peer.name or 'the peer'} died")
         for arrival in whole:
             self._regions_in.open(arrival, wanted=not self._closed)
         self._hand_over_whole()
@@ -306,8 +307,8 @@ class UCXChannel(WindowedEndpoint):
             self._fail(reason or f"{self.peer.name or 'the peer'} died")
         self._finish()
 
-    def _fail(self, reason: str) -> None:
-        self._break(reason)
+    def _fail(self, reason: str, nonsense: bool = False) -> None:
+        self._break(reason, nonsense)
         self._stop()
         self._finish()
         if not self.greeted.done():

@@ -152,10 +152,14 @@ class Link:
         self._library.worker_closed()
 
 
+class LostError(WireError):
+    """The peer is gone: no nonsense of its own."""
+
+
 def check_status(status: int) -> None:
-    """Raise WireError when a completed request did not end well."""
+    """Raise LostError when a completed request did not end well."""
     if status:
-        raise WireError(f"UCX could not finish (status {int(status)}): the peer died or cut the connection")
+        raise LostError(f"UCX could not finish (status {int(status)}): the peer died or cut the connection")
 
 
 def _one_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from flowrt.graph.schema import DeploySection, GraphFile
 from transports.message import DTYPE_BYTES
 
 FactsOf = Callable[[Path], ModelFacts]
-BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx")
+BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
 
