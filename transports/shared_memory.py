@@ -333,7 +333,9 @@ def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
         fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, OverflowError) as error:
         os.close(memfd)
-        raise UnavailableError(f"no memory for {nbytes} bytes to share with another process ({error}); lower the limits of the edges") from error
+        raise UnavailableError(
+            f"no memory for {nbytes} bytes to share with another process ({error}); lower the limits of the edges"
+        ) from error
     return memfd
 
 
