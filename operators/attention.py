@@ -87,7 +87,7 @@ class AttentionBlock:
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward; pages take keys and values."""
-        weights, plan = self._weights[layer], self._plan(layout, pages.page_tokens)
+        weights, plan = self._weights[layer], self._plan(layout, pages)
         project = partial(self._project, weights)
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
         pages.write(layer, layout.slots_T, k_TKD, v_TKD)
@@ -112,12 +112,8 @@ class AttentionBlock:
         residual = x_TH + weights.output(mixed, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
-    def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
-        plan: StepPlan | None = layout.derived.get(self)
-        if plan is None:
-            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
-            layout.derived[self] = plan
-        return plan
+    def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
+        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
 
 
 def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages, blocks: RowBlocks) -> Tensor:

@@ -3,21 +3,27 @@
 Here: decode groups, chunks, their slots and masks, cosines and sines. Not here: the products (attention.py, latent_attention.py).
 
 A decode group holds sequences with one row each, of similar context length, padded to the longest. A chunk is one sequence with
-several rows. With a sliding window only the slots that some row of the group or chunk can see are read. In strict numerics each
-decoding sequence is a group of its own, so that no shape depends on another sequence.
+several rows. A context that is long, and whose pages lie in one piece, is read where it is, as a group of its own: copying it would
+take longer than another call does. Others are copied out of their pages. With a sliding window only the slots that some row of the
+group or chunk can see are read. In strict numerics each decoding sequence is a group of its own, so that no shape depends on another
+sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from operators.kv_pages import KvPages
 from operators.rotary import RotaryTable
+from operators.row_blocks import ALIGNMENT_BYTES
 from operators.step_layout import StepLayout
 
 SHORT_CONTEXT = 128  # contexts up to this length share one group: padding them costs less than another call
+COPIED_BYTES = 256 << 10  # keys of a context up to this size are copied: that costs less than a call of its own
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class DecodeGroup:
     """Sequences with one row each, computed together, contexts padded to the longest."""
 
     rows_S: Tensor | None  # None: all rows of the step, in order
-    slots: Tensor  # [S * L], sequence by sequence
+    slots: Tensor | slice  # [S * L], sequence by sequence; a slice: of one sequence, in one piece
     length: int
     mask_S11L: Tensor | None  # additive; None: all contexts are equally long
 
@@ -36,7 +42,7 @@ class Chunk:
 
     start: int
     stop: int
-    slots_L: Tensor | None  # None: the context is exactly these rows
+    slots_L: Tensor | slice | None  # a slice: in one piece; None: the context is exactly these rows
     mask_TL: Tensor | None  # additive; None: each row sees the rows up to itself
 
 
@@ -50,11 +56,39 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
 
 
-def plan_step(layout: StepLayout, page_tokens: int, table: RotaryTable, window: int | None = None, *, each_alone: bool = False) -> StepPlan:
-    """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups."""
-    cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
-    groups = _decode_groups(layout, page_tokens, cos.dtype, window, each_alone)
-    return StepPlan(cos, sin, groups, _chunks(layout, page_tokens, cos.dtype, window))
+def plan_step(layout: StepLayout, pages: KvPages, table: RotaryTable, window: int | None = None, *, each_alone: bool = False) -> StepPlan:
+    """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups.
+
+    Worked out by the first layer that asks, and kept in the layout under its `table`.
+    """
+    plan: StepPlan | None = layout.derived.get(table)
+    if plan is None:
+        cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
+        pieces = _pieces(layout, pages, window)
+        groups = _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)
+        plan = StepPlan(cos, sin, groups, _chunks(layout, pages.page_tokens, cos.dtype, window, pieces))
+        layout.derived[table] = plan
+    return plan
+
+
+def _pieces(layout: StepLayout, pages: KvPages, window: int | None) -> dict[int, int]:
+    """The sequences whose long contexts lie in one piece, each with the slot that its token 0 would have there.
+
+    Not on a device, whose page table the host does not wait for, nor where tokens begin at odd places in memory.
+    """
+    page_tokens, token_bytes = pages.page_tokens, pages.token_bytes
+    if layout.page_table_SG.device.type != "cpu" or token_bytes % ALIGNMENT_BYTES:
+        return {}
+    found: dict[int, int] = {}
+    for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
+        seen = context if window is None else min(context, window + query - 1)
+        if seen * token_bytes <= COPIED_BYTES:
+            continue
+        first = (context - seen) // page_tokens
+        table: list[int] = layout.page_table_SG[sequence, first : -(-context // page_tokens)].tolist()
+        if table == list(range(table[0], table[0] + len(table))):
+            found[sequence] = (table[0] - first) * page_tokens
+    return found
 
 
 def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_tokens: int) -> Tensor:
@@ -69,14 +103,14 @@ def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, leng
 
 
 def _decode_groups(
-    layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, each_alone: bool
+    layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, each_alone: bool, pieces: Mapping[int, int]
 ) -> tuple[DecodeGroup, ...]:
     """Sequences with one row, grouped by power of two of what they see, so that padding at most doubles the work."""
     seen = [context if window is None else min(context, window) for context in layout.kv_lengths]
     by_size: dict[int, list[int]] = {}
     for sequence, query in enumerate(layout.query_lengths):
         if query == 1:
-            size = -sequence if each_alone else max(SHORT_CONTEXT, seen[sequence] - 1).bit_length()
+            size = -sequence if each_alone or sequence in pieces else max(SHORT_CONTEXT, seen[sequence] - 1).bit_length()
             by_size.setdefault(size, []).append(sequence)
     device = layout.positions_T.device
     groups = []
@@ -90,20 +124,28 @@ def _decode_groups(
             hidden = torch.arange(length, device=device) >= torch.tensor(lengths, device=device)[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None, None]
         rows = None if len(members) == layout.num_rows and not each_alone else layout.query_start_S1[sequences]
-        groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_tokens), length, mask))
+        if (piece := pieces.get(members[0])) is not None:
+            end = piece + layout.kv_lengths[members[0]]
+            groups.append(DecodeGroup(rows, slice(end - length, end), length, None))
+        else:
+            groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_tokens), length, mask))
     return tuple(groups)
 
 
-def _chunks(layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None) -> tuple[Chunk, ...]:
+def _chunks(layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, pieces: Mapping[int, int]) -> tuple[Chunk, ...]:
     chunks, start = [], 0
     device = layout.positions_T.device
     for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
         if query > 1:
-            slots = mask = None
+            slots: Tensor | slice | None = None
+            mask = None
             before = context - query if window is None else min(context - query, window - 1)  # seen by the chunk's first row
             if before:
-                first = torch.tensor([context - query - before], device=device)
-                slots = _slots(layout, torch.tensor([sequence], device=device), first, before + query, page_tokens)
+                if (piece := pieces.get(sequence)) is not None:
+                    slots = slice(piece + context - query - before, piece + context)
+                else:
+                    first = torch.tensor([context - query - before], device=device)
+                    slots = _slots(layout, torch.tensor([sequence], device=device), first, before + query, page_tokens)
             if before or (window is not None and query > window):
                 mask = torch.full((query, before + query), float("-inf"), dtype=dtype, device=device).triu_(before + 1)
                 if window is not None:

@@ -75,7 +75,21 @@ class KvPages:
         if v_TKD is not None:
             self.values_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
 
-    def read(self, layer: int, slots_L: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values in `slots_L`: [L, K, D] each, in the order asked for; twice the same where they are shared."""
-        keys = self.keys_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
-        return keys, keys if self.shared_values else self.values_GCKD[layer].flatten(0, 1).index_select(0, slots_L)
+    @property
+    def token_bytes(self) -> int:
+        """What a token's keys, or its values, take in one layer."""
+        keys = self.keys_GCKD[0]
+        return keys.shape[2] * keys.shape[3] * keys.itemsize
+
+    def read(self, layer: int, slots_L: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The keys and values in `slots_L`: [L, K, D] each, in the order asked for; twice the same where they are shared.
+
+        Copies; or, for a slice, which names slots that lie in one piece, the pages themselves.
+        """
+        keys = _slots(self.keys_GCKD[layer], slots_L)
+        return keys, keys if self.shared_values else _slots(self.values_GCKD[layer], slots_L)
+
+
+def _slots(pages_GCKD: Tensor, slots_L: Tensor | slice) -> Tensor:
+    slots = pages_GCKD.flatten(0, 1)
+    return slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L)

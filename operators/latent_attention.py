@@ -72,7 +72,7 @@ class LatentAttentionBlock:
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward in attention.py; pages take latents and rotary keys."""
-        weights, plan = self._weights[layer], self._plan(layout, pages.page_tokens)
+        weights, plan = self._weights[layer], self._plan(layout, pages)
         project = partial(self._project, weights)
         q_nope, q_rope, kept_T1D = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
         pages.write(layer, layout.slots_T, kept_T1D)
@@ -102,12 +102,8 @@ class LatentAttentionBlock:
         residual = x_TH + weights.output(mixed, weights.output_bias)
         return residual, self._norm(residual, weights.mlp_norm_H)
 
-    def _plan(self, layout: StepLayout, page_tokens: int) -> StepPlan:
-        plan: StepPlan | None = layout.derived.get(self)
-        if plan is None:
-            plan = plan_step(layout, page_tokens, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
-            layout.derived[self] = plan
-        return plan
+    def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
+        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
 
     def _attend(self, layer: int, q_nope: Tensor, q_rope: Tensor, kept_T1D: Tensor, plan: StepPlan, pages: KvPages) -> Tensor:
         """Attention of every row over its sequence's context: [T, N * value width]."""

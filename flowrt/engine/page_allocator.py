@@ -10,16 +10,23 @@ its time can be told from a holder.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
 class PageAllocator:
-    """`num_pages` pages, numbered from 0. Last freed, first used again: its memory is the likeliest to be in a cache."""
+    """`num_pages` pages, numbered from 0.
+
+    A holder's pages are given out one behind the other as long as that can be: what lies in one piece is read without copying it
+    (operators/attention_plan.py). So whoever comes anew begins in the middle of the longest free piece, and those before it have
+    room to grow.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}, it must be at least 1")
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = bytearray(b"\x01" * num_pages)
+        self._num_free = num_pages
         self._holders: list[set[str]] = [set() for _ in range(num_pages)]
         self._generation = [0] * num_pages
 
@@ -29,18 +36,26 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._num_free
 
-    def allocate(self, num_pages: int, holder: str) -> list[int] | None:
-        """That many pages, now `holder`'s alone; None, and nothing changed, when so many are not free."""
+    def allocate(self, num_pages: int, holder: str, behind: int | None = None) -> list[int] | None:
+        """That many pages, now `holder`'s alone; None, and nothing changed, when so many are not free. The first will be the one
+        behind `behind`, the holder's last page, if that is free."""
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
-        if num_pages > len(self._free):
+        if num_pages > self._num_free:
             return None
-        pages = [self._free.pop() for _ in range(num_pages)]
-        for page in pages:
+        pages: list[int] = []
+        page = None if behind is None else behind + 1
+        while len(pages) < num_pages:
+            if page is None or page == self.num_pages or not self._is_free[page]:
+                page = self._beginning(num_pages - len(pages))
+            self._is_free[page] = False
             self._holders[page].add(holder)
             self._generation[page] += 1
+            pages.append(page)
+            page += 1
+        self._num_free -= num_pages
         return pages
 
     def share(self, pages: Sequence[int], holder: str) -> None:
@@ -64,7 +79,8 @@ class PageAllocator:
             holders = self._holders[page]
             holders.remove(holder)
             if not holders:
-                self._free.append(page)
+                self._is_free[page] = True
+                self._num_free += 1
 
     def holders_of(self, page: int) -> frozenset[str]:
         """Nobody, when it is free. ValueError when there is no such page."""
@@ -75,6 +91,11 @@ class PageAllocator:
     def generation_of(self, page: int) -> int:
         """How often the page has been given out: 0 before its first use."""
         return self._generation[page]
+
+    def _beginning(self, num_pages: int) -> int:
+        """Where to begin anew: in the middle of the longest free piece, or at its start if it is the first or too short for all."""
+        start, end = max((piece.span() for piece in re.finditer(b"\x01+", self._is_free)), key=lambda span: span[1] - span[0])
+        return start + (end - start - num_pages) // 2 if start and num_pages < end - start else start
 
     @staticmethod
     def _check_once(pages: Sequence[int], what: str) -> None:

@@ -99,7 +99,7 @@ class Scheduler:
             head_room = sum(len(other.pages) < self._num_pages(other.most_kv_tokens) for other in self.running)
             if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + head_room:
                 return
-            own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name)
+            own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
             assert own is not None
             self.pages.share(shared, sequence.name)
             sequence.pages = shared + own
@@ -155,7 +155,7 @@ class Scheduler:
         if self._may_take_pages(sequence):
             while self.pages.num_free < missing and (victim := self._youngest_idle(than=sequence)) is not None:
                 self._preempt(victim)
-            pages = self.pages.allocate(missing, sequence.name)
+            pages = self.pages.allocate(missing, sequence.name, sequence.pages[-1])
             if pages is not None:
                 sequence.pages.extend(pages)
                 if self._claim is sequence:

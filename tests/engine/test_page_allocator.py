@@ -83,6 +83,28 @@ AllocatorMachine.TestCase.settings = settings(max_examples=40, stateful_step_cou
 TestAllocator = AllocatorMachine.TestCase
 
 
+def test_pages_of_a_holder_lie_in_one_piece_while_they_can() -> None:
+    allocator = PageAllocator(16)
+    assert allocator.allocate(2, "a") == [0, 1]
+    assert allocator.allocate(2, "b") == [8, 9]  # in the middle of what is left
+    assert allocator.allocate(3, "a", 1) == [2, 3, 4]
+    assert allocator.allocate(6, "b", 9) == [10, 11, 12, 13, 14, 15]
+    assert allocator.allocate(2, "b", 15) == [5, 6]  # there is no page 16: another piece
+    assert allocator.allocate(1, "a", 4) == [7]  # the next is taken
+    allocator.free([11, 12], "b")
+    assert allocator.allocate(3, "c") is None
+    assert allocator.allocate(2, "c") == [11, 12]
+
+
+def test_many_holders_that_grow_in_turn_stay_in_one_piece() -> None:
+    allocator = PageAllocator(256)
+    held = {holder: allocator.allocate(1, str(holder)) or [] for holder in range(8)}
+    for _ in range(15):
+        for holder, pages in held.items():
+            pages += allocator.allocate(1, str(holder), pages[-1]) or []
+    assert all(pages == list(range(pages[0], pages[0] + 16)) for pages in held.values())
+
+
 def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_pages is 0"):
         PageAllocator(0)
