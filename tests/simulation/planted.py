@@ -128,7 +128,7 @@ BUGS: tuple[Bug, ...] = (
     bug("page-freed-while-shared", "a page is free when one of its holders ends", (
         PAGES, "PageAllocator.free", "if not holders:", "if True:")),
     bug("page-of-two", "pages taken are given out again", (
-        PAGES, "PageAllocator.allocate", "self._is_free[page] = False", "self._is_free[page] = page == 1")),
+        PAGES, "PageAllocator.allocate", "self._is_free[page] = False", "self._is_free[page] = True")),
     bug("shared-before-filled", "a choice reads a sibling's pages before they are filled", (
         SCHEDULER, "Scheduler._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
     bug("shared-one-too-many", "the page with the last token of the prompt is shared too", (
