@@ -272,8 +272,7 @@ class ZeroMQChannel(WindowedEndpoint):
                 self._loop.remove_reader(descriptor)
             self._lifeline.close()
             self._frames.clear()
-            self._pair.disable_monitor()
-            shared_context.close([self._pair, self._monitor])
+            shared_context.close(self._pair, self._monitor)
 
 
 class ZeroMQTransport(Transport):
@@ -312,7 +311,7 @@ class ZeroMQTransport(Transport):
             meeting = await meet(self.scheme, name, limits, key, identity, bring, encryption=encryption, begin=lambda *of: met.append(of))
         except BaseException as error:
             if sockets:
-                shared_context.close(sockets)
+                shared_context.close(*sockets)
             if isinstance(error, zmq.ZMQError):
                 raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
             raise
@@ -341,7 +340,7 @@ def _accepted(encryption: str, meeting: Meeting) -> Channel:
         pair.connect(endpoint)
         return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
     except zmq.ZMQError as error:
-        shared_context.close([pair, monitor])
+        shared_context.close(pair, monitor)
         raise WireError(str(error)) from error
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from transports.contract import Limits
@@ -116,11 +115,12 @@ class SharedContext:
         made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
         return made
 
-    def close(self, sockets: Iterable[zmq.Socket[Any]]) -> None:
+    def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         """Close one user's sockets; the last one takes the context along."""
-        for each in sockets:
-            self._forget(each)
-            each.close(0)
+        self._forget(pair)
+        pair.disable_monitor()  # first: libzmq's I/O thread waits for ever when it has news for a monitor that is closed
+        pair.close(0)
+        monitor.close(0)
         self._users -= 1
         if not self._users and self._context is not None:
             context, self._context = self._context, None
@@ -147,7 +147,7 @@ class SharedContext:
         pair.set(zmq.CURVE_PUBLICKEY, public_key(keys.client))
 
     def _forget(self, pair: zmq.Socket[Any]) -> None:
-        if self.authenticator is None or pair.closed or pair.type != zmq.PAIR or not pair.get(zmq.CURVE_SERVER):
+        if self.authenticator is None or not pair.get(zmq.CURVE_SERVER):
             return
         domain = pair.get(zmq.ZAP_DOMAIN)
         self.authenticator.admitted.pop(domain if isinstance(domain, bytes) else str(domain).encode(), None)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from flowrt.actors.opening import FirstUseChannel
 from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 from transports.message import Message
@@ -133,6 +134,7 @@ class LinkPlan:
     connects: bool
     link: str | None = None  # the profile that the channel emulates
     fallbacks: tuple[str, ...] = ()  # schemes to carry on with, in this order, should the channel break
+    first_use: bool = False  # open when somebody has something to say, by whoever it is; both ends plan alike
 
 
 class Links:
@@ -161,6 +163,7 @@ class Links:
         self._wrap = wrap
         self._listeners: dict[str, Listener] = {}
         self._links: dict[tuple[str, str], Link] = {}
+        self._unopened: dict[tuple[str, str], FirstUseChannel] = {}  # those that open, or have opened, at their first use
 
     def __getitem__(self, key: tuple[str, str]) -> Link:
         """The link to (process, scheme). Raises KeyError when there is none yet."""
@@ -175,13 +178,15 @@ class Links:
 
     async def listen(self) -> dict[str, str]:
         """Listen wherever somebody will connect; returns scheme -> address."""
-        for scheme in sorted({scheme for (_, scheme), plan in self._plans.items() if not plan.connects}):
-            limits = _widest([plan.limits for plan in self._plans.values() if plan.scheme == scheme and not plan.connects])
+        called = [plan for plan in self._plans.values() if plan.first_use or not plan.connects]
+        for scheme in sorted({plan.scheme for plan in called}):
+            limits = _widest([plan.limits for plan in called if plan.scheme == scheme])
             self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", limits, self._key, self._identity)
         return {scheme: listener.address for scheme, listener in self._listeners.items()}
 
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
-        """Connect and accept until every planned link is up. `addresses`: process -> scheme -> address.
+        """Connect and accept until every planned link is up, but for those that open at their first use. `addresses`: process -> scheme
+        -> address.
 
         A caller that is not the incarnation named is closed again. Raises TransportError when somebody cannot be reached.
         """
@@ -189,7 +194,9 @@ class Links:
             for scheme, listener in self._listeners.items():
                 group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
             for plan in self._plans.values():
-                if plan.connects:
+                if plan.first_use:
+                    self._expect(plan, addresses[plan.peer][plan.scheme], Identity(plan.peer, incarnations[plan.peer]))
+                elif plan.connects:
                     group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
 
     async def run(self) -> None:
@@ -197,9 +204,14 @@ class Links:
 
         A peer that ends in order ends its link only.
         """
-        async with asyncio.TaskGroup() as group:
-            for link in self._links.values():
-                group.create_task(link.run(), name=f"link to {link.peer.name}")
+        async with asyncio.TaskGroup() as callers:
+            schemes = {scheme for _, scheme in self._unopened}
+            accepting = [callers.create_task(self._accept_first_uses(scheme), name=f"accept {scheme}") for scheme in schemes]
+            async with asyncio.TaskGroup() as group:
+                for link in self._links.values():
+                    group.create_task(link.run(), name=f"link to {link.peer.name}")
+            for task in accepting:
+                task.cancel()
 
     async def aclose(self) -> None:
         """Close every link and listener. Idempotent."""
@@ -214,7 +226,7 @@ class Links:
         self._add(plan, channel)
 
     async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
-        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects}
+        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects and not plan.first_use}
         while missing:
             channel = await listener.accept()
             peer = channel.peer
@@ -224,8 +236,26 @@ class Links:
             missing.discard(peer.name)
             self._add(self._plans[peer.name, scheme], channel)
 
+    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> None:
+        """A link that opens at its first use."""
+
+        async def call() -> Channel:
+            return self._wrap(plan, await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity))
+
+        channel = self._unopened[plan.peer, plan.scheme] = FirstUseChannel(peer, plan.scheme, call, plan.connects)
+        self._add(plan, channel)
+
+    async def _accept_first_uses(self, scheme: str) -> None:
+        while True:
+            channel = await self._listeners[scheme].accept()
+            expected = self._unopened.get((channel.peer.name, scheme))
+            if expected is None or channel.peer != expected.peer:
+                await channel.aclose()
+            else:
+                expected.offer(self._wrap(self._plans[channel.peer.name, scheme], channel))
+
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
-        wrapped = self._wrap(plan, channel)
+        wrapped = channel if plan.first_use else self._wrap(plan, channel)
         if plan.fallbacks:
             wrapped = FallbackChannel(wrapped, plan.fallbacks, self._reopener(plan, channel.peer))
         self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, self._on_message, self._on_pause)

@@ -37,6 +37,7 @@ EXECUTOR_FILES = (
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
     "flowrt/api.py": "the cancels of a run and the window of a stream: both end where `async with` and the generator end",
+    "flowrt/actors/opening.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/fallback.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
     "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
     "transports/checks_meeting.py": "the same",

@@ -1,0 +1,221 @@
+"""A channel that opens at its first use: by whichever end has something to say first, between the two ends alone.
+
+Here: the opening as a table (state, event) -> (state, actions), pure, and FirstUseChannel, which does what it says. Not here: listening
+and routing callers to their link (links.py, which calls this). After EaaS, section 4.4 (figure 7), whose steps are, in ours:
+
+    hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/handshake.py)
+    mirrored answer                        the listener's hello and its proof of the key, under both hellos
+    state change notified                  ADOPT and NOTIFY below: whoever waits for the channel goes on
+    buffers registered, keys exchanged     the caller's proof brings memory, descriptors or endpoint and keys (rendezvous.py)
+    both mark ready                        the called end says READY_KIND when it has taken the call; then both ends are READY
+
+Two ends that call each other at once end with one channel: the call of the end that comes first in the graph. It refuses the other's by
+closing it unmarked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from enum import Enum
+
+from transports.contract import Channel, ChannelStatistics, Identity
+from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from transports.message import Message
+
+READY_KIND = "opening.ready"
+
+
+class State(Enum):
+    IDLE = "idle"  # nobody has had anything to say
+    CALLING = "calling"
+    EXPECTING = "expecting"  # our call was refused in favour of the other end's
+    READY = "ready"
+    LOST = "lost"  # the call failed, and no other came
+    CLOSED = "closed"
+
+
+class Event(Enum):
+    WANTED = "wanted"  # a message is to be sent
+    ARRIVED = "arrived"  # the other end's call, proved and accepted
+    OPENED = "opened"  # our call was answered and marked ready
+    REFUSED = "refused"  # it was answered and closed again, unmarked
+    FAILED = "failed"  # it was not answered
+    CLOSE = "close"
+
+
+class Action(Enum):
+    CALL = "call"
+    ADOPT = "adopt"  # take the channel that came with the event
+    MARK = "mark"  # say READY_KIND on it
+    DROP = "drop"  # close the channel that came with the event
+    HANG_UP = "hang up"  # end our own call
+    NOTIFY = "notify"  # whoever waits looks again
+
+
+_A = Action
+Step = tuple[State, tuple[Action, ...]]
+_COMMON: dict[tuple[State, Event], Step] = {
+    (State.IDLE, Event.WANTED): (State.CALLING, (_A.CALL,)),
+    (State.IDLE, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (State.IDLE, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
+    (State.CALLING, Event.WANTED): (State.CALLING, ()),
+    (State.CALLING, Event.OPENED): (State.READY, (_A.ADOPT, _A.NOTIFY)),
+    (State.CALLING, Event.FAILED): (State.LOST, (_A.NOTIFY,)),
+    (State.CALLING, Event.CLOSE): (State.CLOSED, (_A.HANG_UP, _A.NOTIFY)),
+    (State.EXPECTING, Event.WANTED): (State.EXPECTING, ()),
+    (State.EXPECTING, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (State.EXPECTING, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
+    (State.READY, Event.WANTED): (State.READY, ()),
+    (State.READY, Event.ARRIVED): (State.READY, (_A.DROP,)),
+    (State.READY, Event.OPENED): (State.READY, (_A.DROP,)),
+    (State.READY, Event.REFUSED): (State.READY, ()),
+    (State.READY, Event.FAILED): (State.READY, ()),
+    (State.READY, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
+    (State.LOST, Event.WANTED): (State.LOST, ()),
+    (State.LOST, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (State.LOST, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
+    **{(State.CLOSED, event): (State.CLOSED, (_A.DROP,) if event in (Event.ARRIVED, Event.OPENED) else ()) for event in Event},
+}
+# Where both call at once, the end that comes first in the graph keeps its own call and the other one gives way.
+FIRST: dict[tuple[State, Event], Step] = {
+    **_COMMON,
+    (State.CALLING, Event.ARRIVED): (State.CALLING, (_A.DROP,)),
+    (State.CALLING, Event.REFUSED): (State.LOST, (_A.NOTIFY,)),
+}
+SECOND: dict[tuple[State, Event], Step] = {
+    **_COMMON,
+    (State.CALLING, Event.ARRIVED): (State.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (State.CALLING, Event.REFUSED): (State.EXPECTING, ()),
+}
+
+
+class FirstUseChannel(Channel):
+    """One end to `peer`, not open yet. `call` opens a channel to it; `offer` is given the channels by which `peer` calls.
+
+    `first`: this end comes first in the graph.
+    """
+
+    def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool) -> None:
+        self.peer = peer
+        self.scheme = scheme  # type: ignore[misc]  # that of the channel to come
+        self.state = State.IDLE
+        self._table = FIRST if first else SECOND
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._channel: Channel | None = None
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._calling: asyncio.Task[None] | None = None
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._reason = ""
+        self._receiving = False
+
+    def offer(self, channel: Channel) -> None:
+        """The peer has called, and `channel` is the result."""
+        self._step(Event.ARRIVED, channel)
+
+    def send_nowait(self, message: Message) -> bool:
+        if self._channel is not None:
+            return self._channel.send_nowait(message)
+        self._step(Event.WANTED)
+        self._raise_if_over()
+        return False
+
+    async def send(self, message: Message) -> None:
+        await (await self._ready(wanted=True)).send(message)
+
+    async def send_acknowledged(self, message: Message) -> None:
+        await (await self._ready(wanted=True)).send_acknowledged(message)
+
+    async def recv(self) -> Message:
+        if self._channel is None:
+            if self._receiving:
+                raise BusyChannelError("another task is in recv of this channel")
+            self._receiving = True
+            try:
+                await self._ready(wanted=False)
+            finally:
+                self._receiving = False
+        assert self._channel is not None
+        return await self._channel.recv()
+
+    def recv_nowait(self) -> Message | None:
+        if self._channel is not None:
+            return self._channel.recv_nowait()
+        self._raise_if_over()
+        return None
+
+    async def aclose(self) -> None:
+        self._step(Event.CLOSE)
+        tasks = [task for task in (self._calling, *self._dropping) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._channel is not None:
+            await self._channel.aclose()
+
+    @property
+    def closed(self) -> bool:
+        return self.state in (State.CLOSED, State.LOST) or (self._channel is not None and self._channel.closed)
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics() if self._channel is None else self._channel.statistics()
+
+    async def _ready(self, wanted: bool) -> Channel:
+        while self._channel is None:
+            if wanted:
+                self._step(Event.WANTED)
+            self._raise_if_over()
+            await asyncio.wait([self._changed])
+        return self._channel
+
+    def _raise_if_over(self) -> None:
+        if self.state is State.CLOSED:
+            raise ClosedChannelError("this channel was closed")
+        if self.state is State.LOST:
+            raise BrokenChannelError(self._reason)
+
+    def _step(self, event: Event, channel: Channel | None = None) -> None:
+        self.state, actions = self._table[self.state, event]
+        for action in actions:
+            match action:
+                case Action.CALL:
+                    self._calling = self._loop.create_task(self._open(), name=f"call {self.peer.name}")
+                case Action.HANG_UP:
+                    if self._calling is not None:
+                        self._calling.cancel()
+                case Action.MARK:
+                    assert channel is not None
+                    with contextlib.suppress(TransportError):  # gone already: whoever reads will see
+                        channel.send_nowait(Message(READY_KIND))
+                case Action.ADOPT:
+                    self._channel = channel
+                case Action.DROP:
+                    assert channel is not None
+                    task = self._loop.create_task(channel.aclose(), name=f"too late for {self.peer.name}")
+                    self._dropping.add(task)
+                    task.add_done_callback(self._dropping.discard)
+                case Action.NOTIFY:
+                    self._changed.set_result(None)
+                    self._changed = self._loop.create_future()
+
+    async def _open(self) -> None:
+        try:
+            channel = await self._call()
+        except TransportError as error:
+            self._reason = f"{self.scheme}: {error}"
+            self._step(Event.FAILED)
+            return
+        try:
+            marked = (await channel.recv()).kind == READY_KIND
+        except (EndOfChannel, BrokenChannelError):
+            marked = False
+        except asyncio.CancelledError:
+            await channel.aclose()
+            raise
+        if marked:
+            self._step(Event.OPENED, channel)
+            return
+        await channel.aclose()
+        self._reason = f"{self.peer.name} has refused the call"
+        self._step(Event.REFUSED)

@@ -1,0 +1,90 @@
+"""Links of three workers that open at their first use, over real transports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from flowrt.actors.link_plan import LinkPlan
+from flowrt.actors.links import Links
+from flowrt.actors.opening import FirstUseChannel, State
+from transports.checks_basics import numbered
+from transports.checks_meeting import KEY, SMALL
+from transports.contract import Identity
+from transports.message import Message
+from transports.registry import get_transport, unavailable_reason
+
+NAMES = ("a", "b", "c")
+SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
+
+
+@asynccontextmanager
+async def workers(scheme: str, fallbacks: tuple[str, ...] = ()) -> AsyncIterator[tuple[dict[str, Links], dict[str, list[Message]]]]:
+    """Everybody is linked to everybody, and nothing is open."""
+    received: dict[str, list[Message]] = {name: [] for name in NAMES}
+    links = {
+        name: Links(
+            Identity(name, f"{name}1"),
+            KEY,
+            [LinkPlan(peer, scheme, SMALL, 64, name < peer, None, fallbacks, True) for peer in NAMES if peer != name],
+            get_transport,
+            received[name].append,
+        )
+        for name in NAMES
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = {}
+        for name, each in links.items():
+            stack.push_async_callback(each.aclose)
+            addresses[name] = await each.listen()
+        for each in links.values():
+            await each.open(addresses, {name: f"{name}1" for name in NAMES})
+        running = [asyncio.ensure_future(each.run()) for each in links.values()]
+        try:
+            yield links, received
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+
+def states(links: dict[str, Links], scheme: str) -> dict[str, State]:
+    return {
+        f"{name}{peer}": channel.state
+        for name, each in links.items()
+        for (peer, _), channel in each._unopened.items()
+        if isinstance(channel, FirstUseChannel)
+    }
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
+async def test_only_the_links_that_are_used_are_opened(scheme: str, source: str, target: str, loop_kind: str) -> None:
+    async with asyncio.timeout(20), workers(scheme) as (links, received):
+        assert set(states(links, scheme).values()) == {State.IDLE}
+        for number in range(20):
+            links[source][target, scheme].post(numbered(number))
+        while len(received[target]) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
+        opened = {pair for pair, state in states(links, scheme).items() if state is State.READY}
+        assert opened == {"ab", "ba"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_all_speak_at_once(scheme: str) -> None:
+    async with asyncio.timeout(20), workers(scheme) as (links, received):
+        for number in range(10):
+            for name in NAMES:
+                for peer in NAMES:
+                    if peer != name:
+                        links[name][peer, scheme].post(numbered(number))
+        while any(len(messages) < 20 for messages in received.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert {len(messages) for messages in received.values()} == {20}
+        assert set(states(links, scheme).values()) == {State.READY}

@@ -1,0 +1,169 @@
+"""Channels that open at their first use: the table, for every order of events; and two real ends, whoever speaks first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.actors.opening import FIRST, SECOND, Action, Event, FirstUseChannel, State
+from transports.checks_basics import numbered, receive_all
+from transports.checks_meeting import HERE, KEY, SMALL, THERE
+from transports.contract import Channel, Identity
+from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel
+from transports.registry import get_transport, unavailable_reason
+
+SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
+
+
+@pytest.mark.parametrize("table", [FIRST, SECOND])
+def test_every_channel_is_adopted_or_dropped_in_every_state(table: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]]) -> None:
+    for state in State:
+        for event in (Event.ARRIVED, Event.OPENED):
+            if (state, event) in table:
+                _, actions = table[state, event]
+                assert (Action.ADOPT in actions) != (Action.DROP in actions)
+                assert (Action.MARK in actions) == (Action.ADOPT in actions and event is Event.ARRIVED)
+        assert (state, Event.CLOSE) in table
+        assert (state, Event.WANTED) in table
+        assert (state, Event.ARRIVED) in table
+
+
+@given(st.lists(st.sampled_from(["first wants", "second wants", "deliver"]), max_size=12), st.randoms(use_true_random=False))
+def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: object) -> None:
+    """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up is answered by nobody."""
+    states = {"first": State.IDLE, "second": State.IDLE}
+    tables = {"first": FIRST, "second": SECOND}
+    other = {"first": "second", "second": "first"}
+    adopted: dict[str, str | None] = {"first": None, "second": None}  # by whose call the channel came
+    calls: list[str] = []  # on the way, by caller
+    hung_up: set[str] = set()
+
+    def step(end: str, event: Event, caller: str | None = None) -> tuple[Action, ...]:
+        states[end], actions = tables[end][states[end], event]
+        if Action.CALL in actions:
+            calls.append(end)
+        if Action.HANG_UP in actions:
+            hung_up.add(end)
+        if Action.ADOPT in actions:
+            adopted[end] = caller
+        return actions
+
+    def deliver() -> None:
+        caller = calls.pop(choice.randrange(len(calls)))  # type: ignore[attr-defined]
+        if caller in hung_up:
+            return
+        taken = Action.ADOPT in step(other[caller], Event.ARRIVED, caller)
+        if caller not in hung_up:
+            step(caller, Event.OPENED if taken else Event.REFUSED, caller)
+
+    for happening in happenings:
+        if happening == "deliver":
+            if calls:
+                deliver()
+        else:
+            step(happening.split()[0], Event.WANTED)
+    while calls:
+        deliver()
+    if any("wants" in happening for happening in happenings):
+        assert states == {"first": State.READY, "second": State.READY}
+        assert adopted["first"] == adopted["second"] is not None
+    else:
+        assert states == {"first": State.IDLE, "second": State.IDLE}
+
+
+@asynccontextmanager
+async def two_ends(scheme: str) -> AsyncIterator[tuple[FirstUseChannel, FirstUseChannel]]:
+    """Two ends that both listen; nothing is open yet."""
+    transport = get_transport(scheme)
+    async with (
+        await transport.listen(f"{scheme}://", SMALL, KEY, HERE) as here,
+        await transport.listen(f"{scheme}://", SMALL, KEY, THERE) as there,
+    ):
+
+        async def accept(listener: object, end: FirstUseChannel) -> None:
+            while True:
+                end.offer(await listener.accept())  # type: ignore[attr-defined]
+
+        def caller(address: str, identity: Identity) -> Channel:
+            return transport.connect(address, SMALL, KEY, identity)  # type: ignore[return-value]
+
+        one = FirstUseChannel(THERE, scheme, lambda: caller(there.address, HERE), True)  # type: ignore[arg-type, return-value]
+        two = FirstUseChannel(HERE, scheme, lambda: caller(here.address, THERE), False)  # type: ignore[arg-type, return-value]
+        accepting = [asyncio.ensure_future(accept(here, one)), asyncio.ensure_future(accept(there, two))]
+        try:
+            yield one, two
+        finally:
+            for task in accepting:
+                task.cancel()
+            await asyncio.wait(accepting)
+            for end in (one, two):
+                await end.aclose()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("speaker", ["first", "second", "both"])
+async def test_it_opens_when_somebody_speaks(scheme: str, speaker: str, loop_kind: str) -> None:
+    async with asyncio.timeout(20), two_ends(scheme) as (one, two):
+        receiving = [asyncio.ensure_future(receive_all(end, 0, 5)) for end in (one, two)]
+        await asyncio.sleep(0.02)
+        assert one.state is two.state is State.IDLE
+        speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
+
+        async def speak(end: FirstUseChannel) -> None:
+            for number in range(5):
+                if not end.send_nowait(numbered(number)):
+                    await end.send(numbered(number))
+
+        await asyncio.gather(*(speak(end) for end in speakers))
+        for end in (one, two):
+            if end not in speakers:
+                await speak(end)
+        await asyncio.gather(*receiving)
+        assert one.state is two.state is State.READY
+        assert one.statistics().messages_sent == two.statistics().messages_received in (5, 6)  # whoever was called has marked it ready
+
+
+async def test_a_call_that_fails_is_a_broken_channel() -> None:
+    async def call() -> Channel:
+        raise AddressError("nobody listens at inproc://x")
+
+    end = FirstUseChannel(THERE, "inproc", call, True)
+    receiving = asyncio.ensure_future(end.recv())
+    with pytest.raises(BrokenChannelError, match="inproc: nobody listens"):
+        await end.send(numbered(0))
+    with pytest.raises(BrokenChannelError):
+        await receiving
+    assert end.closed
+    await end.aclose()
+
+
+async def test_closing_before_the_first_use_and_while_it_calls() -> None:
+    async def call() -> Channel:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for speak in (False, True):
+        end = FirstUseChannel(THERE, "inproc", call, True)
+        receiving = asyncio.ensure_future(end.recv())
+        if speak:
+            assert not end.send_nowait(numbered(0))
+        await asyncio.sleep(0)
+        await end.aclose()
+        with pytest.raises(ClosedChannelError):
+            await receiving
+        with pytest.raises(ClosedChannelError):
+            await end.send(numbered(0))
+
+
+async def test_an_orderly_end_goes_through() -> None:
+    async with two_ends("inproc") as (one, two):
+        await one.send(numbered(0))
+        await receive_all(two, 0, 1)
+        await one.aclose()
+        with pytest.raises(EndOfChannel):
+            await two.recv()
