@@ -31,6 +31,13 @@ class CopyTable:
         table = torch.tensor([[*servers, *[servers[0]] * (width - len(servers))] for servers in copies])
         return cls(table.to(device), torch.tensor([len(servers) for servers in copies], device=device), num_servers)
 
+    def servers_P(self, expert_ids_TA: Tensor, positions_T: Tensor) -> Tensor:
+        """The server of each pair: of an expert's copies, the row's position picks one in turn."""
+        if self.servers_EB.shape[1] == 1:
+            return self.servers_EB[:, 0].index_select(0, expert_ids_TA.flatten())
+        turn_TA = positions_T.unsqueeze(1) % self.num_copies_E[expert_ids_TA]
+        return self.servers_EB[expert_ids_TA, turn_TA].flatten()
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -55,11 +62,14 @@ def cut(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, copies: 
     Of an expert's copies, the row's position in its sequence picks one in turn: a choice that spreads load, and that does not
     depend on the batch.
     """
-    num_active = expert_ids_TA.shape[1]
-    turn_TA = positions_T.unsqueeze(1) % copies.num_copies_E[expert_ids_TA]
-    server_P = copies.servers_EB[expert_ids_TA, turn_TA].flatten()
-    order_P = server_P.argsort(stable=True)
+    num_rows, num_active = expert_ids_TA.shape
     expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
+    if copies.num_servers == 1:  # all there is, in the order in which it is: nothing to sort, and no count that the host would wait for
+        pair_P = torch.arange(num_rows * num_active, device=expert_P.device)
+        rows_R = torch.arange(num_rows, device=expert_P.device)
+        return [Part(0, rows_R, pair_P // num_active, expert_P, weight_P, pair_P)] if num_rows else []
+    server_P = copies.servers_P(expert_ids_TA, positions_T)
+    order_P = server_P.argsort(stable=True)
     parts, start = [], 0
     for server, count in enumerate(torch.bincount(server_P, minlength=copies.num_servers).tolist()):
         if count:

@@ -38,7 +38,8 @@ class Dispatch:
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         outputs = {"plan": Payload(plan, PlanHeader(tuple(range(len(parts)))))}
         for number, part in enumerate(parts):
-            tensors = (x_TH.index_select(0, part.rows_R), part.row_P, part.expert_P, part.weight_P)
+            rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
+            tensors = (rows_RH, part.row_P, part.expert_P, part.weight_P)
             outputs[f"server{part.server}"] = Payload(tensors, PartHeader(number))
         return outputs
 
