@@ -1,0 +1,48 @@
+"""`emulate:` in a graph file: what it becomes, that the expanded file says the same, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flowrt.graph import from_json, to_json, to_yaml
+from flowrt.graph.model import Emulation
+from flowrt.graph.show import print_graph
+
+LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links: {attention-experts: {link: ub}}\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "emulation"),
+    [
+        ("{dilation: 100}", Emulation(100.0)),
+        ("{dilation: 1.5e3, processes_per_nic: 8}", Emulation(1500.0, processes_per_nic=8)),
+        ("{dilation: 2, compute: {attention_seconds: 250e-6}}", Emulation(2.0, 250e-6)),
+        ("{dilation: 2, compute: {attention_seconds: 1, expert_seconds: 120e-6}}", Emulation(2.0, 1.0, 120e-6)),
+    ],
+)
+def test_an_emulated_graph_says_the_same_expanded_and_on_the_wire(load, section: str, emulation: Emulation) -> None:
+    graph = load(f"{LINKED}emulate: {section}\n")
+    assert graph.emulation == emulation
+    assert load(to_yaml(graph), name="again.yaml") == graph
+    assert from_json(to_json(graph)).emulation == emulation
+
+
+def test_without_the_key_nothing_is_emulated(load) -> None:
+    graph = load(LINKED)
+    assert graph.emulation is None
+    assert "emulate" not in to_yaml(graph)
+
+
+def test_show_names_the_dilation(load) -> None:
+    out = io.StringIO()
+    print_graph(load(f"{LINKED}emulate: {{dilation: 250}}\n"), "g.yaml", Console(file=out, width=400))
+    assert "emulated at dilation 250" in out.getvalue().splitlines()[0]
+
+
+def test_computing_alone_can_be_emulated(load) -> None:
+    graph = load("flowrt: 1\nmodel: {path: m}\nemulate: {dilation: 3, compute: {expert_seconds: 1e-3}}\n")
+    assert graph.emulation is not None
+    assert graph.emulation.charges() == {"experts": 1e-3}
