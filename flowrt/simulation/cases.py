@@ -149,7 +149,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     assert graph.model is not None
     vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
     room = min(limits.kv_pages * limits.page_tokens, _positions(graph.model.path))
-    most_new = min(limits.max_tokens, 10)
+    most_new = min(limits.max_tokens, 8)
     pool = []
     for number in range(POOL):
         length = min((1, 3, 9, 17, 30, 13)[number % 6], room - most_new)
@@ -175,7 +175,7 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
     pool = _pool(graph)
     apart = chance.choice((0.0, 2e-3, 30e-3))
     drawn = []
-    for _ in range(chance.choice((2, 3, 4, 6))):
+    for _ in range(chance.choice((2, 3, 4, 5))):
         patience = chance.uniform(0.0, 0.1) if chance.random() < 0.15 else None
         drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), cancel_seconds=patience))
     return tuple(drawn)

@@ -101,8 +101,6 @@ BUGS: tuple[Bug, ...] = (
         ENDPOINT, "Endpoint._wake_receiver", "if future is not None and (not future.done()):",
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
-    bug("outbox-overtaken", "a message overtakes those that wait in the outbox", (
-        LINKS, "Link.post", "if not self._waiting:", "if True:")),
     bug("outbox-lost", "a message that found the channel full is forgotten", (
         LINKS, "Link.post", "self._outbox.post(message)", "pass")),
     bug("unpaused", "messages taken in one go are not settled", (
@@ -137,8 +135,6 @@ BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._preempt", "sequence.num_computed_tokens = 0", "pass")),
     bug("preempted-in-step", "a sequence is preempted while its step runs", (
         SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
-    bug("preempted-still-scheduled", "a sequence preempted a moment ago takes part in the step", (
-        SCHEDULER, "Scheduler.schedule", "if sequence.state is State.RUNNING and self._grow(sequence):", "if self._grow(sequence):")),
     bug("claim-kept", "a sequence that ends keeps its claim on pages", (
         SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
     bug("moved-in-step", "a sequence changes its lane while its step runs", (
