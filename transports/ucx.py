@@ -67,7 +67,7 @@ class UCXChannel(WindowedEndpoint):
         self._proof = meeting.handshake.session_key("ucx greeting")
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
-        self._pool = BlockPool(meeting.limits.capacity_bytes)
+        self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, self._pool, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.limits)
         self._arrivals: deque[Arrival] = deque()  # those that are not whole, and what came after them

@@ -4,7 +4,7 @@ Here: `BlockPool`. Not here: UCX (ucx_link.py), what is in the blocks (ucx.py, w
 memory. A sender takes one for a message's bytes and gives it back when UCX has completed. A receiver takes one, and hands out a *lease*
 on it: the block comes back by itself when the last view of the lease is gone, on whatever thread that happens.
 
-Sizes are rounded up to a power of two or three quarters of one, so that a block fits many messages; at most `idle_bytes` are kept unused.
+Sizes are rounded up to eighths of a power of two, so that a block fits many messages; at most `idle_bytes` are kept unused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ SMALLEST_BYTES = 1 << 16
 
 
 def block_bytes(nbytes: int) -> int:
-    """The size of the block for `nbytes`: at least as much, at most half as much again (and a smallest size)."""
-    size = SMALLEST_BYTES
-    while size < nbytes:
-        size *= 2
-    three_quarters = size // 4 * 3
-    return three_quarters if nbytes <= three_quarters and three_quarters >= SMALLEST_BYTES else size
+    """The size of the block for `nbytes`: at least as much, and at most an eighth more (but a smallest size)."""
+    if nbytes <= SMALLEST_BYTES:
+        return SMALLEST_BYTES
+    step = 1 << (nbytes - 1).bit_length() - 4
+    return -(-nbytes // step) * step
 
 
 class BlockPool:
@@ -53,7 +52,7 @@ class BlockPool:
         if idle:
             self._idle_bytes -= size
             return idle.pop()
-        return mmap.mmap(-1, size)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give_back(self, block: Block) -> None:
         """The block is free: kept for the next one, unless enough are."""

@@ -29,8 +29,9 @@ _SETTINGS = {
     "KEEPALIVE_INTERVAL": "inf",
     "RNDV_THRESH": "8192",
 }
-# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of.
-_ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of. Its hooks into
+# malloc and mmap, for the sake of registered memory, are not needed here.
+_ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MEM_EVENTS": "n"}
 _PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
 _CLOSING_TURNS = 16
 IN_PROGRESS = 1  # of a request's status

@@ -35,6 +35,11 @@ def region_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return [*starts, end], end + sizes[-1]
 
 
+def piece_end(start: int, region_bytes: int) -> int:
+    """Where the piece that begins at `start` ends. The last one takes what is left, less than twice as much as the others."""
+    return region_bytes if region_bytes - start < 2 * PIECE_BYTES else start + PIECE_BYTES
+
+
 class RegionSender:
     """One end's outgoing regions."""
 
@@ -56,7 +61,7 @@ class RegionSender:
             for copied in range(0, len(part), PIECE_BYTES):
                 end = start + min(copied + PIECE_BYTES, len(part))
                 target[start + copied : end] = part[copied : copied + PIECE_BYTES]
-                while sent + PIECE_BYTES <= end and sent + PIECE_BYTES < region_bytes:
+                while end >= sent + PIECE_BYTES and piece_end(sent, region_bytes) < region_bytes:
                     self._add(target[sent : sent + PIECE_BYTES], None)
                     sent += PIECE_BYTES
         self._add(target[sent:region_bytes], block)
@@ -146,7 +151,7 @@ class RegionReceiver:
                 return whole
             arrival = self._announced[0]
             start = arrival.next_byte
-            arrival.next_byte = end = min(start + PIECE_BYTES, arrival.region_bytes)
+            arrival.next_byte = end = piece_end(start, arrival.region_bytes)
             if end == arrival.region_bytes:
                 self._announced.popleft()
             target = self._link.array(_view(arrival, start, end))

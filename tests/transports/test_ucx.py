@@ -234,7 +234,7 @@ async def test_blocks_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         import mmap
 
         real = mmap.mmap
-        monkeypatch.setattr("transports.ucx_blocks.mmap.mmap", lambda fd, size: (made.append(size), real(fd, size))[1])
+        monkeypatch.setattr("transports.ucx_blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
         for number in range(50):
             await one.send(numbered(number, 300_000))
             check_numbered(await within(two.recv(), "recv"), number, 300_000)
