@@ -182,7 +182,6 @@ def test_what_heals_changes_no_token(fault: Fault) -> None:
     [
         (Crash(process="experts.1", at_seconds=0.02), {"experts.1"}, "was killed by signal 9"),
         (Crash(process="attention.0", at_seconds=0.02), {"attention.0"}, "was killed by signal 9"),
-        (Reset(between=("attention.0", "experts.1"), at_seconds=0.02), {"attention.0", "experts.1"}, "the connection was reset"),
         (Reset(between=("gateway", "experts.2"), at_seconds=0.02), {"experts.2"}, "without being told to"),
     ],
 )
@@ -201,6 +200,18 @@ def test_what_does_not_heal_ends_every_request_with_an_error_that_names_it(fault
         check(graph, Scenario(), requests, served, references)
     with pytest.raises(InvariantError, match="I7"):
         check(graph, Scenario(faults=(fault,), expect="tokens"), requests, served, references)
+
+
+def test_a_lost_link_costs_no_token_or_ends_the_run_by_name() -> None:
+    """Which of both is up to the links: they may have something to fall back on."""
+    graph = load(GRAPHS / "2x3.yaml")
+    requests = make_requests(3, 6)
+    references = [reference_of(draw(0, [graph]), request) for request in requests]
+    for seed in range(4):
+        scenario = Scenario(faults=(Reset(between=("attention.0", "experts.1"), at_seconds=0.02),))
+        outcome = run(seed, lambda world, scenario=scenario: serve(world, graph, requests, scenario=scenario, exact=True))
+        assert outcome.num_faults["reset"] == 1
+        check(graph, scenario, requests, outcome.result, references)
 
 
 def test_the_checks_find_what_they_should() -> None:
