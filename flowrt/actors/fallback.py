@@ -1,7 +1,6 @@
 """A channel that outlives the transport under it: when that breaks, the two ends meet again over the next one and lose nothing.
 
-Here: `Ledger` (what was sent and not yet told to have arrived; pure), `FallbackChannel`, and `reopener`, which opens the next channel.
-Not here: which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
+Here: `FallbackChannel`, and `reopener`, which opens the next channel. Not here: what was sent and not told to have arrived (ledger.py), which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
 
 Messages of an edge are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. An end
 keeps what it has sent until the other tells, every TOLD_EVERY messages, how many it has taken. After a break each end says on the new
@@ -21,11 +20,11 @@ from hashlib import sha256
 
 import msgspec
 
+from flowrt.actors.ledger import Ledger
 from transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
 from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
 from transports.message import Message
 
-TOLD_EVERY = 16
 MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; a peer that is dead is told of by the launcher meanwhile
 _AGAIN_SECONDS = 0.01
 OWN_EDGE = -17  # no edge of a graph: what two of these channels say to each other
@@ -39,52 +38,6 @@ class _Count(msgspec.Struct, frozen=True):
     """_TAKEN: how many messages have been taken. _BEGIN: the number of the first message on this channel. _ASK (0): tell now."""
 
     number: int
-
-
-class Ledger:
-    """What one end has sent and received, over all its channels. Pure.
-
-    `kept` are the messages that the other end may lack, oldest first; the first of them has the number `first`.
-    """
-
-    __slots__ = ("doubles", "first", "kept", "received", "resent", "skip", "told")
-
-    def __init__(self) -> None:
-        self.kept: deque[Message] = deque()
-        self.first = self.received = self.told = 0
-        self.skip = 0  # how many of the messages that come next have been received before
-        self.doubles = self.resent = 0
-
-    def begin(self) -> list[Message]:
-        """A new channel: what to send on it first."""
-        self.resent += len(self.kept)
-        return list(self.kept)
-
-    def hear_taken(self, number: int) -> None:
-        """The other end has taken `number` messages in all. Raises ValueError when that cannot be."""
-        if not self.first <= number <= self.first + len(self.kept):
-            raise ValueError(f"the peer says it has taken {number} messages of {self.first + len(self.kept)}")
-        while self.first < number:
-            self.kept.popleft()
-            self.first += 1
-
-    def hear_begin(self, number: int) -> None:
-        """The other end begins again at `number`. Raises ValueError when messages between are lost."""
-        if not 0 <= number <= self.received:
-            raise ValueError(f"the peer begins again at message {number}, and {self.received} was due")
-        self.skip = self.received - number
-
-    def is_new(self) -> bool:
-        """A message has come. False: it is one received before."""
-        if self.skip:
-            self.skip -= 1
-            self.doubles += 1
-            return False
-        self.received += 1
-        return True
-
-    def is_time_to_tell(self) -> bool:
-        return self.received - self.told >= TOLD_EVERY
 
 
 class FallbackChannel(Channel):
@@ -131,6 +84,33 @@ class FallbackChannel(Channel):
         return True
 
     async def send(self, message: Message) -> None:
+        kept = False
+        while not kept:
+            channel = await self._way()
+            before = channel.statistics().messages_sent
+            self._num_waiting += 1
+            try:
+                if self.ledger.is_time_to_tell():  # the way is full: `recv` could not tell
+                    self.ledger.told = self.ledger.received
+                    await channel.send(_own(_TAKEN, self.ledger.received))
+                    before += 1
+                # Before it goes: the other end may take a large one, and tell, before `send` returns; and if the channel breaks
+                # meanwhile it must be among those that go again.
+                self.ledger.kept.append(message)
+                kept = True
+                await channel.send(message)
+            except BrokenChannelError:
+                if self._ended or self._failure is not None:
+                    raise
+            except BaseException:
+                if kept and channel is self._channel and channel.statistics().messages_sent == before:
+                    self.ledger.forget(message)  # nothing of it was sent
+                raise
+            finally:
+                self._num_waiting -= 1
+
+    async def _way(self) -> Channel:
+        """The channel, once there is one and it has carried what the last one left."""
         while True:
             self._raise_if_over()
             if self._resending is not None:
@@ -138,26 +118,7 @@ class FallbackChannel(Channel):
             elif self._channel is None:
                 await asyncio.wait([self._opened])
             else:
-                break
-        channel = self._channel
-        before = channel.statistics().messages_sent
-        self._num_waiting += 1
-        try:
-            if self.ledger.is_time_to_tell():  # the way is full: `recv` could not tell
-                self.ledger.told = self.ledger.received
-                await channel.send(_own(_TAKEN, self.ledger.received))
-                before += 1
-            await channel.send(message)
-        except BrokenChannelError:
-            if self._ended or self._failure is not None:
-                raise
-        except asyncio.CancelledError:
-            if channel.statistics().messages_sent > before:  # whole, then; else nothing of it
-                self.ledger.kept.append(message)
-            raise
-        finally:
-            self._num_waiting -= 1
-        self.ledger.kept.append(message)
+                return self._channel
 
     async def send_acknowledged(self, message: Message) -> None:
         number = self.ledger.first + len(self.ledger.kept) + 1
