@@ -1,6 +1,7 @@
 """A channel that outlives the transport under it: when that breaks, the two ends meet again over the next one and lose nothing.
 
-Here: `FallbackChannel`, and `reopener`, which opens the next channel. Not here: what was sent and not told to have arrived (ledger.py), which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
+Here: `FallbackChannel`, and `reopener`, which opens the next channel. Not here: what was sent and not told to have arrived (ledger.py),
+which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
 
 Messages of an edge are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. An end
 keeps what it has sent until the other tells, every TOLD_EVERY messages, how many it has taken. After a break each end says on the new

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.actors import fallback
-from flowrt.actors.fallback import TOLD_EVERY, FallbackChannel, Ledger, reopener
+from flowrt.actors.fallback import FallbackChannel, reopener
+from flowrt.actors.ledger import TOLD_EVERY, Ledger
 from transports import faulty
 from transports.checks_basics import check_numbered, numbered, receive_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE
@@ -101,6 +102,31 @@ async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
         assert one.ledger.resent >= 3
         assert two.ledger.doubles >= 3
         assert two.statistics().messages_dropped == two.ledger.doubles
+
+
+async def test_a_large_message_may_be_taken_and_told_before_its_send_returns() -> None:
+    """One that is larger than the channel holds goes in parts, while the other end reads; the sixteenth makes it tell."""
+    large = 5 * SMALL.capacity_bytes
+    async with linked("shm", "zmq") as (one, two):
+        for number in range(TOLD_EVERY - 1):
+            await one.send(numbered(number))
+            await receive_all(two, number, number + 1)
+        receiving = asyncio.ensure_future(receive_all(one, 0, 1))  # as a link does: it hears what is told
+        channel = one._channel
+        assert channel is not None
+        send = channel.send
+
+        async def send_and_stay(message: Message) -> None:
+            await send(message)
+            await asyncio.sleep(0.1)  # the loop has others to serve first
+
+        channel.send = send_and_stay  # type: ignore[method-assign]
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(one.send(numbered(TOLD_EVERY - 1, min(large, SMALL.max_message_bytes))))
+            check_numbered(await two.recv(), TOLD_EVERY - 1, min(large, SMALL.max_message_bytes))
+        assert not one.ledger.kept
+        await two.send(numbered(0))
+        await receiving
 
 
 async def test_it_falls_back_as_often_as_there_are_transports() -> None:
