@@ -28,7 +28,7 @@ from flowrt.bench.peers import ZeroMQEcho
 from flowrt.bench.report import Figure
 from flowrt.bench.rounds import rows_and_back, slowest
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, GraphLimits, LayerSet, Node, PortSpec, TagStep
-from transports.registry import known_schemes, unavailable_reason
+from transports.registry import known_schemes, transport_class, unavailable_reason
 
 SIZES = {
     64: "64 B", 1 << 10: "1 KiB", 16 << 10: "16 KiB", 64 << 10: "64 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 4 << 20: "4 MiB",
@@ -72,11 +72,11 @@ async def measure(num_pairs: int) -> AsyncIterator[Figure | str]:
         yield f"not installed, so not compared: {', '.join(missing)}"
     async for figure in round_trips(schemes, echoes, num_pairs):
         yield figure
-    between = [scheme for scheme in schemes if scheme != "inproc"]
+    between = [scheme for scheme in schemes if _crosses(scheme)]
     for scheme in between:
         yield await stream(scheme, num_pairs)
     for (num_clients, num_servers), target in ECHO_TARGETS.items():
-        yield await rows(num_clients, num_servers, num_pairs, target if "shm" in schemes else None)
+        yield await rows(num_clients, num_servers, num_pairs, target)
     for scheme in between:
         yield await memory(scheme)
 
@@ -86,7 +86,7 @@ async def round_trips(schemes: Sequence[str], installed: Sequence[PeerEcho], num
     async with AsyncExitStack() as stack:
         rings: dict[str, tuple[Ring, RunningGraph]] = {}
         for scheme in schemes:
-            made = ring("one" if scheme == "inproc" else "many", scheme, NUM_LAYERS, "read_and_echo")
+            made = ring("many" if _crosses(scheme) else "one", scheme, NUM_LAYERS, "read_and_echo")
             rings[scheme] = made, await stack.enter_async_context(open_graph(made.graph))
         peers: dict[str, Peer] = {
             PYZMQ: await stack.enter_async_context(ZeroMQEcho(reading=True)),
@@ -111,7 +111,7 @@ def _compared(schemes: Sequence[str], peers: Sequence[str], size: int, text: str
     for scheme in schemes:
         name = f"round trip, {scheme}, {text}"
         about: dict[str, Any] = {"scheme": scheme, "bytes": size}
-        if scheme == "inproc":  # no peer here passes a tensor from task to task
+        if not _crosses(scheme):  # no peer here passes a tensor from task to task
             yield replace(Figure.alone(name, "us", values[scheme], **about), listed=size in LISTED)
             continue
         for peer in peers:
@@ -128,7 +128,7 @@ async def stream(scheme: str, num_pairs: int) -> Figure:
     return Figure.paired(f"stream, {scheme}, 1 MiB", "GB/s", values[0], "memcpy", values[1], STREAM_TARGETS.get(scheme))
 
 
-async def rows(num_clients: int, num_servers: int, num_pairs: int, target: Target | None) -> Figure:
+async def rows(num_clients: int, num_servers: int, num_pairs: int, target: Target) -> Figure:
     """Every client's rows to every server and back, by the transport that `auto` takes, against gloo's isend."""
     made = rows_and_back(num_clients, num_servers, ROWS, COLUMNS)
     num_bytes = 2 * ROWS * COLUMNS
@@ -167,6 +167,10 @@ def memcpy_rate(num_bytes: int) -> Measure:
         return num_rounds * NUM_STREAMED * num_bytes / seconds / 1e9
 
     return measure_block
+
+
+def _crosses(scheme: str) -> bool:
+    return transport_class(scheme).capabilities.between_processes
 
 
 def stream_ring(scheme: str) -> Ring:
