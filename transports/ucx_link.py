@@ -2,10 +2,12 @@
 
 Here: everything that touches the library (`load`, `Link`). Not here: the protocol (ucx.py, which calls this), memory (ucx_blocks.py).
 
-The endpoints are made from worker addresses, because only those let UCX choose shared memory. Three settings matter. `TLS=posix,cma`:
+The endpoints are made from worker addresses, because only those let UCX choose shared memory. These settings matter. `TLS=posix,cma`:
 small frames go through a ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network.
 `POSIX_ERROR_HANDLING` and `CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is
-dead or stopped cannot be closed. `KEEPALIVE_INTERVAL=inf`: the death of a peer is noticed by the line of the meeting, not by UCX.
+dead or stopped cannot be closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21
+crashes when it cancels: `RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the death of a peer is noticed by
+the line of the meeting, not by UCX.
 
 ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive for ever (the requests refer to it, and it to them) until
 `Endpoint::getCancelingSize` is called, which its Python classes never do; `Link.close` calls it in the C++ library.
@@ -26,12 +28,12 @@ _SETTINGS = {
     "TLS": "posix,cma",
     "POSIX_ERROR_HANDLING": "y",
     "CMA_MEMORY_INVALIDATE": "y",
+    "RCACHE_ENABLE": "y",
     "KEEPALIVE_INTERVAL": "inf",
     "RNDV_THRESH": "8192",
 }
-# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of. Its hooks into
-# malloc and mmap, for the sake of registered memory, are not needed here.
-_ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MEM_EVENTS": "n"}
+# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of.
+_ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 _PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
 _CLOSING_TURNS = 16
 IN_PROGRESS = 1  # of a request's status
@@ -109,7 +111,9 @@ class Link:
         try:
             self._worker = self._library.open_worker()
         except Exception as error:
-            raise UnavailableError(f"ucx cannot open a worker: {_one_line(error)}") from error
+            raise UnavailableError(
+                f"ucx cannot open a worker: {_one_line(error)}; is a UCX_... variable set in the environment?"
+            ) from error
         self._endpoint: Any = None
         self.descriptor = int(self._worker.epoll_file_descriptor)
         self.array: Any = self._library.array  # what UCX wants for a buffer; keeps it alive

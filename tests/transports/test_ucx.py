@@ -47,8 +47,14 @@ def test_the_library_is_loaded_by_those_who_ask_for_the_scheme_only() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
+def test_an_environment_that_ucx_cannot_stand_is_a_reason_and_no_crash() -> None:
+    code = "from transports.registry import unavailable_reason as r; print(r('ucx'))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "UCX_MEM_EVENTS": "n"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("ucx "), done
+
+
 needs_ucx = pytest.mark.skipif(unavailable_reason("ucx") is not None, reason=str(unavailable_reason("ucx")))
-pytestmark: list[pytest.MarkDecorator] = []
 WIDE = Limits(max_message_bytes=1 << 24, capacity_messages=1000, capacity_bytes=1 << 26)
 
 
