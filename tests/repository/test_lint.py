@@ -48,7 +48,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/simulation/world.py": "simulated processes, which nobody awaits so that they can be cut off: the run fails when one is left",
     "transports/link.py": "the reader of a channel: ended and awaited by its aclose",
 }
-SLEEPERS = ("flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
+SLEEPERS = ("flowrt/actors/fallback.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
 BAD_FILE_NAMES = {"utils", "util", "helpers", "helper", "core", "base", "common", "misc"}
 
