@@ -26,8 +26,8 @@ def test_promises_verdicts_and_seconds_are_shown(
     assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "--json", str(results)) == 0
     shown = capsys.readouterr().out
     assert "cancelled recv: A recv that is cancelled" in shown
-    assert "8 kept in" in shown
     found = json.loads(results.read_text())
+    assert f"{len(found)} kept in" in shown
     assert {each["name"] for each in found} >= {"check_cancelled_recv", "check_connect_cancelled_at_every_turn"}
     assert all(each["verdict"] == "kept" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
 
