@@ -24,6 +24,7 @@ from transports.registry import get_transport
 T = TypeVar("T")
 
 INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
+LONE_INLINE_SECONDS = 20e-3  # the same where the loop has nothing else to do meanwhile; beats and orders wait no longer than this
 # A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
 _LONG_SECONDS = 5e-3  # a call this long is believed at once
@@ -78,11 +79,12 @@ class RealClock:
 
 
 class ThreadCompute:
-    """One thread; calls whose label has lately taken less than INLINE_SECONDS run on the loop instead."""
+    """One thread; calls whose label has lately taken less than `inline_seconds` run on the loop instead."""
 
     beside_loop = True  # what a long call gives before its end may be sent meanwhile; where time is modelled it may not
 
-    def __init__(self, name: str = "compute") -> None:
+    def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
+        self._inline_seconds = inline_seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._expected_seconds: dict[str, float] = {}
         self._label: str | None = None  # of what runs now
@@ -94,7 +96,7 @@ class ThreadCompute:
         return None if label is None else Running(label, self._since_seconds, self._bound_seconds)
 
     def is_short(self, label: str) -> bool:
-        return self._label is None and self._expected_seconds.get(label, 1.0) < INLINE_SECONDS
+        return self._label is None and self._expected_seconds.get(label, 1.0) < self._inline_seconds
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
         if self._label is not None:
@@ -146,7 +148,7 @@ class ThreadCompute:
 
     def _learn(self, label: str, seconds: float) -> None:
         expected = self._expected_seconds.get(label, seconds)
-        if seconds > _LONG_SECONDS:
+        if seconds > max(_LONG_SECONDS, self._inline_seconds):
             expected = seconds  # no outlier: on the loop, one more such call would be one too many
         elif seconds > expected:
             expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
@@ -177,6 +179,7 @@ class Seams:
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_compute: Callable[[str], Compute] = ThreadCompute
+    own_loop: bool = False  # the loop serves one worker and nobody else
     transport: Callable[[str], Transport] = get_transport
     new_timer: Callable[[], Timer] = new_timer  # of the running loop; finer than the clock's sleep
     resident_bytes: Callable[[], int] = resident_bytes

@@ -173,7 +173,7 @@ async def _host(worker: WorkerMain, lines: list[tuple[str, socket.socket]]) -> N
     async def run_one(line: socket.socket) -> None:
         control = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity("gateway"))
         async with control:
-            await worker(control, Seams())
+            await worker(control, Seams(own_loop=len(lines) == 1))
 
     async with asyncio.TaskGroup() as group:
         for name, line in lines:

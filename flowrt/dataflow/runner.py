@@ -144,13 +144,14 @@ class Runner:
         if not ready or self._failure is not None:
             return
         now, run_inline, run = self._clock.now, self._compute.run_inline, self._region.run
+        leave = self._leave if self._early else None
         try:
             for _ in range(MOST_INLINE):
                 batch = self._take(inline=True)
                 if batch is None:
                     break
                 start = now()
-                self._finish(batch, run_inline(batch[0].node, partial(run, batch)), start, inline=True)
+                self._finish(batch, run_inline(batch[0].node, partial(run, batch, leave)), start, inline=True)
                 if not ready:
                     return
         except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
@@ -196,7 +197,7 @@ class Runner:
             short = self._compute.is_short(node)
             num_inline = num_inline + 1 if short else 0
             start = self._clock.now()
-            leave = None if short or not self._early else self._leave_from_thread(asyncio.get_running_loop())
+            leave = None if not self._early else self._leave if short else self._leave_from_thread(asyncio.get_running_loop())
             self._finish(batch, await self._compute.run(node, partial(self._region.run, batch, leave)), start, inline=short)
             del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
 
@@ -263,7 +264,7 @@ class Runner:
         return leave
 
     def _leave(self, outputs: list[Output]) -> None:
-        """Outputs for other workers of a firing that goes on, on another thread."""
+        """Outputs for other workers of a firing that goes on, on another thread or below us on the stack."""
         try:
             for output in outputs:
                 if not self._is_stale(output.tag):

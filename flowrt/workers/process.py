@@ -43,7 +43,7 @@ from flowrt.errors import UserError
 from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
-from flowrt.seams import Seams
+from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
@@ -107,7 +107,7 @@ class Worker:
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
         self._strict_blocks = ""
-        self._compute = seams.new_compute(start.name)
+        self._compute = self._new_compute()
         self._emulated: EmulatedWorker | None = None
         if self._graph.emulation is not None:
             self._emulated = EmulatedWorker(self._graph, start.name, self._graph.emulation, self._compute, seams.new_timer())
@@ -118,6 +118,12 @@ class Worker:
         self._on_sink = on_sink or self._on_step_end
         self._link_of: dict[int, tuple[str, str]] = {}
         self._posts: dict[int, Callable[[Message], None]] = {}  # by edge, once its link is up
+
+    def _new_compute(self) -> Compute:
+        """With one tag in flight, a loop of its own has nothing to do while its worker computes: two hand-overs to a thread less."""
+        if self._seams.own_loop and self._graph.tags_in_flight() == 1 and self._graph.emulation is None:
+            return ThreadCompute(self._start.name, LONE_INLINE_SECONDS)
+        return self._seams.new_compute(self._start.name)
 
     @property
     def incarnation(self) -> str:
