@@ -98,20 +98,17 @@ class Faults:
             case Hang():
                 return self._park(thread_of(nodes[0]))
             case Slow(factor=factor) if process is not None and (compute := process.compute) is not None:
-                compute.slowness *= factor
+                compute.slow_factors.append(factor)
 
-                def recover() -> None:
-                    compute.slowness /= factor
-
-                return recover
+                return lambda: compute.slow_factors.remove(factor)
             case SlowLink(factor=factor):
                 links = [network.link(*nodes), network.link(*reversed(nodes))]
                 for link in links:
-                    link.slowness *= factor
+                    link.slow_factors.append(factor)
 
                 def speed_up() -> None:
                     for link in links:
-                        link.slowness /= factor
+                        link.slow_factors.remove(factor)
 
                 return speed_up
             case Cut(direction=direction):

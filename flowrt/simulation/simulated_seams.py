@@ -49,13 +49,13 @@ class SimulatedCompute:
     """Makes the call on the loop, and lets virtual time pass before or after it: nothing says when a thread looks at its input.
 
     The time passes on a node of its own, `thread_of` the process's: a blocked loop does not stop its thread, nor a hung thread its
-    loop. `slowness` multiplies what calls take from now on.
+    loop. The largest of `slow_factors` multiplies what calls take from now on.
     """
 
     def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeCost) -> None:
         self._loop = loop
         self._thread = thread_of(node)
-        self.slowness = 1.0
+        self.slow_factors: list[float] = []
         self._random = chance
         self._cost = cost
         self._running: Running | None = None
@@ -82,7 +82,7 @@ class SimulatedCompute:
         try:
             if short:
                 return call()
-            seconds = self.slowness * self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
+            seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
             late = self._random.random() < 0.5
             if late:
                 await self._pass(seconds)

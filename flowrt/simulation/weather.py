@@ -29,20 +29,25 @@ CALM = NetworkConditions(most_delay_seconds=50e-6, slow_one_in=0, duplicate_one_
 
 @dataclass
 class LinkState:
-    """One direction between two nodes while faults lie on it. Faults may overlap, hence counts and products.
+    """One direction between two nodes while faults lie on it. Faults may overlap, hence counts and lists; the slowest of them counts.
 
     Frames sent while it is cut wait at the sender, as in a socket's buffer, and go in order when it heals: bytes of a channel are
     never silently lost. What a fault adds it must take away again.
     """
 
     num_cuts: int = 0
-    slowness: float = 1.0  # every delay is multiplied by this
+    slow_factors: list[float] = field(default_factory=list)
     duplicate_one_in: list[int] = field(default_factory=list)
     held: list[Callable[[], None]] = field(default_factory=list)  # sends to be made when it heals, oldest first
 
     @property
     def calm(self) -> bool:
-        return not self.num_cuts and self.slowness == 1.0 and not self.duplicate_one_in and not self.held
+        return not self.num_cuts and not self.slow_factors and not self.duplicate_one_in and not self.held
+
+    @property
+    def slowness(self) -> float:
+        """Every delay is multiplied by this."""
+        return max(self.slow_factors, default=1.0)
 
     def heal(self) -> None:
         """One cut less; with the last one, what was held goes."""

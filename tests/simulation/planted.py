@@ -131,8 +131,6 @@ BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
     bug("shared-one-too-many", "the page with the last token of the prompt is shared too", (
         SCHEDULER, "Scheduler._shared_pages", "(sequence.num_prompt_tokens - 1) // self._share_tokens", "sequence.num_prompt_tokens // self._share_tokens")),
-    bug("preempted-keeps-count", "a preempted sequence thinks that its keys are still there", (
-        SCHEDULER, "Scheduler._preempt", "sequence.num_computed_tokens = 0", "pass")),
     bug("preempted-in-step", "a sequence is preempted while its step runs", (
         SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
     bug("claim-kept", "a sequence that ends keeps its claim on pages", (

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from flowrt.reliability.scenario import Crash, Cut, Hang, Pause, Scenario, Skew, Slow, Stall
+from flowrt.reliability.scenario import Crash, Cut, Hang, Pause, Scenario, Skew, Slow, SlowLink, Stall
 from flowrt.seams import Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
@@ -244,3 +244,25 @@ def test_a_process_that_is_left_is_named() -> None:
         return [*left, *world.leftovers()]
 
     assert run(0, main).result == ["process worker"]
+
+
+def test_of_faults_that_overlap_the_worst_counts_and_each_takes_back_its_own() -> None:
+    async def main(world: World) -> list[float]:
+        async def work(seams: Seams) -> None:
+            seams.new_compute("compute")
+            await seams.clock.sleep(5)
+
+        world.start("one", work)
+        process = world.start("other", work)
+        links = [SlowLink(between=("one", "other"), at_seconds=at, for_seconds=2, factor=factor) for at, factor in ((1, 3.0), (2, 300.0))]
+        slow = Slow(process="one", at_seconds=1, for_seconds=1, factor=7.0)
+        befall(world, *links, slow)
+        seen = []
+        for _ in range(5):
+            seen.append(world.network.link("other", "one").slowness)
+            await asyncio.sleep(1.01)
+        assert await process.exit == "exited with code 0"
+        assert world.num_faults == {"slow_link": 2, "slow": 1}
+        return seen
+
+    assert run(0, main).result == [1.0, 3.0, 300.0, 300.0, 1.0]
