@@ -75,7 +75,8 @@ class Region:
 
     def run(self, firings: Sequence[Firing], leave: Callable[[list[Output]], None] | None = None) -> list[Output]:
         """Fire them (all of one node, more than one only if it `batches`), and what is fused behind; first what may lead to other
-        workers. `leave` is given outputs for these as soon as they are there if the firing goes on. Raises OperatorError."""
+        workers. `leave` is given outputs for these, and what was given before them, as soon as they are there if the firing goes on.
+        Raises OperatorError."""
         functions, routes = self._functions, self._routes
         leaving: list[Output] = []
         urgent: deque[Sequence[Firing]] = deque()
@@ -118,11 +119,11 @@ class Region:
                     firings = waiting.popleft()
                 else:
                     return leaving
-                if leave is not None and leaving:
-                    going = [output for output in leaving if output.edge.id in self._crossing]
-                    if going:
-                        leaving = [output for output in leaving if output.edge.id not in self._crossing]
-                        leave(going)
+                if leave is not None and any(output.edge.id in self._crossing for output in leaving):
+                    # With all that was given before: an answer may be back before this ends, and its plan must be known by then.
+                    going = [output for output in leaving if output.edge.answers is None]
+                    leaving = [output for output in leaving if output.edge.answers is not None]
+                    leave(going)
 
     def arrive(self, output: Output) -> tuple[Firing, ...]:
         """Match a message for a fused node of this process."""

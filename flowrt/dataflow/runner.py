@@ -271,6 +271,7 @@ class Runner:
                     self._emit(output)
         except Exception as error:
             self._failure = self._failure or error
+            self._wake()
 
     def _wake(self) -> None:
         sleeper = self._sleeper

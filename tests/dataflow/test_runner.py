@@ -363,6 +363,21 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
     assert [output.edge.id for output in region.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == [3, 4]
 
 
+def test_what_was_given_before_it_leaves_with_it():
+    """An answer may be back while the rest is computed: the plan that counts it must be there."""
+    graph = model_like_graph()
+    graph.nodes["sum"] = node("sum", "p", ["plan"])
+    graph.edges.append(Edge(6, "gate", "y", "sum", "plan"))
+    table = MatchingTable(graph.nodes_of("p"), graph.edges, lambda value: 0)
+    region = Region(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
+    left = []
+    rest = region.run(
+        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
+    )
+    assert left == ["sum", "far"]
+    assert [output.edge.target for output in rest] == ["end"]
+
+
 class BesideCompute(InlineCompute):
     """Computes on a thread, as what is long does."""
 

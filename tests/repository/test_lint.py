@@ -84,7 +84,10 @@ def test_executors_belong_to_the_compute_seam() -> None:
 
 def test_nothing_executes_what_it_receives() -> None:
     wrong = [
-        f"{s.path}:{e.line}: {e.target}" for s in sources() for e in s.imports if e.target.split(".")[0] in NOWHERE or e.target in UNPICKLERS
+        f"{s.path}:{e.line}: {e.target}"
+        for s in sources()
+        for e in s.imports
+        if e.target.split(".")[0] in NOWHERE or e.target in UNPICKLERS
     ]
     for source in sources():
         for call, name in calls(source):
