@@ -46,6 +46,10 @@ class Gate:
     def _choose(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         gate, weight_EH = self._gate, self._weight_EH[layer]
         logits = F.linear(normed_TH.to(weight_EH.dtype), weight_EH)
+        if gate.scores == "softmax" and gate.normalize == 1 and not gate.bias and gate.topk_groups == gate.groups:
+            # What is divided by its own sum needs no other scores: the softmax of the best is the same number, for a part of the work.
+            best, expert_ids = torch.topk(logits, self._num_active, dim=-1)
+            return expert_ids, self._scaled(torch.softmax(best, dim=-1, dtype=self._wide)).to(normed_TH.dtype)
         if gate.scores == "softmax":
             scores = torch.softmax(logits, dim=-1, dtype=self._wide)
         else:
@@ -59,9 +63,10 @@ class Gate:
         if gate.normalize is not None:
             total = weights.sum(dim=-1, keepdim=True) if gate.normalize == 1 else weights.norm(p=gate.normalize, dim=-1, keepdim=True)
             weights = weights / (total + 1e-20)  # sigmoid scores may all be 0
-        if gate.scale != 1:
-            weights = weights * gate.scale
-        return expert_ids, weights.to(normed_TH.dtype)
+        return expert_ids, self._scaled(weights).to(normed_TH.dtype)
+
+    def _scaled(self, weights_TA: Tensor) -> Tensor:
+        return weights_TA if self._gate.scale == 1 else weights_TA * self._gate.scale
 
     def _best_groups(self, choosing_TE: Tensor) -> Tensor:
         """The scores of the groups of experts that may be chosen, -inf elsewhere (DeepSeek-V2, section 2.2.2)."""

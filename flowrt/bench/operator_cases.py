@@ -126,6 +126,7 @@ def cases_of(model: Model, rows: int, context: int) -> Iterator[Case]:
     expert_ids_TA = torch.rand((rows, config.num_experts), generator=generator).topk(num_active).indices
     weights_TA = torch.full((rows, num_active), 1 / num_active, dtype=x_TH.dtype)
     yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
+    yield from _routing(model, x_TH, gate_bytes + row_bytes + routing_bytes, gate_flops)
     yield _experts(model, x_TH, expert_ids_TA, weights_TA)
     for name, mlp, width, layers in (
         ("shared", model.shared, config.shared_expert_width, model.layers),
@@ -198,6 +199,35 @@ def _exchange(model: Model, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Ten
     yield Case("dispatch", rows, 2 * travelling * row_bytes + 4 * pair_bytes, 0, [dispatch])
     answers = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
     yield Case("combine", rows, (travelling + 2 * rows) * row_bytes, travelling * x_TH.shape[1], [partial(combine, x_TH, answers)])
+
+
+def _routing(model: Model, x_TH: Tensor, num_bytes: float, num_flops: float) -> Iterator[Case]:
+    """From normed rows to the parts that leave: as the operators do it, and one textbook call per step of it to measure that against
+    (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one go)."""
+    num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
+    copies = CopyTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
+    positions_T = torch.arange(len(x_TH))
+
+    def together(layer: int) -> list[Tensor]:
+        expert_ids_TA, weights_TA = model.gate.forward(layer, x_TH)
+        return [x_TH.index_select(0, part.rows_R) for part in cut(expert_ids_TA, weights_TA, positions_T, copies)]
+
+    def apart(weight_EH: Tensor) -> list[Tensor]:
+        scores_TE = torch.softmax(x_TH @ weight_EH.T, dim=-1, dtype=torch.float32)
+        best_TA, expert_ids_TA = scores_TE.topk(num_active, dim=-1)
+        weight_P = (best_TA / best_TA.sum(dim=-1, keepdim=True)).to(x_TH.dtype).flatten()
+        expert_P = expert_ids_TA.flatten()
+        server_P = copies.servers_EB[expert_P, 0]
+        order_P = server_P.argsort(stable=True)
+        parts = []
+        for pair_P in order_P.split(server_P.bincount(minlength=NUM_SERVERS).tolist()):
+            rows_R, row_P = torch.unique_consecutive(pair_P // num_active, return_inverse=True)
+            parts += [x_TH[rows_R], row_P, expert_P[pair_P], weight_P[pair_P]]
+        return parts
+
+    yield Case("routing", len(x_TH), num_bytes, num_flops, [partial(together, layer) for layer in model.layers])
+    weights = [torch.randn((num_experts, model.config.hidden_size)).to(x_TH.dtype) for _ in model.layers]
+    yield Case("routing: separate", len(x_TH), num_bytes, num_flops, [partial(apart, weight_EH) for weight_EH in weights])
 
 
 def _experts(model: Model, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> Case:
