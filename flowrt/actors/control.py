@@ -4,7 +4,7 @@ Here: the message headers, one msgspec struct per kind, and `as_message` / `from
 (flowrt/cluster on one side, flowrt/workers on the other), the data path (edges of the graph). No torch.
 
 Order of a worker's life: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Token, Ended ...) -> Drain or Stop ->
-Statistics -> the line is closed. Failed may come at any time and is the last.
+Statistics -> the line is closed. Failed may come at any time and is the last. From Peers on, Left and Joined tell of other workers' lives.
 """
 
 from __future__ import annotations
@@ -207,11 +207,71 @@ class Stop(Control, frozen=True):
 
 
 class LinkLost(Control, frozen=True):
-    """The link to `peer` broke. Usually the peer died and its death notice is on the way; if none comes, this ends the run."""
+    """The link to `peer` broke. Usually the peer died and its death notice is on the way; if none comes, this ends the run, or that life
+    of a peer which may die."""
 
     kind: ClassVar[str] = "control.link_lost"
     peer: str
     reason: str
+
+
+class Left(Control, frozen=True):
+    """To a worker: this life of `process` is over; use it no more. May come twice, and before or after the link to it ends."""
+
+    kind: ClassVar[str] = "control.left"
+    process: str
+    incarnation: str
+    why: str
+
+
+class Joined(Control, frozen=True):
+    """To a worker: a new life of `process` listens at these addresses (scheme -> address); link up with it, then use it.
+
+    It comes after Left for every earlier life. Which end calls is the same as at the start.
+    """
+
+    kind: ClassVar[str] = "control.joined"
+    process: str
+    incarnation: str
+    addresses: dict[str, str]
+
+
+class Beat(Control, frozen=True):
+    """From the loop of a worker, at even intervals while it turns: relayed to the monitor.
+
+    `sequence` counts the beats of this life; `lag_seconds`: how late the loop made this one; `num_firings` so far. `running` names the
+    operation that computes, for how long it has and for how long at most it should (0: none is declared). `map_version`: that of the
+    expert map in use, 0 where there is none.
+    """
+
+    kind: ClassVar[str] = "control.beat"
+    sequence: int
+    lag_seconds: float
+    num_firings: int
+    running: str | None = None
+    running_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    incarnation: str = ""
+    map_version: int = 0
+    process: str = ""  # filled in by the launcher, which relays it
+
+
+class Suspected(Control, frozen=True):
+    """From the monitor: this life gives no sign of work. Nothing follows from it but a line for people."""
+
+    kind: ClassVar[str] = "control.suspected"
+    process: str
+    incarnation: str
+    why: str
+
+
+class Condemned(Control, frozen=True):
+    """From the monitor: this life is dead or as good as. All are told that it has left, then it is killed, so that it cannot come back."""
+
+    kind: ClassVar[str] = "control.condemned"
+    process: str
+    incarnation: str
+    why: str
 
 
 class Failed(Control, frozen=True):

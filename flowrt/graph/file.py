@@ -24,7 +24,7 @@ from flowrt.graph.emulated import check_emulation, emulation_of
 from flowrt.graph.expand import deploy_roles, expand_deploy
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart
+from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart, ReliabilitySettings
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_what_is_not_built
 from flowrt.graph.schema import DeploySection, GraphFile
@@ -84,6 +84,7 @@ def build_graph(
     limits = GraphLimits(**file.limits.model_dump())
     common: dict[str, Any] = {"model": model, "limits": limits, "numerics": file.numerics, "prompts": _prompts(file, document, folder)}
     common["emulation"] = emulation_of(file.emulate)
+    common["reliability"] = _reliability(file, document)
     if explicit:
         micro_batches = file.micro_batches or 1
         nodes, edges = build_explicit(file.nodes or {}, file.edges or [], micro_batches, limits.in_flight, document)
@@ -147,6 +148,15 @@ def _validate(document: Document) -> GraphFile:
     elif file.deploy is not None:
         document.fail(("deploy",), "a file has either deploy: or nodes:; remove one of them")
     return file
+
+
+def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
+    settings = ReliabilitySettings(**file.reliability.model_dump())
+    if settings.dead_seconds <= settings.suspect_seconds:
+        key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
+        text = f"dead after {settings.dead_seconds:g} s and suspected after {settings.suspect_seconds:g} s; dead_seconds must be the longer"
+        document.fail(("reliability", key), text)
+    return settings
 
 
 def _model(

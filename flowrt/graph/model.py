@@ -18,6 +18,7 @@ from transports.message import Tag
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker
 STARTER = "starter"  # the process that forks the workers
+MONITOR = "monitor"  # the process that watches the workers
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,25 @@ class Emulation:
 
 
 @dataclass(frozen=True)
+class ReliabilitySettings:
+    """`reliability:` of the file. Without `failover` any death ends the run; without `detector` nobody watches for stuck processes.
+
+    A process that gives no sign of work for `suspect_seconds` is suspected, after `dead_seconds` it is killed. One that dies is started
+    again, at most `restarts` times in `restart_window_seconds`. Requests that need an expert of which no copy is left end in an error after
+    `lost_expert_seconds`. `hedge`: what a slow server holds up is asked of another one too.
+    """
+
+    detector: bool = True
+    failover: bool = True
+    lost_expert_seconds: float = 5.0
+    suspect_seconds: float = 0.4
+    dead_seconds: float = 1.0
+    restarts: int = 3
+    restart_window_seconds: float = 30.0
+    hedge: bool = True
+
+
+@dataclass(frozen=True)
 class Graph:
     """An expanded, checked graph: what workers are started from. It travels to them as JSON (file.py writes and reads it)."""
 
@@ -188,6 +208,7 @@ class Graph:
     threads: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)  # process -> compute threads
     prompts: tuple[str, ...] = ()
     emulation: Emulation | None = None
+    reliability: ReliabilitySettings = ReliabilitySettings()
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
 
     def process_names(self) -> list[str]:

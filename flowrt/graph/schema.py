@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, STARTER, GraphLimits
+from flowrt.graph.model import GATEWAY, INPUT, MONITOR, OUTPUT, STARTER, GraphLimits, ReliabilitySettings
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -25,9 +25,11 @@ from flowrt.graph.notation import (
 )
 
 _LIMITS = GraphLimits()
+_RELIABILITY = ReliabilitySettings()
 MAX_THREADS = 1024
 MAX_DILATION = 1e9
 LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS = 1e-9, 3600.0
+LEAST_SECONDS, MOST_SECONDS = 0.05, 86400.0  # of what is waited for: shorter than this is within the beat of a loaded machine
 
 
 def _version(value: Any) -> Any:
@@ -104,6 +106,10 @@ def _modelled_seconds(value: Any) -> float:
     return _positive(value, LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS, "modelled time in seconds")
 
 
+def _seconds(value: Any) -> float:
+    return _positive(value, LEAST_SECONDS, MOST_SECONDS, "time in seconds")
+
+
 def _tensors(value: Any) -> Any:
     specs = [value] if isinstance(value, str) else value
     if not isinstance(specs, list) or not specs or not all(isinstance(spec, str) for spec in specs):
@@ -134,6 +140,8 @@ def _process(value: str) -> str:
         raise ValueError(f"{GATEWAY!r} is the launching process, which holds only {INPUT} and {OUTPUT}; choose another name")
     if value == STARTER:
         raise ValueError(f"{STARTER!r} is the process that forks all others; choose another name")
+    if value == MONITOR:
+        raise ValueError(f"{MONITOR!r} is the process that watches all others; choose another name")
     return _name(value)
 
 
@@ -194,6 +202,7 @@ ModelledSeconds = Annotated[
     BeforeValidator(_modelled_seconds),
     WithJsonSchema({"type": "number", "minimum": LEAST_MODELLED_SECONDS, "maximum": MOST_MODELLED_SECONDS}),
 ]
+Seconds = Annotated[Any, BeforeValidator(_seconds), WithJsonSchema({"type": "number", "minimum": LEAST_SECONDS, "maximum": MOST_SECONDS})]
 NodeName = Annotated[str, AfterValidator(_name)]
 ProcessName = Annotated[str, AfterValidator(_process)]
 PortName = Annotated[str, AfterValidator(_port_name)]
@@ -319,6 +328,21 @@ class EmulateSection(Section):
     processes_per_nic: int = Field(default=1, ge=1, le=1024, description="How many processes split a NIC evenly.")
 
 
+class ReliabilitySection(Section):
+    """What happens when an expert server dies, hangs or is slow."""
+
+    detector: bool = Field(default=_RELIABILITY.detector, description="Watch for processes that hang.")
+    failover: bool = Field(default=_RELIABILITY.failover, description="Go on without a server that dies, and start it again.")
+    lost_expert_seconds: Seconds = Field(
+        default=_RELIABILITY.lost_expert_seconds, description="How long requests wait for an expert of which no copy is left."
+    )
+    suspect_seconds: Seconds = Field(default=_RELIABILITY.suspect_seconds, description="Without a sign of work: suspected.")
+    dead_seconds: Seconds = Field(default=_RELIABILITY.dead_seconds, description="Without a sign of work: killed.")
+    restarts: int = Field(default=_RELIABILITY.restarts, ge=0, le=1000, description="How often a process is started again ..")
+    restart_window_seconds: Seconds = Field(default=_RELIABILITY.restart_window_seconds, description=".. in any time this long.")
+    hedge: bool = Field(default=_RELIABILITY.hedge, description="Ask another server too for what a slow one holds up.")
+
+
 class GraphFile(Section):
     """A graph file, in the short form (deploy) or the explicit form (nodes and edges)."""
 
@@ -332,6 +356,7 @@ class GraphFile(Section):
     limits: LimitsSection = LimitsSection()
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     emulate: EmulateSection | None = Field(default=None, description="Emulate links and computing that this machine has not.")
+    reliability: ReliabilitySection = ReliabilitySection()
     prompts: Prompts | None = Field(default=None, description="What `flowrt run` answers when given none: a list, or a file.")
     processes: Processes | None = Field(default=None, description="Explicit form only; else deploy.processes.")
     micro_batches: int | None = Field(default=None, ge=1, le=64, description="Explicit form only; else deploy.attention.micro_batches.")

@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, GraphLimits, Node, PortSpec
+from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, GraphLimits, Node, PortSpec, ReliabilitySettings
 from flowrt.graph.notation import LINK_PROFILES
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@+=: -]*")
@@ -34,6 +34,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
             lines.append(f"{key}: {_flow(values)}")
     if graph.emulation is not None:
         lines.append(f"emulate: {_flow(_emulate(graph.emulation))}")
+    lines.append(f"reliability: {_flow({item.name: getattr(graph.reliability, item.name) for item in fields(ReliabilitySettings)})}")
     if graph.prompts:
         lines += ["prompts:", *(f"  - {_scalar(prompt)}" for prompt in graph.prompts)]
     lines += ["nodes:", *(f"  {_scalar(node.name)}: {_flow(_node(node))}" for node in graph.nodes.values() if node.process != GATEWAY)]

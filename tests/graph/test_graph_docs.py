@@ -36,8 +36,9 @@ def test_the_errors_on_the_page_are_real(load) -> None:
 
 
 def test_every_key_of_the_short_form_is_on_the_page() -> None:
-    from flowrt.graph.schema import AttentionSection, EdgeSection, ExpertsSection, GraphFile, LimitsSection, LinkSection, NodeSection
+    from flowrt.graph import schema
 
-    for section in (GraphFile, AttentionSection, ExpertsSection, LimitsSection, LinkSection, NodeSection, EdgeSection):
+    names = ("GraphFile", "AttentionSection", "ExpertsSection", "LimitsSection", "LinkSection", "ReliabilitySection", "NodeSection")
+    for section in (schema.EdgeSection, *(getattr(schema, name) for name in names)):
         for name, field in section.model_fields.items():
             assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"

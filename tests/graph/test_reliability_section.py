@@ -1,0 +1,39 @@
+"""`reliability:` in a graph file: its defaults, and that the expanded file and the wire say the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrt.graph import from_json, to_json, to_yaml
+from flowrt.graph.model import ReliabilitySettings
+
+MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {servers: 2, copies: 2}}\n"
+OWN = "flowrt: 1\nnodes: {a: {operator: ops:a}}\nedges: [{from: input.x, to: a.x}, {from: a.y, to: output.y}]\n"
+
+
+def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None:
+    graph = load(MODEL)
+    assert graph.reliability == ReliabilitySettings(
+        detector=True,
+        failover=True,
+        lost_expert_seconds=5.0,
+        suspect_seconds=0.4,
+        dead_seconds=1.0,
+        restarts=3,
+        restart_window_seconds=30.0,
+        hedge=True,
+    )
+    assert "\nreliability: {detector: true, failover: true, lost_expert_seconds: 5.0, " in to_yaml(graph)
+
+
+@pytest.mark.parametrize("text", [MODEL, OWN])
+def test_a_graph_says_the_same_expanded_and_on_the_wire(load, text: str) -> None:
+    section = "{detector: false, failover: false, lost_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
+    graph = load(f"{text}reliability: {section}restart_window_seconds: 9, hedge: false}}\n")
+    assert graph.reliability == ReliabilitySettings(False, False, 7.0, 0.5, 2.0, 0, 9.0, False)
+    assert load(to_yaml(graph)).reliability == graph.reliability
+    assert from_json(to_json(graph)).reliability == graph.reliability
+
+
+def test_a_setting_can_be_given_on_the_command_line(load) -> None:
+    assert load(MODEL, "reliability.failover=false").reliability.failover is False
