@@ -61,7 +61,7 @@ def open_graph(
 
 
 class RunningGraph:
-    """A graph and its processes. `generate` for a model, a call or `stream` for a graph of your own operators."""
+    """A graph and its processes. `generate` for a model, a call or `stream` for a graph of your own operators. `launcher` leads the run."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RunningGraph:
         if INPUT in graph.nodes or OUTPUT in graph.nodes:
             self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
             hosted[GATEWAY] = self._endpoint.run
-        self._launcher = Launcher(
+        self.launcher = Launcher(
             graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
         )
         self._changed: dict[int, asyncio.Event] = {}
@@ -97,7 +97,7 @@ class RunningGraph:
     @property
     def graph(self) -> Graph:
         """The graph as it runs: every edge has its transport."""
-        return self._launcher.graph
+        return self.launcher.graph
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -111,14 +111,14 @@ class RunningGraph:
     @property
     def pids(self) -> Mapping[str, int]:
         """Process ids by worker name."""
-        return self._launcher.pids
+        return self.launcher.pids
 
     async def __aenter__(self) -> Self:
         if self._opened:
             raise UserError("this graph was opened before, and each opens once; call flowrt.open again for another run")
         self._opened = True
-        await check_machine(self.graph, self._launcher.seams)
-        await self._launcher.__aenter__()
+        await check_machine(self.graph, self.launcher.seams)
+        await self.launcher.__aenter__()
         for group in self._outgoing:  # ended in __aexit__
             self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
         return self
@@ -130,8 +130,8 @@ class RunningGraph:
             if self._senders:
                 await asyncio.wait(self._senders)
             if error is None and self._failure is None:
-                self.final_statistics = await self._launcher.stop()
-            await self._launcher.__aexit__(kind, error, trace)
+                self.final_statistics = await self.launcher.stop()
+            await self.launcher.__aexit__(kind, error, trace)
         finally:
             if self._endpoint is not None:
                 self._endpoint.fail(ConnectionError("the graph was closed"))
@@ -198,7 +198,7 @@ class RunningGraph:
             self._changed[admitted.request] = asyncio.Event()
             return admitted.request
         self._changed[admitted.index] = asyncio.Event()
-        await self._launcher.send(admitted.group, Submit(admitted.request))
+        await self.launcher.send(admitted.group, Submit(admitted.request))
         return admitted.index
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
@@ -271,11 +271,11 @@ class RunningGraph:
 
     async def statistics(self) -> dict[str, Statistics]:
         """What every worker has done so far, by name."""
-        return await self._launcher.statistics()
+        return await self.launcher.statistics()
 
     async def drain(self) -> None:
         """Admit nothing new and wait until everything running has ended."""
-        await self._launcher.drain()
+        await self.launcher.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class RunningGraph:
             decision = await self._outgoing[group].wait_item()
             self._outgoing[group].take_nowait()
             with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
-                await self._launcher.send(decision.group, decision.cancel)
+                await self.launcher.send(decision.group, decision.cancel)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -90,7 +90,7 @@ class Launcher:
         self._on_control = on_control or (lambda name, control: None)
         self._on_line = on_line or _write_line
         self._hosted = dict(hosted or {})
-        self._worker, self._preload = worker, tuple(preload)
+        self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
         self._answer_seconds, self._stop_seconds = answer_seconds, stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
         if len({*names, STARTER}) <= len(names):
@@ -209,10 +209,10 @@ class Launcher:
         if forked:
             check_descriptors(len(forked))
             self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._answer_seconds)))
-            async for placed in self._hosts.fork_all(self.graph, forked, self._worker, self._log_level):
+            async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
                 self._add(placed)
         else:
-            here = dict.fromkeys(self.graph.process_names(), load_worker(self._worker)) | here
+            here = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | here
             set_own_threads(self.graph)
         for name, worker in here.items():
             placed = self._hosts.place_here(tasks, name, worker, self.seams)
