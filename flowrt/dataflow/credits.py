@@ -21,13 +21,19 @@ class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Window:
-    """Credits of one outgoing edge, and the outputs that wait for one."""
+    """Credits of one outgoing edge, and the outputs that wait for one. `closed`: there is nobody at the other end."""
 
-    __slots__ = ("free", "pending", "size")
+    __slots__ = ("closed", "free", "pending", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.free = size
+        self.renew(closed=False)
+
+    def renew(self, closed: bool) -> None:
+        """Nothing is out and nothing waits: the end of the other side, or the beginning of its next life. A closed edge holds up no
+        firing: what is sent on it takes another way."""
+        self.closed = closed
+        self.free = self.size
         self.pending: deque[Output] = deque()
 
 

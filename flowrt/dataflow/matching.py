@@ -143,6 +143,12 @@ class MatchingTable:
         row.covers[port].supersede(part, by)
         return True
 
+    def missing(self, node: str, port: str, tag: Tag) -> list[int]:
+        """Ids of parts that a tag still waits for, in plan order; [] when it is over or its plan is not here yet."""
+        row = self._rows.get((node, tag))
+        cover = None if row is None else row.covers.get(port)
+        return [] if cover is None else cover.missing()
+
     def drop(self, stale: Callable[[Tag], bool]) -> tuple[int, list[int]]:
         """Forget every tag that is stale (a roll-back). Returns how many rows and held firings went, and the edges of their messages,
         one entry per message, so that the caller can return the credits."""

@@ -1,6 +1,7 @@
 """The runner of one process: takes messages and minted tags, matches them, fires nodes, sends what comes out.
 
-Here: Runner. Not here: what a firing computes (region.py), when inputs are complete (matching.py), credits (credits.py), channels
+Here: Runner. Not here: what a firing computes (region.py), when inputs are complete (matching.py), what leaves and its credits
+(departures.py, credits.py), channels
 (flowrt/actors/links.py), minting tags (the source: flowrt/workers/group.py, or `input` of a user's graph). One Runner per
 worker; model graphs and users' graphs run through it alike.
 
@@ -14,21 +15,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 import torch
 
-from flowrt.dataflow.credits import CreditHeader, Incoming, Outgoing, Owed, Window
+from flowrt.dataflow.credits import CreditHeader, Incoming, Owed
+from flowrt.dataflow.departures import Departures
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PlanHeader
-from flowrt.dataflow.payload import Payload, by_reference, from_message, from_reference, to_message
-from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
+from flowrt.dataflow.payload import Payload, from_message, from_reference
+from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
-from transports.errors import InvalidMessageError, LimitError
 from transports.message import Message, Tag
 
 MOST_INLINE = 16  # short firings in a row before the loop gets a turn
@@ -49,7 +50,8 @@ class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to
     `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits. `staying`: the edges that leave for
     another worker of the same OS process; their messages carry the tensors themselves. `early`: long calls run on a thread of their
-    own, so what leaves for other workers goes while the rest of its firing is still computed.
+    own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent` is given what would leave on
+    a closed edge.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -67,6 +69,7 @@ class Runner:
         device: torch.device | None = None,
         staying: Collection[int] = (),
         early: bool = False,
+        on_unsent: Callable[[Output], None] | None = None,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -84,8 +87,8 @@ class Runner:
         self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
-        self._windows = {edge.id: Window(edge.credits) for edge in leaving if edge.answers is None}
-        self._outgoing = {edge.id: Outgoing(edge, self._windows.get(edge.id), edge.id in staying) for edge in leaving}
+        self._departures = Departures(leaving, staying, post, on_unsent or (lambda output: None))
+        self._windows = self._departures.windows
         incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
         self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.answers is None}
         self._incoming = {edge.id: Incoming(edge, self._owed.get(edge.id), edge.id in staying) for edge in incoming}
@@ -94,7 +97,7 @@ class Runner:
         self._ready: dict[str, deque[Firing]] = {}
         self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
-        self.statistics = RunnerStatistics(sent={edge_id: outgoing.sent for edge_id, outgoing in self._outgoing.items()})
+        self.statistics = RunnerStatistics(sent=self._departures.sent)
 
     # --- what comes in -------------------------------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ class Runner:
         """As `deliver`, but nothing is fired before `settle`."""
         edge_id, tag = message.edge, message.tag
         if message.kind == "credit":
-            self._release(edge_id, message.decode_header(CreditHeader).count)
+            self._departures.release(edge_id, message.decode_header(CreditHeader).count)
             return
         incoming = self._incoming.get(edge_id)
         if incoming is None or tag is None:
@@ -122,7 +125,7 @@ class Runner:
         if (owed := incoming.owed) is not None:
             owed.here += 1
         elif edge.answers is not None:
-            self._release(edge.answers, 1)
+            self._departures.release(edge.answers, 1)
         if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return
@@ -177,6 +180,31 @@ class Runner:
                 self._return_credit(edge_id, owed)
         return dropped
 
+    # --- who is at the other end ----------------------------------------------------------------------------------------
+
+    def close_edges(self, edges: Iterable[int]) -> None:
+        """Whoever these edges lead to is gone, with all that was sent there or waited for a credit; credits on the way are void."""
+        self._departures.renew(edges, closed=True)
+        self._wake()
+
+    def open_edges(self, edges: Iterable[int]) -> None:
+        """Somebody new is there, who owes nothing."""
+        self._departures.renew(edges, closed=False)
+        self._wake()
+
+    def missing(self, node: str, port: str, tag: Tag) -> list[int]:
+        """The parts that a gather port still waits for; [] when the tag is whole, or its plan is still to come."""
+        return self._table.missing(node, port, tag)
+
+    def replace_part(
+        self, node: str, port: str, tag: Tag, part: int, by: Sequence[int], source: str, outputs: Mapping[str, Payload]
+    ) -> None:
+        """Let `by` stand for `part` at a gather port, and have `source` send `outputs`. Nothing for a tag that is whole."""
+        if self._table.supersede(node, port, tag, part, by):
+            for output in self._region.route(Firing(source, tag, {}), outputs):
+                self._emit(output)
+            self._wake()
+
     # --- the one task ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -207,7 +235,7 @@ class Runner:
             f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
             for node, tag, empty in self._table.waiting()
         ]
-        lines += [f"{self._edges[edge]} waits for credits" for edge, window in self._windows.items() if window.pending]
+        lines += [f"{edge} waits for credits" for edge in self._departures.waiting()]
         return lines
 
     # --- inside -----------------------------------------------------------------------------------------------------------
@@ -305,42 +333,13 @@ class Runner:
             self._ready[node] = deque((firing,))
 
     def _emit(self, output: Output) -> None:
-        edge = output.edge
-        outgoing = self._outgoing.get(edge.id)
-        if outgoing is None:  # it stays in this process
-            if self._region.is_fused(edge.target):
-                for firing in self._region.arrive(output):
-                    self._fire(firing)
-            else:
-                self._arrive(edge, output.tag, output.payload)
+        if self._departures.take(output):
             return
-        window = outgoing.window
-        if window is not None:
-            if window.free == 0 or window.pending:
-                window.pending.append(output)
-                return
-            window.free -= 1
-        self._send(outgoing, output)
-
-    def _send(self, outgoing: Outgoing, output: Output) -> None:
-        edge, payload, sent = outgoing.edge, output.payload, outgoing.sent
-        try:
-            message = (by_reference if outgoing.by_reference else to_message)(payload, edge.id, output.tag)
-            sent[0] += 1
-            for tensor in payload.tensors:
-                sent[1] += tensor.nbytes
-            self._post(edge, message)
-        except (LimitError, InvalidMessageError, TypeError) as error:
-            raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
-
-    def _release(self, edge_id: int, count: int) -> None:
-        window = self._windows.get(edge_id)
-        if window is None or count < 1 or window.free + count > window.size:
-            raise ValueError(f"{count} credits came back on edge {edge_id}, more than were out")
-        window.free += count
-        while window.pending and window.free:
-            window.free -= 1
-            self._send(self._outgoing[edge_id], window.pending.popleft())
+        if self._region.is_fused(output.edge.target):
+            for firing in self._region.arrive(output):
+                self._fire(firing)
+        else:
+            self._arrive(output.edge, output.tag, output.payload)
 
     def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]] | None) -> None:
         """Return the credits of the messages this firing used up, but for requests that were answered."""

@@ -215,6 +215,16 @@ class Engine:
                     self._scheduler.remove(sequence)
         return []
 
+    def fail_all(self, error: str) -> list[Decision]:
+        """Roll back, and end every request with this error: what their steps wait for will not come."""
+        decisions = self.roll_back()
+        for siblings in list(self._alive.values()):
+            request = siblings[0].request
+            for sequence in list(siblings):
+                self._end(sequence, "error")
+            decisions.append(End(Ended(request.id, request.attempt, "error", error)))
+        return decisions
+
     def statistics(self) -> EngineStatistics:
         scheduler = self._scheduler
         return EngineStatistics(

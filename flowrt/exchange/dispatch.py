@@ -1,21 +1,23 @@
 """The client's side of the expert exchange: cut a step's rows into parts, one per server, and add the answers up again.
 
 Here: Dispatch and Combine, the functions of the nodes of those names. Not here: the cutting and adding themselves
-(operators/dispatch.py, operators/combine.py), which server holds what (flowrt/reliability/expert_map.py), credits (the runner).
+(operators/dispatch.py, operators/combine.py), what is asked of whom and asked again (expert_client.py), credits (the runner).
 Built by flowrt/workers. Direct sending, one message per server with rows (EaaS section 3.2: header, rows, expert ids, scores).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.parts import PlanHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import part_of
+from flowrt.exchange.expert_client import ExpertClient
 from operators.combine import combine, combine_pairs
-from operators.dispatch import CopyTable, cut
+from operators.dispatch import cut
 
 
 class Dispatch:
@@ -24,24 +26,22 @@ class Dispatch:
 
     With strict numerics the plan is (weights_TA, pair_P of each part): the client weighs the answers and adds them by slot."""
 
-    def __init__(self, copies: Mapping[int, CopyTable], strict: bool = False) -> None:
-        """`copies[layer]` says which servers hold each expert of that layer."""
-        self._copies, self._strict = copies, strict
+    def __init__(self, client: ExpertClient, strict: bool = False) -> None:
+        self.client = client
+        self._strict = strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         return [self._cut(firing) for firing in firings]
 
     def _cut(self, firing: Firing) -> dict[str, Payload]:
+        tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = cut(expert_ids_TA, weights_TA, positions_T, self._copies[firing.tag.layer])
+        parts = cut(expert_ids_TA, weights_TA, positions_T, self.client.table(tag.layer))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
-        outputs = {"plan": Payload(plan, PlanHeader(tuple(range(len(parts)))))}
-        for number, part in enumerate(parts):
-            rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
-            tensors = (rows_RH, part.row_P, part.expert_P, part.weight_P)
-            outputs[f"server{part.server}"] = Payload(tensors, PartHeader(number))
-        return outputs
+        header = PlanHeader(tuple(range(len(parts))))
+        # The plan first: an answer may be back as soon as its part has left.
+        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
 
 
 class Combine:
@@ -50,8 +50,8 @@ class Combine:
     Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster. With strict numerics
     parts bring one unweighted row per pair, and the sum does not depend on the placement either."""
 
-    def __init__(self, strict: bool = False) -> None:
-        self._strict = strict
+    def __init__(self, client: ExpertClient, strict: bool = False) -> None:
+        self._client, self._strict = client, strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         return [self._add(firing) for firing in firings]
@@ -61,5 +61,10 @@ class Combine:
         answers: list[Payload] = firing.inputs["parts"]
         (residual_TH,) = firing.inputs["residual"].tensors
         where = plan[1:] if self._strict else plan
-        parts = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]
-        return {"y": Payload((combine_pairs(residual_TH, plan[0], parts) if self._strict else combine(residual_TH, parts),))}
+        numbers = [part_of(answer) for answer in answers]
+        if numbers != list(range(len(where))):  # some were asked for again
+            parts = [self._client.part(firing.tag, number or 0) for number in numbers]
+            where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
+        self._client.forget(firing.tag)
+        parts_added = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]
+        return {"y": Payload((combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added),))}

@@ -23,10 +23,11 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction
 from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.model import Graph
-from flowrt.graph.placement import expert_map_of, held_experts
-from operators.dispatch import CopyTable
+from flowrt.graph.placement import held_experts
+from flowrt.workers.model_nodes import expert_client
 from operators.experts import Experts
 from operators.model_config import ModelConfig, read_model_config
 from operators.sampling import log_probabilities, sample
@@ -137,6 +138,7 @@ def build_exact_nodes(graph: Graph, process: str) -> dict[str, NodeFunction]:
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
     model, strict = ExactModel(config), graph.numerics == "strict"
+    client: ExpertClient | None = None
     functions: dict[str, NodeFunction] = {}
     for node in graph.nodes_of(process):
         match node.operator:
@@ -149,15 +151,14 @@ def build_exact_nodes(graph: Graph, process: str) -> dict[str, NodeFunction]:
             case "mlp" | "shared":
                 functions[node.name] = _each(_dense(model))
             case "dispatch":
-                expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
-                num_servers = len(node.options["servers"])
-                tables = {layer: CopyTable.from_lists(expert_map.table(layer), num_servers) for layer in config.moe_layers}
-                functions[node.name] = Dispatch(tables, strict)
+                client = expert_client(graph, node, config)
+                functions[node.name] = Dispatch(client, strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
                 functions[node.name] = ExpertService(cast("Experts", ExactExperts(model, held)), strict)
             case "combine":
-                functions[node.name] = Combine(strict)
+                assert client is not None  # a group's dispatch comes before its combine
+                functions[node.name] = Combine(client, strict)
             case "head":
                 functions[node.name] = _each(_head(model))
     return functions

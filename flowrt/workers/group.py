@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from flowrt.actors.control import Cancel, Control, Drain, Drained, Logprobs, Submit, Token, Tokens
+from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.decision import Decision, Emit, End, StartStep
@@ -43,6 +43,15 @@ class Group:
         self._page_tokens = page_tokens
         self._device = device
         self._drain_asked = False
+        self._refusal: str | None = None
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def epoch(self) -> int:
+        return self._engine.epoch
 
     @property
     def num_steps(self) -> int:
@@ -51,6 +60,8 @@ class Group:
     def on_control(self, control: Control) -> None:
         """Submit, Cancel and Drain; anything else is not for a group."""
         match control:
+            case Submit(request) if self._refusal is not None:
+                self._send(Ended(request.id, request.attempt, "error", self._refusal))
             case Submit(request):
                 self._carry_out(self._engine.submit(request))
             case Cancel(request_id, attempt, choice):
@@ -59,6 +70,16 @@ class Group:
                 self._engine.drain()
                 self._drain_asked = True
                 self._carry_out([])
+
+    def refuse(self, error: str) -> None:
+        """End every request with this error, and each one that comes until `accept`: nothing can be computed for now."""
+        self._refusal = error
+        decisions = self._engine.fail_all(error)
+        self._runner.roll_back(self._source, self._engine.epoch)
+        self._carry_out(decisions)
+
+    def accept(self) -> None:
+        self._refusal = None
 
     def on_step_end(self, firing: Firing) -> None:
         """The tokens of a step have come back to the source. Steps of an older epoch were stopped at the runner's door."""

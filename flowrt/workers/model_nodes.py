@@ -18,14 +18,13 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
 from flowrt.graph.placement import expert_map_of, held_experts
-from flowrt.reliability.expert_map import Copies
 from operators.attention import Attention, attention_for
 from operators.dense import DenseMlp, SharedExperts
-from operators.dispatch import CopyTable
 from operators.embedding import Embedding
 from operators.experts import Experts
 from operators.gate import Gate
@@ -78,6 +77,7 @@ def build_model_nodes(
         return module
 
     embedding: Embedding | None = None
+    client: ExpertClient | None = None
     functions: dict[str, NodeFunction] = {}
     for done, node in enumerate(nodes):
         on_built(node.name, done, len(nodes))
@@ -96,12 +96,14 @@ def build_model_nodes(
             case "shared":
                 functions[node.name] = _each(_Mlp(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
-                functions[node.name] = Dispatch(_copy_tables(graph, node, config, device), strict)
+                client = expert_client(graph, node, config, device)
+                functions[node.name] = Dispatch(client, strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
                 functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks, now)), strict)
             case "combine":
-                functions[node.name] = Combine(strict)
+                assert client is not None  # a group's dispatch comes before its combine
+                functions[node.name] = Combine(client, strict)
             case "head":
                 functions[node.name] = _each(_Head(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
@@ -223,15 +225,6 @@ class _Head:
         return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
 
 
-def _copy_tables(graph: Graph, node: Node, config: ModelConfig, device: torch.device) -> dict[int, CopyTable]:
-    """The expert map as tables, one shared by all layers that are alike."""
-    expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
-    num_servers = len(node.options["servers"])
-    tables: dict[Copies, CopyTable] = {}
-    found: dict[int, CopyTable] = {}
-    for layer in config.moe_layers:
-        copies = expert_map.table(layer)
-        if copies not in tables:
-            tables[copies] = CopyTable.from_lists(copies, num_servers, device)
-        found[layer] = tables[copies]
-    return found
+def expert_client(graph: Graph, node: Node, config: ModelConfig, device: torch.device | str = "cpu") -> ExpertClient:
+    """The client of a dispatch node, with the expert map of the graph."""
+    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), len(node.options["servers"]), device)

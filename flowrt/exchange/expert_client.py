@@ -1,0 +1,145 @@
+"""What one client of the expert servers knows: who holds what now, and which parts of which tag are out. Pure but for tensors.
+
+Here: ExpertClient, shared by the dispatch and combine nodes of a group. Not here: sending and matching (flowrt/dataflow), when a server
+counts as lost (flowrt/workers), cutting itself (operators/dispatch.py).
+
+A part that is lost is cut anew over the copies that are left, under new ids, and the first complete cover of a tag counts (DESIGN section
+1; EaaS section 3.4). Pairs whose expert has no copy are a part of NOWHERE, which is sent to nobody and cut anew when a copy is back.
+
+Nodes call `table`, `ask`, `part` and `forget` from the compute thread, the rest is called from the loop; each is one step on a dict, or
+works on what it has taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.payload import Payload
+from flowrt.reliability.expert_map import Copies, ExpertMap
+from operators.dispatch import NOWHERE, CopyTable, Part, cut_again
+from transports.message import Tag
+
+
+@dataclass(slots=True)
+class Asked:
+    """A tag's parts, by id; more are added as they are cut anew."""
+
+    x_TH: Tensor
+    positions_T: Tensor
+    num_active: int
+    parts: list[Part]
+    version: int  # of the map by which it was cut last
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is to be sent in the place of a part, by output port, and the ids that cover its pairs (some may be of NOWHERE)."""
+
+    part: int
+    by: tuple[int, ...]
+    outputs: dict[str, Payload]
+
+
+class ExpertClient:
+    """`expert_map`: as the graph places experts, every server alive. Servers are numbers, as in the ports "server<s>"."""
+
+    def __init__(self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu") -> None:
+        self._full = expert_map
+        self._map = expert_map
+        self._num_servers = num_servers
+        self._device = device
+        self._lost: set[int] = set()
+        self._tables: dict[Copies, CopyTable] = {}
+        self._asked: dict[Tag, Asked] = {}
+        self.num_again = 0  # parts that were cut anew
+
+    @property
+    def map(self) -> ExpertMap:
+        return self._map
+
+    def table(self, layer: int) -> CopyTable:
+        copies = self._map.table(layer)
+        table = self._tables.get(copies)
+        if table is None:
+            table = self._tables[copies] = CopyTable.from_lists(copies, self._num_servers, self._device)
+        return table
+
+    # --- what is asked ----------------------------------------------------------------------------------------------------
+
+    def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
+        """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
+        self._asked[tag] = Asked(x_TH, positions_T, num_active, parts, self._map.version)
+        return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
+
+    def part(self, tag: Tag, number: int) -> Part:
+        return self._asked[tag].parts[number]
+
+    def forget(self, tag: Tag) -> None:
+        """It is whole."""
+        self._asked.pop(tag, None)
+
+    def forget_stale(self, stale: Callable[[Tag], bool]) -> None:
+        for tag in [tag for tag in list(self._asked) if stale(tag)]:
+            self._asked.pop(tag, None)
+
+    @property
+    def tags(self) -> list[Tag]:
+        return list(self._asked)
+
+    def at(self, servers: Collection[int], tag: Tag, numbers: Sequence[int]) -> list[int]:
+        """Which of these parts of a tag lie at one of `servers`. At NOWHERE: only if the map has changed since the tag was cut last."""
+        asked = self._asked.get(tag)
+        if asked is None:
+            return []
+        changed = asked.version != self._map.version
+        return [number for number in numbers if (server := asked.parts[number].server) in servers and (changed or server != NOWHERE)]
+
+    def again(self, tag: Tag, number: int) -> Again | None:
+        """Cut a part anew by the map of now. None for a tag that is whole."""
+        asked = self._asked.get(tag)
+        if asked is None:
+            return None
+        new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, self.table(tag.layer))
+        first = len(asked.parts)
+        asked.parts.extend(new)
+        asked.version = self._map.version
+        self.num_again += 1
+        outputs = {f"server{part.server}": _request(asked.x_TH, first + at, part) for at, part in enumerate(new) if part.server != NOWHERE}
+        return Again(number, tuple(range(first, first + len(new))), outputs)
+
+    # --- who is there -----------------------------------------------------------------------------------------------------
+
+    def lose(self, server: int) -> None:
+        """The next version of the map, without this server."""
+        self._lost.add(server)
+        self._map = self._map.without(server)
+
+    def regain(self, server: int) -> None:
+        """The next version, in which it holds what the graph gave it."""
+        if server not in self._lost:
+            return
+        self._lost.discard(server)
+        version = self._map.version + 1
+        left = self._full
+        for lost in sorted(self._lost):
+            left = left.without(lost)
+        self._map = ExpertMap(left.copies, left.by_layer, version)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        return frozenset(self._lost)
+
+    def homeless(self) -> list[int]:
+        """Experts that have no copy in some layer, though the graph gives them one."""
+        layers: list[int | None] = [*self._full.by_layer] or [None]
+        return sorted({expert for layer in layers for expert in set(self._map.missing(layer)) - set(self._full.missing(layer))})
+
+
+def _request(x_TH: Tensor, number: int, part: Part) -> Payload:
+    rows_RH = x_TH if len(part.rows_R) == len(x_TH) else x_TH.index_select(0, part.rows_R)  # each row once, in order
+    return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number))

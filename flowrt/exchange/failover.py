@@ -1,0 +1,111 @@
+"""Carrying on without an expert server: what was asked of it is asked of others, and of itself again when it is back.
+
+Here: Failover. Not here: which parts there are and how they are cut (expert_client.py), who says that a server is gone (the worker: its
+links, the launcher), links. One per attention worker whose experts lie in other processes. EaaS section 3.4; DESIGN section 1.
+
+Everything here is synchronous and on the loop. A server is known by its process name; events may come twice and in any order.
+"""
+
+from __future__ import annotations
+
+from flowrt.dataflow.region import Output, part_of
+from flowrt.dataflow.runner import Runner
+from flowrt.exchange.expert_client import ExpertClient
+from flowrt.graph.model import Graph
+from operators.dispatch import NOWHERE
+from transports.message import Tag
+
+
+class Failover:
+    """`dispatch`: the name of the node whose client this is. The runner is given later, because it is made with our `on_unsent`."""
+
+    def __init__(self, graph: Graph, dispatch: str, client: ExpertClient) -> None:
+        self._dispatch = dispatch
+        self._client = client
+        self._runner: Runner | None = None
+        edges = [edge for edge in graph.edges if edge.source == dispatch]
+        (self._combine, self._gather), *_ = [
+            (edge.target, port.name)
+            for edge in edges
+            for port in graph.nodes[edge.target].inputs.values()
+            if port.takes == "gather" and port.count == edge.target_port
+        ]
+        here = graph.nodes[dispatch].process
+        self._edges: dict[str, list[int]] = {}  # process -> the edges on which it is asked
+        self._servers: dict[str, list[int]] = {}  # process -> the servers of our map that it is
+        for edge in edges:
+            process = graph.nodes[edge.target].process
+            if process != here and edge.source_port.startswith("server"):
+                self._edges.setdefault(process, []).append(edge.id)
+                self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
+        self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
+
+    def begin(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def processes(self) -> frozenset[str]:
+        """The expert servers that this group asks."""
+        return frozenset(self._servers)
+
+    @property
+    def num_again(self) -> int:
+        return self._client.num_again
+
+    @property
+    def map_version(self) -> int:
+        return self._client.map.version
+
+    def lost(self, process: str) -> None:
+        """It is gone, and all that it was asked. Its parts are cut anew over the copies that are left, under the same tags."""
+        assert self._runner is not None
+        servers = self._servers.get(process, [])
+        self._runner.close_edges(self._edges.get(process, []))
+        for server in servers:
+            self._client.lose(server)
+        self._ask_again(frozenset(servers))
+
+    def joined(self, process: str) -> None:
+        """A new life of it can be asked. What waited for a copy of an expert is asked now."""
+        assert self._runner is not None
+        self._runner.open_edges(self._edges.get(process, []))
+        for server in self._servers.get(process, []):
+            self._client.regain(server)
+        self._ask_again(frozenset({NOWHERE}))
+
+    def look_again(self) -> None:
+        """For parts that were cut, by the map of before, while `joined` looked: they wait for a copy that is back."""
+        self._ask_again(frozenset({NOWHERE}))
+
+    def on_unsent(self, output: Output) -> None:
+        """A part was cut before its server was known to be gone, and is to leave now."""
+        part = part_of(output.payload)
+        if part is not None:
+            self._again(output.tag, part)
+
+    def roll_back(self, source: str, epoch: int) -> None:
+        self._client.forget_stale(lambda tag: tag.source == source and tag.epoch < epoch)
+
+    def refusal(self) -> str | None:
+        """Why nothing can be computed now, for the user; None when every expert has a copy."""
+        experts = self._client.homeless()
+        if not experts:
+            return None
+        lost = ", ".join(sorted({self._name_of[server] for server in self._client.lost}))
+        some = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
+        return f"no copy is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _ask_again(self, servers: frozenset[int]) -> None:
+        assert self._runner is not None
+        for tag in self._client.tags:
+            missing = self._runner.missing(self._combine, self._gather, tag)
+            for part in self._client.at(servers, tag, missing):
+                self._again(tag, part)
+
+    def _again(self, tag: Tag, part: int) -> None:
+        assert self._runner is not None
+        again = self._client.again(tag, part)
+        if again is not None:
+            self._runner.replace_part(self._combine, self._gather, tag, part, again.by, self._dispatch, again.outputs)

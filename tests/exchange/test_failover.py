@@ -1,0 +1,265 @@
+"""The client of the expert servers when servers go and come: everything but channels, with real tensors and numbers that show a mistake."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.dataflow.runner import Runner
+from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.exchange.expert_client import ExpertClient
+from flowrt.exchange.failover import Failover
+from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.reliability.expert_map import ExpertMap
+from flowrt.seams import RealClock
+from operators.dispatch import NOWHERE
+from transports.message import Tag
+
+NUM_EXPERTS, ROWS, ACTIVE, WIDTH = 6, 5, 2, 4
+SERVERS = {0: (0, 1, 2, 3), 1: (2, 3, 4, 5), 2: (0, 1, 4, 5)}  # two copies of each expert
+IDS_TA = torch.tensor([[0, 2], [1, 4], [3, 5], [2, 4], [5, 0]])
+X_TH = torch.arange(float(ROWS * WIDTH)).reshape(ROWS, WIDTH)
+WEIGHTS_TA = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
+POSITIONS_T = torch.tensor([0, 1, 2, 3, 4])
+
+
+def answer(x_RH, row_P, expert_P, weight_P, strict):
+    """An expert multiplies by its number + 1: whatever is lost, doubled or in a wrong row shows."""
+    y_PH = x_RH[row_P] * (expert_P + 1).unsqueeze(1)
+    return y_PH if strict else torch.zeros_like(x_RH).index_add_(0, row_P, y_PH * weight_P.unsqueeze(1))
+
+
+def expected():
+    return X_TH + sum(X_TH * (WEIGHTS_TA[:, slot] * (IDS_TA[:, slot] + 1)).unsqueeze(1) for slot in range(ACTIVE))
+
+
+class Inline:
+    running = None
+
+    def is_short(self, label):
+        return True
+
+    def run_inline(self, label, call):
+        return call()
+
+    async def run(self, label, call, bound_seconds=60.0):
+        return call()
+
+
+def graph():
+    gather = {"plan": PortSpec("plan"), "parts": PortSpec("parts", takes="gather", count="plan"), "residual": PortSpec("residual")}
+    nodes = [
+        Node("source", "source", "a", {}, {"x": PortSpec("x"), "routing": PortSpec("routing"), "residual": PortSpec("residual")}),
+        Node(
+            "dispatch", "dispatch", "a", {"x": PortSpec("x"), "routing": PortSpec("routing")},
+            {name: PortSpec(name) for name in ("plan", "server0", "server1", "server2")},
+        ),
+        Node("combine", "combine", "a", gather, {"y": PortSpec("y")}),
+        Node("end", "m:f", "a", {"y": PortSpec("y")}, {}),
+        *(Node(f"experts.{s}", "experts", f"experts.{s}", {"rows": PortSpec("rows")}, {"results": PortSpec("results")}) for s in SERVERS),
+    ]  # fmt: skip
+    edges = [
+        Edge(0, "source", "x", "dispatch", "x"),
+        Edge(1, "source", "routing", "dispatch", "routing"),
+        Edge(2, "source", "residual", "combine", "residual"),
+        Edge(3, "dispatch", "plan", "combine", "plan"),
+        Edge(4, "combine", "y", "end", "y"),
+    ]
+    for server in SERVERS:
+        edges.append(Edge(5 + 2 * server, "dispatch", f"server{server}", f"experts.{server}", "rows", credits=2))
+        edges.append(Edge(6 + 2 * server, f"experts.{server}", "results", "combine", "parts", answers=5 + 2 * server))
+    return Graph({node.name: node for node in nodes}, edges)
+
+
+class Client:
+    """A group's side with its runner; `asked[server]` are the requests on their way there."""
+
+    def __init__(self, strict=False):
+        self.strict = strict
+        self.graph = graph()
+        self.client = ExpertClient(ExpertMap.from_held(SERVERS, NUM_EXPERTS), len(SERVERS))
+        self.failover = Failover(self.graph, "dispatch", self.client)
+        self.asked = {server: deque() for server in SERVERS}
+        self.ends = []
+        functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
+        self.runner = Runner(
+            self.graph, "a", functions, Inline(), RealClock(), self.post, self.end, on_unsent=self.failover.on_unsent
+        )  # fmt: skip
+        self.failover.begin(self.runner)
+
+    def post(self, edge, message):
+        self.asked[int(edge.target.removeprefix("experts."))].append(message)
+
+    def end(self, firing: Firing):
+        self.ends.append((firing.tag, firing.inputs["y"].tensors[0]))
+
+    def begin(self, step=0, epoch=0):
+        outputs = {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
+        self.runner.mint("source", Tag("s@1", step=step, epoch=epoch), outputs)
+        self.runner.settle()
+
+    def serve(self, server, count=1):
+        for _ in range(count):
+            request = self.asked[server].popleft()
+            payload = from_message(request)
+            assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "asked for an expert that does not lie there"
+            y = answer(*payload.tensors, self.strict)
+            self.runner.accept(to_message(Payload((y,), payload.header), 6 + 2 * server, request.tag))
+            self.runner.settle()
+
+    def serve_all(self):
+        while waiting := [server for server, requests in self.asked.items() if requests]:
+            self.serve(waiting[0])
+
+    def die(self, server):
+        self.asked[server].clear()
+        self.failover.lost(f"experts.{server}")
+
+    def check(self, steps=(0,)):
+        assert [tag.step for tag, _ in self.ends] == list(steps)
+        for _, y in self.ends:
+            assert torch.equal(y, expected())
+        assert not self.client.tags
+        assert not self.runner.waiting()
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "strict"])
+def client(request):
+    return Client(request.param)
+
+
+def test_with_everybody_there(client):
+    client.begin()
+    client.serve_all()
+    client.check()
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1), (1, 2)])
+def test_what_a_dead_server_was_asked_is_asked_of_others(client, server, answered):
+    client.begin()
+    for other in answered:
+        client.serve(other)
+    client.die(server)
+    assert not client.asked[server]
+    client.serve_all()
+    client.check()
+
+
+def test_two_of_three_die_one_after_the_other_and_return(client):
+    client.begin()
+    client.die(0)
+    client.serve_all()
+    client.check()
+    client.die(1)
+    client.begin(1)  # experts 2 and 3 have no copy now
+    client.serve_all()
+    assert len(client.ends) == 1
+    assert "experts 2, 3: experts.0, experts.1" in client.failover.refusal()
+    client.failover.joined("experts.1")
+    assert client.failover.refusal() is None
+    client.serve_all()
+    client.check((0, 1))
+    client.failover.joined("experts.0")
+    client.begin(2)
+    assert all(client.asked.values())
+    client.serve_all()
+    client.check((0, 1, 2))
+
+
+def test_parts_that_wait_for_a_copy_when_the_server_dies(client):
+    client.begin()
+    client.die(0)
+    client.die(1)
+    client.serve_all()
+    assert not client.ends
+    client.failover.joined("experts.0")
+    client.serve_all()
+    client.check()
+
+
+def test_a_part_cut_before_its_server_died_and_sent_after(client):
+    """The dispatch node ran on the compute thread; its outputs leave when the server is known to be gone."""
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    client.die(1)
+    client.runner._leave(outputs)
+    assert not client.asked[1]
+    client.serve_all()
+    client.check()
+
+
+def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
+    client.die(0)
+    client.die(1)
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    client.failover.joined("experts.1")
+    client.runner._leave(outputs)
+    client.serve_all()
+    assert not client.ends
+    client.failover.look_again()
+    client.serve_all()
+    client.check()
+
+
+def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
+    client.begin()
+    late = client.asked[1].popleft()
+    client.die(1)
+    payload = from_message(late)
+    client.failover.joined("experts.1")  # what it answers comes on a credit of its new life
+    client.begin(1)
+    client.serve_all()
+    client.check((0, 1))
+    client.runner._departures.windows[7].free -= 1
+    client.runner.accept(to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), 8, late.tag))
+    client.check((0, 1))
+
+
+def test_credits_of_a_former_life_do_not_count(client):
+    """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
+    for step in range(4):
+        client.begin(step)
+    window = client.runner._departures.windows[5]
+    assert window.free == 0
+    client.die(0)
+    client.serve_all()
+    client.check((0, 1, 2, 3))
+    client.failover.joined("experts.0")
+    assert (window.free, len(window.pending)) == (2, 0)
+
+
+def test_rolled_back_tags_are_forgotten(client):
+    client.begin()
+    client.runner.roll_back("s@1", 1)
+    client.failover.roll_back("s@1", 1)
+    client.die(0)
+    client.die(1)
+    client.failover.joined("experts.0")
+    assert not client.client.tags
+    client.failover.joined("experts.1")
+    client.serve_all()
+    client.begin(1, epoch=1)
+    client.serve_all()
+    client.check((1,))
+
+
+def test_versions_of_the_map_grow(client):
+    versions = [client.failover.map_version]
+    for change in (client.failover.lost, client.failover.joined, client.failover.lost):
+        change("experts.2")
+        versions.append(client.failover.map_version)
+    assert versions == sorted(set(versions))
+
+
+def test_pairs_without_a_copy_are_cut_as_a_part_of_nobody(client):
+    client.die(0)
+    client.die(1)
+    client.begin()
+    tag = Tag("s@1")
+    assert NOWHERE in {client.client.part(tag, number).server for number in client.runner.missing("combine", "parts", tag)}
