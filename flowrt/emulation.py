@@ -15,7 +15,7 @@ import msgspec
 
 from flowrt.errors import UserError
 from flowrt.observe import duration_text
-from flowrt.seams import Compute, Running
+from flowrt.seams import BOUND_SECONDS, Compute, Running
 from flowrt.timer import Timer
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class EmulatedCompute:
         finally:
             self._was_free(start)
 
-    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         if self._waiting is not None:
             raise RuntimeError(f"{label} while {self._waiting.label} runs: a worker computes one call at a time")
         self._charged = 0.0
@@ -106,7 +106,7 @@ class EmulatedCompute:
         if not modelled:
             self._was_free(start)
             return result
-        self._waiting = Running(label, start, bound_seconds + modelled)
+        self._waiting = Running(label, start, (bound_seconds or BOUND_SECONDS) + modelled)
         try:
             await self._timer.wait_until(start + modelled)
         finally:

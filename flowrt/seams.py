@@ -9,8 +9,10 @@ takes time, random numbers, ids, computing and transports from a Seams object gi
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,11 @@ LONE_INLINE_SECONDS = 20e-3  # the same where the loop has nothing else to do me
 # A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
 _LONG_SECONDS = 5e-3  # a call this long is believed at once
+# When a call counts as hung; docs/reliability.md says why so.
+BOUND_SECONDS = 60.0  # of a call for which nothing is declared ...
+_TIMES_LONGEST = 20.0  # ... or so many times what the longest of its label took, if that is more
+STILL_SECONDS = 0.75  # computing needs a processor: a call that has had none for so long waits for something that does not come
+FIRST_STILL_SECONDS = 5.0  # the first of a label may read from disks
 
 
 class Clock(Protocol):
@@ -39,11 +46,17 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Running:
-    """The operation computing now: what, since when (Clock.now), and the most it may take before it counts as hung."""
+    """The operation computing now: what, since when (Clock.now), and the most it may take before it counts as hung.
+
+    `computed_seconds` is a count of processor time that grows while it computes, and stands while it waits; None where there is no
+    such count. It counts as hung too when that has stood for `still_seconds`.
+    """
 
     label: str
     since_seconds: float
     bound_seconds: float
+    computed_seconds: float | None = None
+    still_seconds: float = math.inf
 
 
 class Compute(Protocol):
@@ -62,8 +75,11 @@ class Compute(Protocol):
         """As `run`, of a call that `is_short`."""
         ...
 
-    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
-        """The call's result; its exception is raised here. Calls with one `label` are expected to take alike."""
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
+        """The call's result; its exception is raised here. Calls with one `label` are expected to take alike.
+
+        bound_seconds: for a call that may take long, or wait: the most it may take. None: it computes, and bounds are found for it.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -85,15 +101,29 @@ class ThreadCompute:
 
     def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
         self._inline_seconds = inline_seconds
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=self._note_thread)
+        self._clock: int | None = None  # of the thread's processor time
         self._expected_seconds: dict[str, float] = {}
+        self._longest_seconds: dict[str, float] = {}  # of calls in the thread
         self._label: str | None = None  # of what runs now
-        self._since_seconds = self._bound_seconds = 0.0
+        self._since_seconds = 0.0
+        self._bound_seconds: float | None = None
 
     @property
     def running(self) -> Running | None:
-        label = self._label
-        return None if label is None else Running(label, self._since_seconds, self._bound_seconds)
+        label, clock, declared = self._label, self._clock, self._bound_seconds
+        if label is None:
+            return None
+        if declared is not None:
+            return Running(label, self._since_seconds, declared)
+        longest = self._longest_seconds.get(label)
+        return Running(
+            label,
+            self._since_seconds,
+            max(BOUND_SECONDS, _TIMES_LONGEST * (longest or 0.0)),
+            None if clock is None else time.clock_gettime(clock),
+            FIRST_STILL_SECONDS if longest is None else STILL_SECONDS,
+        )
 
     def is_short(self, label: str) -> bool:
         return self._label is None and self._expected_seconds.get(label, 1.0) < self._inline_seconds
@@ -101,7 +131,7 @@ class ThreadCompute:
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
         if self._label is not None:
             raise RuntimeError(f"{label} while {self._label} runs: a worker computes one call at a time")
-        self._bound_seconds, self._label = 60.0, label
+        self._bound_seconds, self._label = None, label
         start = self._since_seconds = time.monotonic()
         try:
             return call()
@@ -109,7 +139,7 @@ class ThreadCompute:
             self._learn(label, time.monotonic() - start)
             self._label = None
 
-    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         short = self.is_short(label)
         self._begin(label, bound_seconds)
         try:
@@ -133,7 +163,11 @@ class ThreadCompute:
     async def aclose(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, label: str, bound_seconds: float) -> None:
+    def _note_thread(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def _begin(self, label: str, bound_seconds: float | None) -> None:
         if self._label is not None:
             raise RuntimeError(f"{label} while {self._label} runs: a worker computes one call at a time")
         self._bound_seconds, self._since_seconds, self._label = bound_seconds, time.monotonic(), label
@@ -144,7 +178,10 @@ class ThreadCompute:
         try:
             return call()
         finally:
-            self._learn(label, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            self._learn(label, seconds)
+            if seconds > self._longest_seconds.get(label, -1.0):
+                self._longest_seconds[label] = seconds
 
     def _learn(self, label: str, seconds: float) -> None:
         expected = self._expected_seconds.get(label, seconds)
