@@ -51,7 +51,7 @@ class Runner:
     `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits. `staying`: the edges that leave for
     another worker of the same OS process; their messages carry the tensors themselves. `early`: long calls run on a thread of their
     own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent` is given what would leave on
-    a closed edge.
+    a closed edge, `on_answer` the edge and the tag of every answer.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -70,6 +70,7 @@ class Runner:
         staying: Collection[int] = (),
         early: bool = False,
         on_unsent: Callable[[Output], None] | None = None,
+        on_answer: Callable[[int, Tag], None] | None = None,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -81,6 +82,7 @@ class Runner:
         self._clock = clock
         self._post = post
         self._on_sink = on_sink
+        self._on_answer = on_answer
         self._table = MatchingTable(nodes, graph.edges, _plan_of)
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
@@ -126,6 +128,8 @@ class Runner:
             owed.here += 1
         elif edge.answers is not None:
             self._departures.release(edge.answers, 1)
+            if self._on_answer is not None:
+                self._on_answer(edge_id, tag)
         if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return

@@ -13,7 +13,7 @@ works on what it has taken out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,19 +21,23 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.reliability.expert_map import Copies, ExpertMap
+from flowrt.reliability.hedging import Steering
 from operators.dispatch import NOWHERE, CopyTable, Part, cut_again
 from transports.message import Tag
 
 
 @dataclass(slots=True)
 class Asked:
-    """A tag's parts, by id; more are added as they are cut anew."""
+    """A tag's parts, by id; more are added as they are cut anew, or asked of a second server."""
 
+    since_seconds: float
     x_TH: Tensor
     positions_T: Tensor
     num_active: int
     parts: list[Part]
     version: int  # of the map by which it was cut last
+    num_first: int  # parts before any was cut anew
+    hedged: set[int] = field(default_factory=set)  # ids of parts that were asked of another server too
 
 
 @dataclass(frozen=True)
@@ -45,35 +49,59 @@ class Again:
     outputs: dict[str, Payload]
 
 
-class ExpertClient:
-    """`expert_map`: as the graph places experts, every server alive. Servers are numbers, as in the ports "server<s>"."""
+class _Tables:
+    """Copy tables by layer, made when they are asked for; layers that are alike share one. For one state of the map."""
 
-    def __init__(self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu") -> None:
-        self._full = expert_map
-        self._map = expert_map
-        self._num_servers = num_servers
-        self._device = device
+    def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
+        self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
+        self._by_layer: dict[int, CopyTable] = {}
+        self._made: dict[Copies, CopyTable] = {}
+
+    def of(self, layer: int) -> CopyTable:
+        table = self._by_layer.get(layer)
+        if table is None:
+            copies = self._map.table(layer)
+            if self._avoided:
+                copies = tuple(tuple(server for server in servers if server not in self._avoided) or servers for servers in copies)
+            table = self._made.get(copies)
+            if table is None:
+                table = self._made[copies] = CopyTable.from_lists(copies, self._num_servers, self._device)
+            self._by_layer[layer] = table
+        return table
+
+
+class ExpertClient:
+    """`expert_map`: as the graph places experts, every server alive. Servers are numbers, as in the ports "server<s>". `now`: the clock."""
+
+    def __init__(
+        self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._full = self._map = expert_map
+        self._num_servers, self._device, self._now = num_servers, device, now
         self._lost: set[int] = set()
-        self._tables: dict[Copies, CopyTable] = {}
         self._asked: dict[Tag, Asked] = {}
+        self.steering = Steering(num_servers)
         self.num_again = 0  # parts that were cut anew
+        self._change()
 
     @property
     def map(self) -> ExpertMap:
         return self._map
 
     def table(self, layer: int) -> CopyTable:
-        copies = self._map.table(layer)
-        table = self._tables.get(copies)
-        if table is None:
-            table = self._tables[copies] = CopyTable.from_lists(copies, self._num_servers, self._device)
-        return table
+        """By which a new tag is cut: without servers that are slow, where others hold a copy."""
+        return self._all.of(layer) if self._avoided and self.steering.probes() else self._tables.of(layer)
+
+    def _change(self) -> None:
+        self._avoided = self.steering.avoided
+        self._all = _Tables(self._map, frozenset(), self._num_servers, self._device)
+        self._tables = _Tables(self._map, self._avoided, self._num_servers, self._device) if self._avoided else self._all
 
     # --- what is asked ----------------------------------------------------------------------------------------------------
 
     def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
-        self._asked[tag] = Asked(x_TH, positions_T, num_active, parts, self._map.version)
+        self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, self._map.version, len(parts))
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
     def part(self, tag: Tag, number: int) -> Part:
@@ -86,6 +114,12 @@ class ExpertClient:
     def forget_stale(self, stale: Callable[[Tag], bool]) -> None:
         for tag in [tag for tag in list(self._asked) if stale(tag)]:
             self._asked.pop(tag, None)
+
+    @property
+    def hedges(self) -> bool:
+        """Whether any expert has a second copy."""
+        layers: list[int | None] = [*self._full.by_layer] or [None]
+        return any(len(servers) > 1 for layer in layers for servers in self._full.table(layer))
 
     @property
     def tags(self) -> list[Tag]:
@@ -104,13 +138,49 @@ class ExpertClient:
         asked = self._asked.get(tag)
         if asked is None:
             return None
-        new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, self.table(tag.layer))
-        first = len(asked.parts)
-        asked.parts.extend(new)
         asked.version = self._map.version
         self.num_again += 1
+        return self._cut(asked, number, self._tables.of(tag.layer))
+
+    def _cut(self, asked: Asked, number: int, table: CopyTable) -> Again:
+        new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, table)
+        first = len(asked.parts)
+        asked.parts.extend(new)
         outputs = {f"server{part.server}": _request(asked.x_TH, first + at, part) for at, part in enumerate(new) if part.server != NOWHERE}
         return Again(number, tuple(range(first, first + len(new))), outputs)
+
+    def answered(self, server: int, tag: Tag) -> None:
+        """Judge a server by how long it took. Parts that were cut anew began later than their tag, and are left out."""
+        asked = self._asked.get(tag)
+        if asked is None or asked.hedged:
+            return
+        for part in asked.parts[: asked.num_first]:
+            if part.server == server:
+                if self.steering.answered(server, len(part.rows_R), self._now() - asked.since_seconds):
+                    self._change()
+                return
+
+    def hedge(self, tag: Tag, missing: Sequence[int]) -> list[Again]:
+        """Parts among `missing` that are late, asked of other servers too, if others hold copies of all they need and the budget allows.
+        The late answer still counts if it comes first."""
+        asked = self._asked.get(tag)
+        if asked is None:
+            return []
+        age, found = self._now() - asked.since_seconds, []
+        for number in missing:
+            part = asked.parts[number]
+            if number in asked.hedged or part.server == NOWHERE:
+                continue
+            late = self.steering.late_after(part.server, len(part.rows_R))
+            if late is None or age < late:
+                continue
+            others = CopyTable.from_lists(self._map.without(part.server).table(tag.layer), self._num_servers, self._device)
+            if (others.servers_EB[part.expert_P, 0] == NOWHERE).any() or not self.steering.spend():
+                continue
+            again = self._cut(asked, number, others)
+            asked.hedged.update((number, *again.by))  # once: a third server would be asked for what two are at work on
+            found.append(again)
+        return found
 
     # --- who is there -----------------------------------------------------------------------------------------------------
 
@@ -118,6 +188,8 @@ class ExpertClient:
         """The next version of the map, without this server."""
         self._lost.add(server)
         self._map = self._map.without(server)
+        self.steering.forget(server)
+        self._change()
 
     def regain(self, server: int) -> None:
         """The next version, in which it holds what the graph gave it."""
@@ -129,6 +201,7 @@ class ExpertClient:
         for lost in sorted(self._lost):
             left = left.without(lost)
         self._map = ExpertMap(left.copies, left.by_layer, version)
+        self._change()
 
     @property
     def lost(self) -> frozenset[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
-from flowrt.exchange.expert_client import ExpertClient
+from flowrt.exchange.expert_client import Again, ExpertClient
 from flowrt.graph.model import Graph
 from operators.dispatch import NOWHERE
 from transports.message import Tag
@@ -38,6 +38,11 @@ class Failover:
             if process != here and edge.source_port.startswith("server"):
                 self._edges.setdefault(process, []).append(edge.id)
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
+        self._server_of = {  # by the edge of its answers
+            edge.id: int(graph.edges[edge.answers].source_port.removeprefix("server"))
+            for edge in graph.edges
+            if edge.target == self._combine and edge.answers is not None
+        }
         self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
 
     def begin(self, runner: Runner) -> None:
@@ -77,6 +82,23 @@ class Failover:
         """For parts that were cut, by the map of before, while `joined` looked: they wait for a copy that is back."""
         self._ask_again(frozenset({NOWHERE}))
 
+    def on_answer(self, edge: int, tag: Tag) -> None:
+        """A server has answered; the runner tells before it matches."""
+        self._client.answered(self._server_of[edge], tag)
+
+    @property
+    def hedges(self) -> bool:
+        return self._client.hedges
+
+    def hedge(self) -> bool:
+        """Ask others for what is late. To be called every few milliseconds. False when nothing is out."""
+        assert self._runner is not None
+        tags = self._client.tags
+        for tag in tags:
+            for again in self._client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
+                self._send(tag, again)
+        return bool(tags)
+
     def on_unsent(self, output: Output) -> None:
         """A part was cut before its server was known to be gone, and is to leave now."""
         part = part_of(output.payload)
@@ -108,4 +130,8 @@ class Failover:
         assert self._runner is not None
         again = self._client.again(tag, part)
         if again is not None:
-            self._runner.replace_part(self._combine, self._gather, tag, part, again.by, self._dispatch, again.outputs)
+            self._send(tag, again)
+
+    def _send(self, tag: Tag, again: Again) -> None:
+        assert self._runner is not None
+        self._runner.replace_part(self._combine, self._gather, tag, again.part, again.by, self._dispatch, again.outputs)

@@ -133,7 +133,7 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     return found
 
 
-def build_exact_nodes(graph: Graph, process: str) -> dict[str, NodeFunction]:
+def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction]:
     """A function for each node of `process`, as build_model_nodes gives them."""
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
@@ -151,7 +151,7 @@ def build_exact_nodes(graph: Graph, process: str) -> dict[str, NodeFunction]:
             case "mlp" | "shared":
                 functions[node.name] = _each(_dense(model))
             case "dispatch":
-                client = expert_client(graph, node, config)
+                client = expert_client(graph, node, config, now=now)
                 functions[node.name] = Dispatch(client, strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)

@@ -96,7 +96,7 @@ def build_model_nodes(
             case "shared":
                 functions[node.name] = _each(_Mlp(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
-                client = expert_client(graph, node, config, device)
+                client = expert_client(graph, node, config, device, now)
                 functions[node.name] = Dispatch(client, strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
@@ -225,6 +225,8 @@ class _Head:
         return {"tokens": Payload((token_S, *log_probabilities(logits_SV, token_S, inputs)))}
 
 
-def expert_client(graph: Graph, node: Node, config: ModelConfig, device: torch.device | str = "cpu") -> ExpertClient:
+def expert_client(
+    graph: Graph, node: Node, config: ModelConfig, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+) -> ExpertClient:
     """The client of a dispatch node, with the expert map of the graph."""
-    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), len(node.options["servers"]), device)
+    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), len(node.options["servers"]), device, now)

@@ -263,3 +263,70 @@ def test_pairs_without_a_copy_are_cut_as_a_part_of_nobody(client):
     client.begin()
     tag = Tag("s@1")
     assert NOWHERE in {client.client.part(tag, number).server for number in client.runner.missing("combine", "parts", tag)}
+
+
+def timed(*answer_seconds):
+    """A client with a clock, and servers that have answered often in so many seconds each."""
+    client = Client()
+    clock = [0.0]
+    client.client._now = lambda: clock[0]
+    for _ in range(10):
+        for server, seconds in enumerate(answer_seconds):
+            for rows in (1, 2, 3, 4, 5):
+                client.client.steering.answered(server, rows, seconds)
+    return client, clock
+
+
+def test_a_late_part_is_asked_of_another_and_the_first_answer_counts():
+    for first in ("late", "hedge"):
+        client, clock = timed(0.01, 0.01, 0.01)
+        client.begin()
+        late = client.asked[1].popleft()
+        client.serve(0)
+        client.serve(2)
+        clock[0] = 0.005
+        client.failover.hedge()
+        assert not any(client.asked.values())
+        clock[0] = 0.1
+        client.failover.hedge()
+        assert any(client.asked[server] for server in (0, 2))
+        client.failover.hedge()
+        if first == "late":
+            client.asked[1].append(late)
+            client.serve(1)
+            client.check()
+            client.serve_all()
+        else:
+            client.serve_all()
+            client.check()
+            client.asked[1].append(late)
+            client.serve(1)
+        client.check()
+        assert client.client.steering.num_hedged == 1
+
+
+def test_a_hedge_whose_server_dies_is_cut_anew():
+    client, clock = timed(0.01, 0.01, 0.01)
+    client.begin()
+    client.asked[1].popleft()
+    clock[0] = 0.1
+    client.failover.hedge()
+    client.die(1)
+    client.die(0)
+    client.failover.joined("experts.1")
+    client.serve_all()
+    client.check()
+
+
+def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
+    client, clock = timed(0.01, 0.05, 0.01)
+    client.client._change()
+    client.begin()
+    assert not client.asked[1]
+    client.serve_all()
+    client.check()
+    client.die(0)
+    client.begin(1)
+    assert client.asked[1]  # experts 2 and 3 lie nowhere else now
+    client.serve_all()
+    client.check((0, 1))

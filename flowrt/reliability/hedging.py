@@ -1,0 +1,106 @@
+"""Which servers answer slowly, and when a part is late enough to ask another copy too. Pure: times come as arguments.
+
+Here: Steering. Not here: cutting and asking (flowrt/exchange), who is dead (detector.py). One per client of the expert servers, which
+judges by its own answers only: a server may be slow to one client and not to another.
+
+A part is late when it has taken longer than its server usually takes (mean and four mean deviations, as a sender of packets judges its
+round trips), or much longer than another server would. Asking twice costs the servers work, so at most one part in ten is asked again
+(a retry budget). A server that takes three times as long as the best of the others is avoided where another one holds a copy, but for
+one tag in `PROBE`, which tells when it has recovered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LATE_FACTOR = 3.0  # of what the best of the others takes
+AVOID_FACTOR, TAKE_BACK_FACTOR = 3.0, 1.5
+LEAST_SECONDS = 2e-3  # nothing is late before: what takes this long is the scheduler of the machine
+FEWEST_ANSWERS = 8  # before an estimate counts
+BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
+PROBE = 64
+_MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
+
+
+@dataclass(slots=True)
+class _Estimate:
+    mean: float = 0.0
+    deviation: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        if self.count == 0:
+            self.mean, self.deviation = seconds, seconds / 2
+        else:
+            self.deviation += _DEVIATION_WEIGHT * (abs(seconds - self.mean) - self.deviation)
+            self.mean += _MEAN_WEIGHT * (seconds - self.mean)
+        self.count += 1
+
+    @property
+    def counts(self) -> bool:
+        return self.count >= FEWEST_ANSWERS
+
+
+class Steering:
+    """Estimates per server and size of a part (rows, in powers of two: a prompt takes longer than a token)."""
+
+    def __init__(self, num_servers: int) -> None:
+        self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
+        self._budget = BUDGET_MOST
+        self._tags = 0
+        self.avoided: frozenset[int] = frozenset()
+        self.num_hedged = 0
+
+    def answered(self, server: int, num_rows: int, seconds: float) -> bool:
+        """A part has been answered. True when the servers to avoid have changed."""
+        size = num_rows.bit_length()
+        self._budget = min(BUDGET_MOST, self._budget + BUDGET_SHARE)
+        estimates = self._estimates[server]
+        estimate = estimates.get(size)
+        if estimate is None:
+            estimate = estimates[size] = _Estimate()
+        estimate.add(seconds)
+        best = self._best_of_others(server, size)
+        if best is None or not estimate.counts:
+            return False
+        factor = TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR
+        slow = estimate.mean > max(LEAST_SECONDS, factor * best)
+        if slow == (server in self.avoided):
+            return False
+        self.avoided = self.avoided ^ {server}
+        return True
+
+    def probes(self) -> bool:
+        """Whether this tag is one that asks servers which are avoided, too."""
+        self._tags += 1
+        return self._tags % PROBE == 0
+
+    def late_after(self, server: int, num_rows: int) -> float | None:
+        """Seconds after which a part is late; None while nothing is known."""
+        size = num_rows.bit_length()
+        own, best = self._estimates[server].get(size), self._best_of_others(server, size)
+        points = [own.mean + 4 * own.deviation] if own is not None and own.counts else []
+        if best is not None:
+            points.append(LATE_FACTOR * best)
+        return max(LEAST_SECONDS, min(points)) if points else None
+
+    def spend(self) -> bool:
+        """Take one hedge out of the budget; False when there is none."""
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        self.num_hedged += 1
+        return True
+
+    def forget(self, server: int) -> None:
+        """It has begun a new life."""
+        self._estimates[server].clear()
+        self.avoided -= {server}
+
+    def _best_of_others(self, server: int, size: int) -> float | None:
+        found = [
+            estimate.mean
+            for other, estimates in enumerate(self._estimates)
+            if other != server and (estimate := estimates.get(size)) is not None and estimate.counts
+        ]
+        return min(found, default=None)

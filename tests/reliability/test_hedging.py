@@ -1,0 +1,75 @@
+"""Steering: what is late, who is avoided, and how much may be asked twice."""
+
+import pytest
+
+from flowrt.reliability.hedging import BUDGET_MOST, FEWEST_ANSWERS, LEAST_SECONDS, PROBE, Steering
+
+
+def steering(*seconds: float, rows: int = 1, times: int = FEWEST_ANSWERS) -> Steering:
+    """One server per number, which takes so long."""
+    steering = Steering(len(seconds))
+    for _ in range(times):
+        for server, each in enumerate(seconds):
+            steering.answered(server, rows, each)
+    return steering
+
+
+def test_nothing_is_late_before_something_is_known():
+    assert Steering(2).late_after(0, 1) is None
+    assert steering(0.01, 0.01, times=FEWEST_ANSWERS - 1).late_after(0, 1) is None
+
+
+def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
+    usual = steering(0.010, 0.010)
+    late = usual.late_after(0, 1)
+    assert late is not None
+    assert 0.010 < late <= 0.030
+    assert steering(0.010, 0.200).late_after(1, 1) == pytest.approx(0.030)
+
+
+def test_short_answers_are_not_late_at_once():
+    assert steering(1e-4, 1e-4).late_after(0, 1) == LEAST_SECONDS
+
+
+def test_sizes_are_told_apart():
+    both = steering(0.010, 0.010)
+    assert both.late_after(0, 500) is None
+    for _ in range(FEWEST_ANSWERS):
+        both.answered(0, 500, 1.0)
+    assert both.late_after(0, 500) > 0.9
+    assert both.late_after(0, 1) < 0.1
+
+
+def test_a_slow_server_is_avoided_and_taken_back():
+    servers = steering(0.010, 0.010, 0.050)
+    assert servers.avoided == {2}
+    changes = [servers.answered(2, 1, 0.010) for _ in range(40)]
+    assert changes.count(True) == 1
+    assert servers.avoided == frozenset()
+
+
+def test_all_slow_alike_or_short_is_nobody():
+    assert steering(0.5, 0.5, 0.5).avoided == frozenset()
+    assert steering(1e-5, 1e-5, 1e-3).avoided == frozenset()
+
+
+def test_a_new_life_is_taken_for_a_good_one():
+    servers = steering(0.010, 0.050)
+    assert servers.avoided == {1}
+    servers.forget(1)
+    assert servers.avoided == frozenset()
+    assert servers.late_after(1, 1) == pytest.approx(0.030)
+
+
+def test_at_most_one_part_in_ten_is_asked_twice():
+    servers = steering(0.010, 0.010)
+    assert [servers.spend() for _ in range(int(BUDGET_MOST) + 1)] == [True] * int(BUDGET_MOST) + [False]
+    for _ in range(1000):
+        servers.answered(0, 1, 0.010)
+        servers.spend()
+    assert servers.num_hedged <= 100 + BUDGET_MOST + 1
+
+
+def test_one_tag_in_so_many_probes():
+    servers = Steering(2)
+    assert sum(servers.probes() for _ in range(10 * PROBE)) == 10
