@@ -80,6 +80,7 @@ class ExpertClient:
         self._num_servers, self._device, self._now = num_servers, device, now
         self._lost: set[int] = set()
         self._asked: dict[Tag, Asked] = {}
+        self._epochs: dict[str, int] = {}
         self.steering = Steering(num_servers)
         self.num_again = 0  # parts that were cut anew
         self._change()
@@ -101,7 +102,8 @@ class ExpertClient:
 
     def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
-        self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, self._map.version, len(parts))
+        if tag.epoch >= self._epochs.get(tag.source, 0):  # else it was rolled back while it was cut, and nobody will ever add it up
+            self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, self._map.version, len(parts))
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
     def part(self, tag: Tag, number: int) -> Part:
@@ -111,9 +113,12 @@ class ExpertClient:
         """It is whole."""
         self._asked.pop(tag, None)
 
-    def forget_stale(self, stale: Callable[[Tag], bool]) -> None:
-        for tag in [tag for tag in list(self._asked) if stale(tag)]:
-            self._asked.pop(tag, None)
+    def roll_back(self, source: str, epoch: int) -> None:
+        """Forget what is older than `epoch`."""
+        self._epochs[source] = epoch
+        for tag in self.tags:
+            if tag.source == source and tag.epoch < epoch:
+                self._asked.pop(tag, None)
 
     @property
     def hedges(self) -> bool:

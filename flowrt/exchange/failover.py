@@ -106,7 +106,7 @@ class Failover:
             self._again(output.tag, part)
 
     def roll_back(self, source: str, epoch: int) -> None:
-        self._client.forget_stale(lambda tag: tag.source == source and tag.epoch < epoch)
+        self._client.roll_back(source, epoch)
 
     def refusal(self) -> str | None:
         """Why nothing can be computed now, for the user; None when every expert has a copy."""

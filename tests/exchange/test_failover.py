@@ -241,6 +241,7 @@ def test_rolled_back_tags_are_forgotten(client):
     client.die(0)
     client.die(1)
     client.failover.joined("experts.0")
+    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])  # it was being cut meanwhile
     assert not client.client.tags
     client.failover.joined("experts.1")
     client.serve_all()
@@ -319,7 +320,7 @@ def test_a_hedge_whose_server_dies_is_cut_anew():
 
 
 def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
-    client, clock = timed(0.01, 0.05, 0.01)
+    client, _ = timed(0.01, 0.05, 0.01)
     client.client._change()
     client.begin()
     assert not client.asked[1]
