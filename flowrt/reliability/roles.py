@@ -1,0 +1,45 @@
+"""Which processes of a graph may die while the run goes on. Pure.
+
+Here: `may_die`. Not here: who is alive (the detector), what is done when one dies (flowrt/cluster, flowrt/workers). Called by the
+launcher, and by workers to know whose loss they outlive: all of them come to the same answer from the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+_STATELESS = frozenset({"experts"})  # operators that keep nothing between two calls: another copy gives the same answer
+
+
+class Settings(Protocol):
+    @property
+    def failover(self) -> bool: ...
+
+
+class Node(Protocol):
+    @property
+    def operator(self) -> str: ...
+
+    @property
+    def process(self) -> str: ...
+
+
+class Graph(Protocol):
+    """What is asked of a graph here (flowrt.graph imports this room, so this room cannot import it)."""
+
+    @property
+    def nodes(self) -> Mapping[str, Any]: ...
+
+    @property
+    def reliability(self) -> Settings: ...
+
+
+def may_die(graph: Graph) -> frozenset[str]:
+    """The expert servers: processes that hold `experts` nodes and nothing else. None when the graph wants no failover."""
+    if not graph.reliability.failover:
+        return frozenset()
+    operators: dict[str, set[str]] = {}
+    for node in graph.nodes.values():
+        operators.setdefault(node.process, set()).add(node.operator)
+    return frozenset(process for process, held in operators.items() if held <= _STATELESS)

@@ -1,0 +1,28 @@
+"""Which processes may die."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowrt.graph.model import Graph, Node, ReliabilitySettings
+from flowrt.reliability.roles import may_die
+
+
+def graph_of(**operators: tuple[str, ...]) -> Graph:
+    """process -> the operators it holds"""
+    nodes = [Node(f"{process}.{operator}", operator, process) for process, held in operators.items() for operator in held]
+    return Graph({node.name: node for node in nodes}, ())
+
+
+def test_servers_that_hold_experts_and_nothing_else_may_die() -> None:
+    graph = graph_of(attention=("source", "attention", "dispatch"), one=("experts",), two=("experts",), both=("experts", "combine"))
+    assert may_die(graph) == {"one", "two"}
+
+
+def test_nobody_may_in_a_graph_of_own_operators() -> None:
+    assert may_die(graph_of(left=("ops:scale",), right=("ops:experts",))) == frozenset()
+
+
+def test_nobody_may_without_failover() -> None:
+    graph = graph_of(attention=("source",), one=("experts",))
+    assert may_die(replace(graph, reliability=ReliabilitySettings(failover=False))) == frozenset()
