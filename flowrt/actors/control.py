@@ -197,6 +197,7 @@ class Statistics(Control, frozen=True):
     resident_bytes: int = 0
     strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
     emulation: EmulationStatistics | None = None
+    num_asked_again: int = 0  # parts of the exchange with expert servers that were lost, or late, and cut anew
     fallbacks: tuple[str, ...] = ()  # links whose transport broke: which peer, what carried on, what was sent again; for people
 
 
@@ -213,6 +214,7 @@ class LinkLost(Control, frozen=True):
     kind: ClassVar[str] = "control.link_lost"
     peer: str
     reason: str
+    incarnation: str = ""  # the peer's; "": the life it has now
 
 
 class Left(Control, frozen=True):
@@ -256,10 +258,33 @@ class Beat(Control, frozen=True):
     process: str = ""  # filled in by the launcher, which relays it
 
 
+class Late(Control, frozen=True):
+    """From a client: a server has owed it an answer for longer than is usual. Relayed to the monitor, which suspects it for a while.
+
+    At most one per server and second. `by`: the client; filled in by the launcher.
+    """
+
+    kind: ClassVar[str] = "control.late"
+    process: str
+    incarnation: str
+    waited_seconds: float
+    expected_seconds: float
+    by: str = ""
+
+
 class Suspected(Control, frozen=True):
     """From the monitor: this life gives no sign of work. Nothing follows from it but a line for people."""
 
     kind: ClassVar[str] = "control.suspected"
+    process: str
+    incarnation: str
+    why: str
+
+
+class Cleared(Control, frozen=True):
+    """From the monitor: what was suspected before shows signs of work again. For people."""
+
+    kind: ClassVar[str] = "control.cleared"
     process: str
     incarnation: str
     why: str

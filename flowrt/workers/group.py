@@ -33,7 +33,9 @@ class Group:
         send: Callable[[Control], None],
         page_tokens: int,
         device: torch.device,
+        on_roll_back: Callable[[str, int], None] = lambda source, epoch: None,
     ) -> None:
+        """`on_roll_back(source, epoch)`: what others hold of older epochs will never be whole."""
         self._node = node.name
         self._source = f"{node.name}@{incarnation}"
         self._num_layers: int = node.options["num_layers"]
@@ -42,16 +44,9 @@ class Group:
         self._send = send
         self._page_tokens = page_tokens
         self._device = device
+        self._on_roll_back = on_roll_back
         self._drain_asked = False
         self._refusal: str | None = None
-
-    @property
-    def source(self) -> str:
-        return self._source
-
-    @property
-    def epoch(self) -> int:
-        return self._engine.epoch
 
     @property
     def num_steps(self) -> int:
@@ -71,11 +66,18 @@ class Group:
                 self._drain_asked = True
                 self._carry_out([])
 
+    def roll_back(self) -> None:
+        """Drop the steps that run and compute their rows again, in a new epoch."""
+        self._begin_epoch(self._engine.roll_back())
+
     def refuse(self, error: str) -> None:
         """End every request with this error, and each one that comes until `accept`: nothing can be computed for now."""
         self._refusal = error
-        decisions = self._engine.fail_all(error)
+        self._begin_epoch(self._engine.fail_all(error))
+
+    def _begin_epoch(self, decisions: Iterable[Decision]) -> None:
         self._runner.roll_back(self._source, self._engine.epoch)
+        self._on_roll_back(self._source, self._engine.epoch)
         self._carry_out(decisions)
 
     def accept(self) -> None:

@@ -22,6 +22,8 @@ from flowrt.actors.control import (
     Control,
     EdgeStatistics,
     Failed,
+    Joined,
+    Left,
     LinkLost,
     Listening,
     Peers,
@@ -40,13 +42,17 @@ from flowrt.dataflow.region import NodeFunction, OperatorError
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.engine import Engine
 from flowrt.errors import UserError
+from flowrt.exchange.dispatch import Dispatch
+from flowrt.exchange.failover import Failover
 from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
+from flowrt.reliability.roles import may_die
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
+from flowrt.workers.survival import Survival
 from flowrt.workers.user_nodes import build_user_nodes
 from operators.model_config import ModelError, read_model_config
 from transports.contract import Channel, Identity
@@ -115,9 +121,10 @@ class Worker:
         self._runner: Runner | None = None
         self._links: Links | None = None
         self._group: Group | None = None
+        self._failover: Failover | None = None
+        self._survival: Survival | None = None
         self._on_sink = on_sink or self._on_step_end
         self._link_of: dict[int, tuple[str, str]] = {}
-        self._posts: dict[int, Callable[[Message], None]] = {}  # by edge, once its link is up
 
     def _new_compute(self) -> Compute:
         """With one tag in flight, a loop of its own has nothing to do while its worker computes: two hand-overs to a thread less."""
@@ -179,9 +186,19 @@ class Worker:
             return
         await links.open(peers.addresses, peers.incarnations)
         self._send(Connected())
-        async with asyncio.TaskGroup() as group:
-            group.create_task(runner.run(), name=f"runner of {self._start.name}")
-            group.create_task(self._run_links(), name=f"links of {self._start.name}")
+        async with asyncio.TaskGroup() as tasks:
+            self._survival = Survival(
+                self._start.name,
+                links,
+                self._send,
+                self._seams.clock,
+                tasks,
+                self._failover,
+                self._group,
+                self._graph.reliability,
+            )
+            tasks.create_task(runner.run(), name=f"runner of {self._start.name}")
+            tasks.create_task(self._run_links(), name=f"links of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:
         """The last words to the launcher: one line, and whether it is the user who can mend it."""
@@ -206,6 +223,9 @@ class Worker:
         functions = build_user_nodes(self._graph, self._start.name, self._device)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
         self._strict_blocks = strict_blocks_text(self._graph)
+        for node, function in functions.items():
+            if isinstance(function, Dispatch):
+                self._failover = Failover(self._graph, node, function.client)
         return functions if self._emulated is None else self._emulated.charged(functions)
 
     def _make_runner(self, functions: dict[str, NodeFunction]) -> None:
@@ -224,10 +244,22 @@ class Worker:
             self._device,
             {edge.id for edge in graph.edges if edge.transport in staying},
             early=getattr(self._compute, "beside_loop", False),
+            on_unsent=self._failover.on_unsent if self._failover is not None else None,
+            on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges else None,
         )
+        if self._failover is not None:
+            self._failover.begin(self._runner)
         wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
         self._links = Links(
-            identity, self._start.key, plan_links(graph, name), seams.transport, self._runner.accept, self._runner.settle, **wrap
+            identity,
+            self._start.key,
+            plan_links(graph, name),
+            seams.transport,
+            self._runner.accept,
+            self._runner.settle,
+            on_lost=self._on_lost,
+            tolerated=may_die(graph),
+            **wrap,
         )
         process_of = {node.name: node.process for node in graph.nodes.values()}
         for edge in graph.edges:
@@ -246,7 +278,16 @@ class Worker:
                 chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
             )
             page_tokens = graph.limits.page_tokens
-            self._group = Group(sources[0], self._start.incarnation, engine, self._runner, self._send, page_tokens, self._device)
+            self._group = Group(
+                sources[0],
+                self._start.incarnation,
+                engine,
+                self._runner,
+                self._send,
+                page_tokens,
+                self._device,
+                self._failover.roll_back if self._failover is not None else lambda source, epoch: None,
+            )
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 
@@ -266,21 +307,25 @@ class Worker:
                 self.stop()
             case Ask():
                 self._send(self._statistics())
+            case Left() | Joined():
+                if self._survival is not None:
+                    self._survival.on_control(control)
             case _ if self._group is not None:
                 self._group.on_control(control)
             case _:
                 raise msgspec.ValidationError(f"{self._start.name} has no use for {message.kind!r}")
+
+    def _on_lost(self, peer: Identity, reason: str) -> None:
+        assert self._survival is not None
+        self._survival.on_lost(peer, reason)
 
     def _on_step_end(self, firing: Firing) -> None:
         assert self._group is not None
         self._group.on_step_end(firing)
 
     def _post(self, edge: Edge, message: Message) -> None:
-        post = self._posts.get(edge.id)
-        if post is None:
-            assert self._links is not None
-            post = self._posts[edge.id] = self._links[self._link_of[edge.id]].post
-        post(message)
+        assert self._links is not None
+        self._links[self._link_of[edge.id]].post(message)
 
     def _send(self, control: Control) -> None:
         self.line.post(as_message(control))
@@ -319,6 +364,7 @@ class Worker:
             strict_blocks=self._strict_blocks,
             emulation=self._emulated.statistics() if self._emulated is not None else None,
             fallbacks=self._links.fallbacks(),
+            num_asked_again=self._failover.num_again if self._failover is not None else 0,
         )
 
 
