@@ -298,6 +298,7 @@ class FallbackChannel(Channel):
             await self._reopening.result().aclose()
         if self._channel is not None:
             await self._channel.aclose()
+        self.ledger.kept.clear()
 
     def text(self) -> str:
         """What became of it, for people; empty while nothing has broken."""

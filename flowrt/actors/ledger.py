@@ -40,8 +40,11 @@ class Ledger:
             self.first += 1
 
     def forget(self, message: Message) -> None:
-        """A message that was kept was not sent."""
-        del self.kept[next(at for at in reversed(range(len(self.kept))) if self.kept[at] is message)]
+        """A message that was kept was not sent. Nothing is kept any more once the channel is closed."""
+        for at in reversed(range(len(self.kept))):
+            if self.kept[at] is message:
+                del self.kept[at]
+                return
 
     def hear_begin(self, number: int) -> None:
         """The other end begins again at `number`. Raises ValueError when messages between are lost."""

@@ -1,10 +1,10 @@
 """Links: the channels of one worker to the others, opened here and nowhere else.
 
-Here: Link (one channel, its reader and its outbox), Links (all of a worker's: who connects to whom, over what). Not here: what
+Here: Links (all of a worker's: who connects to whom, over what, in which life). Not here: one link's reader and outbox (link.py), what
 a message means (flowrt/dataflow), transports themselves. Used by flowrt/workers.
 
-Posting to a link never waits: every message either holds a credit of its edge or gives one back, so the outbox is bounded by
-the graph. A peer that stops reading fills its own outbox and delays nobody else.
+A peer that may die has lives. When one of them is over, its links are closed and the others know nothing of it; a later life is linked
+with as the first was. Which life counts is decided in lives.py, at once and without waiting; closing and calling follow.
 """
 
 from __future__ import annotations
@@ -14,113 +14,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from flowrt.actors.callers import Callers
 from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
-from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from flowrt.actors.link import LOST, Link, LinkLostError
+from flowrt.actors.lives import Lives
 from flowrt.actors.opening import FirstUseChannel
-from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+from transports.contract import Channel, Identity, Limits, Listener, Transport
+from transports.errors import AddressError, BrokenChannelError, TransportError
 from transports.message import Message
 
-LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel is over; any other error is the message's
-
-
-class LinkLostError(Exception):
-    """The peer of a link is gone or broke its word. `peer` is its process name."""
-
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(f"lost {peer}: {reason}")
-        self.peer, self.reason = peer, reason
-
-
-class Link:
-    """One channel to one process. `on_message` is called for each message, in order, and must not wait; `on_pause` after the last
-    of those that are here.
-
-    `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
-    """
-
-    def __init__(
-        self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None
-    ) -> None:
-        self._channel = channel
-        self._on_message = on_message
-        self._on_pause = on_pause or _nothing
-        self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
-        self._waiting = self._outbox.items
-
-    @property
-    def peer(self) -> Identity:
-        return self._channel.peer
-
-    @property
-    def scheme(self) -> str:
-        return self._channel.scheme
-
-    def statistics(self) -> ChannelStatistics:
-        return self._channel.statistics()
-
-    def fallback_text(self) -> str:
-        """What became of this link when its transport broke; empty when none did."""
-        return self._channel.text() if isinstance(self._channel, FallbackChannel) else ""
-
-    def post(self, message: Message) -> None:
-        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow, and LimitError or
-        InvalidMessageError for one that this channel cannot carry.
-
-        A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
-        """
-        if not self._waiting:
-            try:
-                if self._channel.send_nowait(message):
-                    return
-            except LOST:
-                return  # `run` sees the same and says so
-        try:
-            self._outbox.post(message)
-        except MailboxClosedError:
-            return
-
-    async def run(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                sender = group.create_task(self._send(), name=f"send to {self.peer.name}")
-                try:
-                    await self._read()
-                finally:
-                    sender.cancel()
-        except* LOST as errors:
-            raise LinkLostError(self.peer.name, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__) from errors
-
-    async def flush(self) -> None:
-        """Wait until nothing is left in the outbox."""
-        await self._outbox.wait_empty()
-
-    async def aclose(self) -> None:
-        self._outbox.close()
-        await self._channel.aclose()
-
-    async def _read(self) -> None:
-        channel, on_message, on_pause = self._channel, self._on_message, self._on_pause
-        try:
-            while True:
-                on_message(await channel.recv())
-                try:
-                    while (message := channel.recv_nowait()) is not None:
-                        on_message(message)
-                finally:
-                    on_pause()  # also before the channel's end is told
-        except EndOfChannel:
-            return
-
-    async def _send(self) -> None:
-        try:
-            while True:
-                message = await self._outbox.wait_item()
-                await self._channel.send(message)
-                self._outbox.take_nowait()
-                del message  # while this sleeps it must hold no tensor
-        except MailboxClosedError:
-            return
+__all__ = ["LOST", "Link", "LinkLostError", "LinkPlan", "Links"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +45,9 @@ class Links:
 
     The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may put each new
     channel into another (an emulated link), before anything is sent; both ends do alike.
+
+    `tolerated`: processes whose loss ends nothing but their own links. `on_lost` is told of it once per life, with the reason, and must
+    not wait. From then on what is posted to that life is swallowed, and nothing more of it is read.
     """
 
     def __init__(
@@ -153,6 +59,8 @@ class Links:
         on_message: Callable[[Message], None],
         on_pause: Callable[[], None] | None = None,
         wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel,
+        on_lost: Callable[[Identity, str], None] | None = None,
+        tolerated: frozenset[str] = frozenset(),
     ) -> None:
         self._identity = identity
         self._key = key
@@ -161,12 +69,19 @@ class Links:
         self._on_message = on_message
         self._on_pause = on_pause
         self._wrap = wrap
+        self._on_lost = on_lost or (lambda peer, reason: None)
+        self._tolerated = tolerated
+        self._lives = Lives()
         self._listeners: dict[str, Listener] = {}
+        self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
         self._unopened: dict[tuple[str, str], FirstUseChannel] = {}  # those that open, or have opened, at their first use
+        self._running: asyncio.TaskGroup | None = None
+        self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
+        self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # who is linked up with now, and the calls under way
 
     def __getitem__(self, key: tuple[str, str]) -> Link:
-        """The link to (process, scheme). Raises KeyError when there is none yet."""
+        """The link to (process, scheme); that of a life that is over until the next one's is up. Raises KeyError when there is none yet."""
         return self._links[key]
 
     def values(self) -> list[Link]:
@@ -177,7 +92,7 @@ class Links:
         return tuple(text for link in self._links.values() if (text := link.fallback_text()))
 
     async def listen(self) -> dict[str, str]:
-        """Listen wherever somebody will connect; returns scheme -> address."""
+        """Listen wherever somebody will connect, now or in a later life; returns scheme -> address."""
         called = [plan for plan in self._plans.values() if plan.first_use or not plan.connects]
         for scheme in sorted({plan.scheme for plan in called}):
             limits = _widest([plan.limits for plan in called if plan.scheme == scheme])
@@ -190,6 +105,8 @@ class Links:
 
         A caller that is not the incarnation named is closed again. Raises TransportError when somebody cannot be reached.
         """
+        for peer in {plan.peer for plan in self._plans.values()}:
+            self._lives.begin(Identity(peer, incarnations[peer]))
         async with asyncio.TaskGroup() as group:
             for scheme, listener in self._listeners.items():
                 group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
@@ -200,26 +117,137 @@ class Links:
                     group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
 
     async def run(self) -> None:
-        """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes.
+        """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes that is not tolerated.
 
-        A peer that ends in order ends its link only.
+        Such a peer that ends in order ends its link only.
         """
+        schemes = {scheme for _, scheme in self._unopened}
+        schemes |= {plan.scheme for plan in self._plans.values() if plan.peer in self._tolerated and not plan.connects}
         async with asyncio.TaskGroup() as callers:
-            schemes = {scheme for _, scheme in self._unopened}
-            accepting = [callers.create_task(self._accept_first_uses(scheme), name=f"accept {scheme}") for scheme in schemes]
-            async with asyncio.TaskGroup() as group:
-                for link in self._links.values():
-                    group.create_task(link.run(), name=f"link to {link.peer.name}")
+            accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in schemes]
+            async with asyncio.TaskGroup() as self._running:
+                for key in self._links:
+                    self._read(key)
+                if any(plan.peer in self._tolerated for plan in self._plans.values()):
+                    try:
+                        await asyncio.get_running_loop().create_future()  # for ever: whoever leaves may come again
+                    finally:
+                        self._running = None  # who joins now is closed with all others
             for task in accepting:
                 task.cancel()
+
+    async def join(self, process: str, incarnation: str, addresses: Mapping[str, str]) -> bool:
+        """Link up with a new life of a tolerated process, which listens at `addresses` (scheme -> address). True: it is up, and is read
+        from once this task waits for something. False: that life ended meanwhile.
+
+        A former life whose end nobody has noticed yet ends now: `on_lost` is told, and its links are closed first.
+        """
+        life = Identity(process, incarnation)
+        former = self._lives.current(process)
+        if self._lives.is_over(life) or former == life:
+            return former == life
+        if former is not None:
+            self._lose(former, f"{process} has begun a new life")
+        self._lives.begin(life)
+        keys = [key for key in self._plans if key[0] == process]
+        self._meeting[life] = []
+        try:
+            for link in [self._links[key] for key in keys if key in self._links]:
+                await link.aclose()
+            async with asyncio.TaskGroup() as group:
+                if not self._lives.is_over(life):
+                    self._meeting[life] += [group.create_task(self._meet(self._plans[key], life, addresses)) for key in keys]
+        except* TransportError as errors:
+            self._lose(life, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
+        finally:
+            del self._meeting[life]
+        if self._lives.is_over(life):
+            for link in [link for link in self._links.values() if link.peer == life]:
+                await link.aclose()
+            return False
+        if self._running is not None:
+            for key in keys:
+                self._read(key)
+        return True
+
+    def drop(self, process: str, incarnation: str) -> None:
+        """This life is over, as others have noticed: as if it were lost now, but `on_lost` is not told. Idempotent; holds for a life that
+        is to join, too."""
+        self._end(Identity(process, incarnation))
 
     async def aclose(self) -> None:
         """Close every link and listener. Idempotent."""
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._callers.aclose)
             for listener in self._listeners.values():
                 stack.push_async_callback(listener.aclose)
             for link in self._links.values():
                 stack.push_async_callback(link.aclose)
+
+    # Ends.
+
+    def _lose(self, life: Identity, reason: str) -> None:
+        if self._end(life):
+            self._on_lost(life, reason)
+
+    def _end(self, life: Identity) -> bool:
+        """True when the life counted until now."""
+        if not self._lives.end(life):
+            return False
+        for task in self._meeting.get(life, ()):
+            task.cancel()
+        for key, link in self._links.items():
+            if link.peer == life:
+                link.end()
+                reader = self._readers.pop(key, None)
+                if reader is not None and reader is not asyncio.current_task():
+                    reader.cancel()  # and closes the link
+        return True
+
+    def _read(self, key: tuple[str, str]) -> None:
+        assert self._running is not None
+        link = self._links[key]
+        self._running.create_task(self._serve(key, link), name=f"link to {link.peer.name}")
+
+    async def _serve(self, key: tuple[str, str], link: Link) -> None:
+        """Read and send until the link is over; then it is closed."""
+        life = link.peer
+        try:
+            if self._lives.is_over(life):
+                return
+            self._readers[key] = asyncio.current_task()  # not earlier: a task cancelled before it begins would close nothing
+            try:
+                await link.run()
+                reason = f"{life.name} has closed the link"
+            except LinkLostError as error:
+                if life.name not in self._tolerated:
+                    raise
+                reason = error.reason
+            if life.name in self._tolerated:
+                self._lose(life, reason)
+        finally:
+            if self._lives.is_over(life):
+                await link.aclose()
+
+    # Beginnings.
+
+    async def _meet(self, plan: LinkPlan, life: Identity, addresses: Mapping[str, str]) -> None:
+        """One link to a new life."""
+        if not (plan.connects or plan.first_use):
+            self._add(plan, await self._callers.wait(life, plan.scheme))
+            return
+        address = addresses.get(plan.scheme)
+        if address is None:
+            raise AddressError(f"{life.name} does not listen for {plan.scheme}")
+        if plan.first_use:
+            expected = self._expect(plan, address, life)
+            if (channel := self._callers.take(life, plan.scheme)) is not None:
+                expected.offer(self._wrap(plan, channel))
+            return
+        await self._connect(plan, address)
+        if (answered := self._links[plan.peer, plan.scheme].peer) != life:
+            await self._links[plan.peer, plan.scheme].aclose()
+            raise BrokenChannelError(f"{answered.name} {answered.incarnation} answers at the address of {life.name} {life.incarnation}")
 
     async def _connect(self, plan: LinkPlan, address: str) -> None:
         channel = await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity)
@@ -236,7 +264,7 @@ class Links:
             missing.discard(peer.name)
             self._add(self._plans[peer.name, scheme], channel)
 
-    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> None:
+    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> FirstUseChannel:
         """A link that opens at its first use."""
 
         async def call() -> Channel:
@@ -244,15 +272,24 @@ class Links:
 
         channel = self._unopened[plan.peer, plan.scheme] = FirstUseChannel(peer, plan.scheme, call, plan.connects)
         self._add(plan, channel)
+        return channel
 
-    async def _accept_first_uses(self, scheme: str) -> None:
+    async def _accept_callers(self, scheme: str) -> None:
+        """Those who call while the run goes on: at a link's first use, or in a new life."""
         while True:
             channel = await self._listeners[scheme].accept()
-            expected = self._unopened.get((channel.peer.name, scheme))
-            if expected is None or channel.peer != expected.peer:
-                await channel.aclose()
-            else:
-                expected.offer(self._wrap(self._plans[channel.peer.name, scheme], channel))
+            peer = channel.peer
+            plan = self._plans.get((peer.name, scheme))
+            expected = self._unopened.get((peer.name, scheme))
+            refused: Channel | None = channel
+            if plan is not None and not self._lives.is_over(peer):
+                if expected is not None and peer == expected.peer:
+                    expected.offer(self._wrap(plan, channel))
+                    refused = None
+                elif peer.name in self._tolerated and peer != self._links[peer.name, scheme].peer:
+                    refused = self._callers.put(channel, scheme)
+            if refused is not None:
+                await refused.aclose()
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
         wrapped = channel if plan.first_use else self._wrap(plan, channel)
@@ -264,10 +301,6 @@ class Links:
         return reopener(
             plan.connects, self._transport, plan.limits, self._key, self._identity, peer, lambda channel: self._wrap(plan, channel)
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _widest(limits: list[Limits]) -> Limits:

@@ -1,0 +1,135 @@
+"""One link: a channel to one process, its reader and its outbox.
+
+Here: Link, and LinkLostError. Not here: who is linked with whom, and which life of a peer counts (links.py), what a message means
+(flowrt/dataflow). Used by links.py, and by flowrt/workers for the control line.
+
+Posting to a link never waits: every message either holds a credit of its edge or gives one back, so the outbox is bounded by
+the graph. A peer that stops reading fills its own outbox and delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from flowrt.actors.fallback import FallbackChannel
+from flowrt.actors.mailbox import Mailbox, MailboxClosedError
+from transports.contract import Channel, ChannelStatistics, Identity
+from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from transports.message import Message
+
+LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel is over; any other error is the message's
+_OVER = (None,)  # of a link that has ended: something waits in it, so nothing is sent at once
+
+
+class LinkLostError(Exception):
+    """The peer of a link is gone or broke its word. `peer` is its process name."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lost {peer}: {reason}")
+        self.peer, self.reason = peer, reason
+
+
+class Link:
+    """One channel to one process. `on_message` is called for each message, in order, and must not wait; `on_pause` after the last
+    of those that are here.
+
+    `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
+    """
+
+    def __init__(
+        self, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None], on_pause: Callable[[], None] | None = None
+    ) -> None:
+        self._channel = channel
+        self._on_message = on_message
+        self._on_pause = on_pause or _nothing
+        self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
+        self._waiting: Collection[Message] | tuple[None] = self._outbox.items
+
+    @property
+    def peer(self) -> Identity:
+        return self._channel.peer
+
+    @property
+    def scheme(self) -> str:
+        return self._channel.scheme
+
+    def statistics(self) -> ChannelStatistics:
+        return self._channel.statistics()
+
+    def fallback_text(self) -> str:
+        """What became of this link when its transport broke; empty when none did."""
+        return self._channel.text() if isinstance(self._channel, FallbackChannel) else ""
+
+    def post(self, message: Message) -> None:
+        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow, and LimitError or
+        InvalidMessageError for one that this channel cannot carry.
+
+        A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
+        """
+        if not self._waiting:
+            try:
+                if self._channel.send_nowait(message):
+                    return
+            except LOST:
+                return  # `run` sees the same and says so
+        try:
+            self._outbox.post(message)
+        except MailboxClosedError:
+            return
+
+    async def run(self) -> None:
+        lost: BaseExceptionGroup[TransportError] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._send(), name=f"send to {self.peer.name}")
+                try:
+                    await self._read()
+                finally:
+                    sender.cancel()
+        except* LOST as errors:
+            lost = errors
+        if lost is not None:
+            raise LinkLostError(self.peer.name, str(lost.exceptions[0]) or type(lost.exceptions[0]).__name__) from lost
+
+    async def flush(self) -> None:
+        """Wait until nothing is left in the outbox."""
+        await self._outbox.wait_empty()
+
+    def end(self) -> None:
+        """The peer's life is over: what waits is forgotten, what is posted from now on is swallowed. `aclose` must follow."""
+        self._outbox.close()
+        self._outbox.items.clear()
+        self._outbox.take_nowait()  # whoever waits for it to be empty
+        self._waiting = _OVER
+
+    async def aclose(self) -> None:
+        self._outbox.close()
+        await self._channel.aclose()
+
+    async def _read(self) -> None:
+        channel, on_message, on_pause = self._channel, self._on_message, self._on_pause
+        try:
+            while True:
+                on_message(await channel.recv())
+                try:
+                    while (message := channel.recv_nowait()) is not None:
+                        on_message(message)
+                finally:
+                    on_pause()  # also before the channel's end is told
+        except EndOfChannel:
+            return
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                message = await self._outbox.wait_item()
+                await self._channel.send(message)
+                self._outbox.take_nowait()
+                del message  # while this sleeps it must hold no tensor
+        except MailboxClosedError:
+            return
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,384 @@
+"""Links to processes that may die: a loss ends one life's links and nothing else, and a later life is linked with as the first was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from flowrt.actors import fallback
+from flowrt.actors.link_plan import LinkPlan
+from flowrt.actors.links import LinkLostError, Links
+from flowrt.actors.lives import Lives
+from flowrt.timer import LoopTimer
+from transports.checks_basics import numbered
+from transports.checks_meeting import KEY, SMALL
+from transports.contract import Channel, Identity
+from transports.errors import BrokenChannelError, EndOfChannel
+from transports.link import EmulatedChannel
+from transports.link_nic import Nic
+from transports.link_profiles import profile_of
+from transports.message import Message
+from transports.registry import get_transport, unavailable_reason
+
+CLIENT = Identity("a", "a1")
+SCHEMES = pytest.mark.parametrize("scheme", [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None])
+CLIENT_CALLS = pytest.mark.parametrize("calls", [True, False], ids=["client calls", "server calls"])
+
+
+def plan(peer: str, scheme: str, connects: bool, fallbacks: tuple[str, ...] = (), first_use: bool = False) -> LinkPlan:
+    return LinkPlan(peer, scheme, SMALL, 64, connects, None, fallbacks, first_use)
+
+
+def steps(messages: list[Message]) -> list[int]:
+    return [message.tag.step for message in messages if message.tag]
+
+
+def first_error(error: BaseException | None) -> BaseException | None:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+class World:
+    """A client linked to servers `b` and `c`, each in whatever life it is, all in one loop."""
+
+    def __init__(self, scheme: str, calls: bool, tolerated: str = "bc", fallbacks: tuple[str, ...] = (), first_use: bool = False) -> None:
+        self.scheme, self.calls, self._rest = scheme, calls, (fallbacks, first_use)
+        self.lost: list[tuple[str, str]] = []
+        self.received: list[Message] = []  # by the client
+        self.heard: dict[str, list[Message]] = {}  # by each life of each server
+        self.wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel
+        self.servers: dict[str, Links] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.stack = AsyncExitStack()
+        self.client = Links(
+            CLIENT,
+            KEY,
+            [plan(name, scheme, calls, *self._rest) for name in "bc"],
+            get_transport,
+            self.received.append,
+            wrap=lambda plan, channel: self.wrap(plan, channel),
+            on_lost=lambda peer, reason: self.lost.append((peer.incarnation, reason)),
+            tolerated=frozenset(tolerated),
+        )
+        self.addresses: dict[str, str] = {}  # the client's
+        self.running: asyncio.Task[None]
+
+    async def serve(self, incarnation: str) -> dict[str, str]:
+        """A new life, called by its first letter. It listens, and opens its link as soon as the client does its part."""
+        heard = self.heard[incarnation] = []
+        links = self.servers[incarnation] = Links(
+            Identity(incarnation[0], incarnation),
+            KEY,
+            [plan("a", self.scheme, not self.calls, *self._rest)],
+            get_transport,
+            heard.append,
+            wrap=lambda plan, channel: self.wrap(plan, channel),
+        )
+        addresses = await links.listen()
+
+        async def live() -> None:
+            try:
+                await links.open({"a": self.addresses}, {"a": CLIENT.incarnation})
+                await links.run()
+            finally:
+                await links.aclose()  # as a worker that ends
+
+        self.tasks[incarnation] = asyncio.ensure_future(live())
+        return addresses
+
+    async def leave(self, incarnation: str) -> None:
+        task = self.tasks.pop(incarnation)
+        task.cancel()
+        await asyncio.wait([task])
+        await self.servers[incarnation].aclose()
+
+    def post(self, incarnation: str, *numbers: int) -> None:
+        """From the client to the process whose life this was."""
+        for number in numbers:
+            self.client[incarnation[0], self.scheme].post(numbered(number))
+
+    def answer(self, incarnation: str, *numbers: int) -> None:
+        for number in numbers:
+            self.servers[incarnation]["a", self.scheme].post(numbered(number))
+
+    async def exchange(self, incarnation: str, count: int = 20) -> None:
+        """Both ways, in order, and nothing of anybody else's between."""
+        self.heard[incarnation].clear()
+        self.received.clear()
+        await until(lambda: ("a", self.scheme) in self.servers[incarnation]._links)
+        self.post(incarnation, *range(count))
+        self.answer(incarnation, *range(count))
+        await until(lambda: len(self.heard[incarnation]) >= count and len(self.received) >= count)
+        assert steps(self.heard[incarnation]) == steps(self.received) == list(range(count))
+        self.heard[incarnation].clear()
+        self.received.clear()
+
+
+@asynccontextmanager
+async def world(scheme: str, calls: bool, **options: object) -> AsyncIterator[World]:
+    made = World(scheme, calls, **options)  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(20):
+            made.addresses = await made.client.listen()
+            addresses = {name: await made.serve(f"{name}1") for name in "bc"}
+            await made.client.open(addresses, {"b": "b1", "c": "c1"})
+        made.running = asyncio.ensure_future(made.client.run())
+        await asyncio.sleep(0)
+        yield made
+    finally:
+        if hasattr(made, "running"):
+            made.running.cancel()
+            await asyncio.wait([made.running])
+        for incarnation in list(made.tasks):
+            await made.leave(incarnation)
+        await made.client.aclose()
+
+
+@SCHEMES
+@CLIENT_CALLS
+async def test_a_loss_is_told_once_and_ends_nothing_else(scheme: str, calls: bool, loop_kind: str) -> None:
+    async with world(scheme, calls) as w:
+        await w.exchange("b1")
+        await w.leave("b1")
+        await until(lambda: w.lost)
+        w.post("b1", *range(200))  # far more than its outbox holds
+        await w.exchange("c1", 50)
+        assert [incarnation for incarnation, _ in w.lost] == ["b1"]
+        w.client.drop("b", "b1")
+        assert len(w.lost) == 1
+
+
+@SCHEMES
+@CLIENT_CALLS
+async def test_new_lives_are_used_as_the_first_was(scheme: str, calls: bool, loop_kind: str) -> None:
+    async with world(scheme, calls) as w:
+        for former, life in (("b1", "b2"), ("b2", "b3")):
+            await w.exchange(former)
+            await w.leave(former)
+            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
+            assert await w.client.join("b", life, await w.serve(life))
+            await w.exchange(life)
+        await w.exchange("c1")
+        assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
+
+
+@SCHEMES
+@CLIENT_CALLS
+async def test_joining_before_the_old_end_was_noticed(scheme: str, calls: bool, loop_kind: str) -> None:
+    async with world(scheme, calls) as w:
+        await w.exchange("b1")
+        addresses = await w.serve("b2")
+        assert await w.client.join("b", "b2", addresses)  # b1 lives on, as one that is stopped does
+        assert [incarnation for incarnation, _ in w.lost] == ["b1"]
+        w.answer("b1", 99)  # into nothing
+        await w.exchange("b2")
+        w.client.drop("b", "b1")  # told late: of the life before
+        await w.exchange("b2")
+        assert len(w.lost) == 1
+
+
+@SCHEMES
+async def test_a_link_is_dropped_with_messages_waiting(scheme: str, loop_kind: str) -> None:
+    async with world(scheme, True) as w:
+        await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
+        link = w.client["b", scheme]
+        count = SMALL.capacity_messages + 40
+        w.post("b1", *range(count))  # in one go: the server cannot read meanwhile
+        assert link._outbox.items
+        w.client.drop("b", "b1")
+        assert not link._outbox.items
+        w.post("b1", *range(count, 5 * count))
+        await until(lambda: link._channel.closed)
+        await asyncio.wait([w.tasks["b1"]], timeout=10)  # its link ends in order
+        heard = steps(w.heard["b1"])
+        assert heard == list(range(len(heard)))
+        assert len(heard) < count
+        await w.exchange("c1")
+        assert w.lost == []
+        assert await w.client.join("b", "b2", await w.serve("b2"))
+        await w.exchange("b2")
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm"])
+async def test_a_connection_that_breaks_is_a_loss(scheme: str) -> None:
+    async with world(f"faulty+{scheme}?drop@3", True) as w:
+        for life in ("b1", "b2", "b3"):
+            await until(lambda life=life: ("a", w.scheme) in w.servers[life]._links)
+            w.post(life, *range(10))
+            await until(lambda life=life: life in [incarnation for incarnation, _ in w.lost])
+            following = f"b{int(life[1:]) + 1}"
+            assert await w.client.join("b", following, await w.serve(following))
+        assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2", "b3"]
+        for task in w.tasks.values():  # of a server: who loses a client that may not die ends
+            assert not task.done() or isinstance(task.exception(), BaseExceptionGroup)
+
+
+@SCHEMES
+async def test_the_loss_of_anybody_else_ends_all(scheme: str) -> None:
+    async with world(f"faulty+{scheme}?drop@3", True, tolerated="c") as w:
+        await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
+        w.post("b1", *range(10))
+        await asyncio.wait([w.running], timeout=10)
+        assert isinstance(lost := first_error(w.running.exception()), LinkLostError)
+        assert lost.peer == "b"
+        assert w.lost == []
+
+
+@SCHEMES
+@CLIENT_CALLS
+async def test_a_life_that_is_told_to_be_over_does_not_join(scheme: str, calls: bool) -> None:
+    async with world(scheme, calls) as w:
+        w.client.drop("b", "b2")  # told before it is told that it has begun
+        assert not await w.client.join("b", "b2", {scheme: w.addresses.get(scheme, "nowhere")})
+        await w.exchange("b1")  # and that changes nothing for the life that counts
+        w.client.drop("b", "b1")
+        assert await w.client.join("b", "b3", await w.serve("b3"))
+        await w.exchange("b3")
+        assert w.lost == []
+
+
+async def test_a_life_may_end_while_it_joins() -> None:
+    async with world("shm", False) as w:  # the server calls, and this one never does
+        await w.leave("b1")
+        await until(lambda: w.lost)
+        joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
+        await asyncio.sleep(0.02)
+        assert not joining.done()
+        w.client.drop("b", "b2")
+        assert await joining is False
+        assert await w.client.join("b", "b3", await w.serve("b3"))
+        await w.exchange("b3")
+        assert [incarnation for incarnation, _ in w.lost] == ["b1"]
+
+
+async def test_a_later_life_may_join_while_one_joins() -> None:
+    async with world("shm", False) as w:
+        joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
+        await asyncio.sleep(0.02)
+        assert await w.client.join("b", "b3", await w.serve("b3"))
+        assert await joining is False
+        await w.exchange("b3")
+        assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
+
+
+@SCHEMES
+async def test_one_that_cannot_be_reached_is_lost(scheme: str) -> None:
+    async with world(scheme, True) as w:
+        await w.leave("b1")
+        await until(lambda: w.lost)
+        addresses = await w.serve("b2")
+        await w.leave("b2")
+        assert not await w.client.join("b", "b2", addresses)
+        assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
+        assert not await w.client.join("b", "b3", {})
+        assert w.lost[-1][0] == "b3"
+        assert "does not listen" in w.lost[-1][1]
+
+
+@SCHEMES
+async def test_a_caller_waits_until_we_are_told_of_it_and_others_are_refused(scheme: str) -> None:
+    async with world(scheme, False) as w:
+        await w.leave("b1")
+        await until(lambda: w.lost)
+        await w.serve("b2")
+        await until(lambda: w.client._callers._here)  # it has called before its Joined came
+        stranger = await get_transport(scheme).connect(w.addresses[scheme], SMALL, KEY, Identity("b", "b1"))
+        with pytest.raises((EndOfChannel, BrokenChannelError)):  # that life is over
+            await stranger.recv()
+        await stranger.aclose()
+        assert await w.client.join("b", "b2", {})
+        await w.exchange("b2")
+
+
+async def test_somebody_else_at_the_address_is_not_taken_for_the_new_life() -> None:
+    async with world("shm", True) as w:
+        w.client.drop("b", "b1")
+        await w.serve("b2")
+        addresses = await w.serve("b9")
+        assert not await w.client.join("b", "b3", addresses)
+        assert "b9 answers at the address of b b3" in w.lost[-1][1]
+
+
+async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "MEET_SECONDS", 3600.0)
+    async with world("faulty+shm?drop@3", True, fallbacks=("zmq",)) as w:
+        await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
+        server = w.servers["b1"]["a", w.scheme]._channel
+        server._reopen = lambda scheme: asyncio.get_running_loop().create_future()  # it is dead: it never comes
+        w.post("b1", *range(10))
+        await until(lambda: w.client["b", w.scheme]._channel._channel is None)  # looks for another way, for an hour
+        assert w.lost == []
+        w.client.drop("b", "b1")
+        async with asyncio.timeout(10):
+            await w.client["b", w.scheme].aclose()
+            assert await w.client.join("b", "b2", await w.serve("b2"))
+        await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
+        w.post("b2", 0, 1)
+        await until(lambda: steps(w.heard["b2"]) == [0, 1])
+        assert not w.client["b", w.scheme].fallback_text()
+
+
+async def test_emulated_links_are_lost_and_joined_alike() -> None:
+    timer = LoopTimer()
+    nics = {name: Nic(profile_of("ub"), timer) for name in ("a", "bc")}
+    async with world("shm", True) as w:
+        w.wrap = lambda plan, channel: EmulatedChannel(channel, nics["bc" if plan.peer == "a" else "a"], plan.limits)
+        for former, life in (("b1", "b2"), ("b2", "b3")):
+            await w.leave(former)
+            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
+            assert await w.client.join("b", life, await w.serve(life))
+            await w.exchange(life)
+    for nic in nics.values():
+        nic.close()
+
+
+@SCHEMES
+async def test_links_that_open_at_their_first_use_do_so_in_each_life(scheme: str) -> None:
+    async with world(scheme, True, first_use=True) as w:
+        await w.exchange("b1", 5)
+        for former, life in (("b1", "b2"), ("b2", "b3")):
+            await w.leave(former)
+            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
+            assert await w.client.join("b", life, await w.serve(life))
+            await w.exchange(life, 5)
+        await w.exchange("c1", 5)
+
+
+async def test_a_reader_of_the_new_life_starts_after_join_has_returned() -> None:
+    """Who awaits `join` opens its edges before the first message of that life is there."""
+    async with world("shm", True) as w:
+        w.client.drop("b", "b1")
+        addresses = await w.serve("b2")
+        w.servers["b2"]._on_message = lambda message: None
+        assert await w.client.join("b", "b2", addresses)
+        seen = list(w.received)
+        await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
+        w.answer("b2", 1, 2)
+        assert seen == []
+        await until(lambda: steps(w.received) == [1, 2])
+
+
+def test_a_life_ends_once_and_never_comes_back() -> None:
+    lives, one, two = Lives(), Identity("b", "b1"), Identity("b", "b2")
+    assert lives.begin(one)
+    assert lives.current("b") == one
+    assert not lives.end(two)  # it had not begun, and never will
+    assert not lives.begin(two)
+    assert lives.current("b") == one
+    three = Identity("b", "b3")
+    assert lives.begin(three)
+    assert lives.is_over(one)
+    assert not lives.begin(one)
+    assert lives.end(three)
+    assert not lives.end(three)
+    assert lives.current("b") is None
