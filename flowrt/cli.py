@@ -1,8 +1,8 @@
-"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`, `flowrt check`.
+"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`, `flowrt check`, `flowrt chaos`.
 
 Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(cli_run.py, cli_graph.py, cli_bench.py, cli_check.py, doctor.py); they load when they are called, so that `flowrt --help` is quick.
-`main` is the entry point.
+(cli_run.py, cli_graph.py, cli_bench.py, cli_check.py, cli_chaos.py, doctor.py); they load when they are called, so that `flowrt --help`
+is quick. `main` is the entry point.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, Token
 
 import flowrt
 from flowrt.cli_bench import bench_app
+from flowrt.cli_chaos import chaos_app
 from flowrt.cli_check import check_app
 from flowrt.cli_graph import graph_app
 from flowrt.errors import UserError
@@ -37,6 +38,7 @@ app = App(
 app.command(graph_app)
 app.command(bench_app)
 app.command(check_app)
+app.command(chaos_app)
 
 
 def _number(kind: Any, tokens: Sequence[Token]) -> int | float:
@@ -115,6 +117,10 @@ def run(
         str | None,
         Parameter(group=_OTHER, allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.'),
     ] = None,
+    chaos: Annotated[
+        str | None,
+        Parameter(group=_OTHER, help='What is to befall whom when, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".'),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="What processes write to standard error.")
     ] = "warning",
@@ -152,6 +158,7 @@ def run(
         model=model,
         overrides=tuple(overrides or ()),
         json=json,
+        chaos=chaos,
         log_level=log_level,
     )
     raise SystemExit(run_graph(options))

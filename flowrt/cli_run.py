@@ -22,6 +22,7 @@ from rich.console import Console
 import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
+from flowrt.chaos.beside import Beside
 from flowrt.cli_live import LiveView
 from flowrt.cli_prompts import PARAMETERS, Asked, checked_parameters, checked_text, read_prompts
 from flowrt.cli_record import STDOUT, Figures, Record, check_writable, write_json
@@ -65,6 +66,7 @@ class Options:
     model: Path | None = None
     overrides: Sequence[str] = ()
     json: str | None = None
+    chaos: str | None = None
     log_level: str = "warning"
 
 
@@ -126,6 +128,8 @@ class _Running:
             raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
         self._records = [Record(index, each) for index, each in enumerate(asked or self._own_prompts(parameters))]
         self._has_tokenizer = self._graph.tokenizer is not None
+        self._chaos = Beside(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
+        self._answered = asyncio.Event()
         # With --json - standard output is the file, and people read standard error.
         self._people = stderr if options.json == STDOUT else stdout
         self._console = _console(self._people)
@@ -165,6 +169,9 @@ class _Running:
             write_json(self._options.json, self._json(figures, told, code), self._stdout)
         if self._statistics and not self._people.is_broken:
             print_tables(told, figures, self._console)
+            if self._chaos is not None:
+                num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
+                self._console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
         self._people.flush()
         if self._stdout.has_lost_words and self._failure is None and self._options.json in (None, STDOUT):
             self._failure = _lost(self._stdout)
@@ -181,9 +188,13 @@ class _Running:
                 assert self._view is not None
                 self._view.begin(self._records)
                 places = asyncio.Semaphore(graph.max_requests)
-                async with asyncio.TaskGroup() as tasks:
-                    for record in self._records:
-                        tasks.create_task(self._answer(graph, record, places), name=f"request {record.index}")
+                async with asyncio.TaskGroup() as all_tasks:
+                    if self._chaos is not None:
+                        all_tasks.create_task(self._chaos.run(self._answered), name="chaos")
+                    async with asyncio.TaskGroup() as tasks:
+                        for record in self._records:
+                            tasks.create_task(self._answer(graph, record, places), name=f"request {record.index}")
+                    self._answered.set()
                 if self._failure is None:
                     self._up_seconds = self._seams.clock.now() - (self._ready_seconds or 0.0)
             self._statistics = self._graph.final_statistics
@@ -217,6 +228,8 @@ class _Running:
             await self._seams.clock.sleep(TICK_SECONDS)
 
     def _on_event(self, event: events.Event) -> None:
+        if self._chaos is not None:
+            self._chaos.watch.on_event(event)
         match event:
             case events.WorkerListening(name=name, resident_bytes=resident_bytes):
                 self._loaded_bytes[name] = resident_bytes
@@ -226,8 +239,14 @@ class _Running:
             self._view.on_event(event)
 
     def _on_line(self, process: str, line: str) -> None:
+        if self._chaos is not None and self._chaos.watch.takes_line(process, line):
+            return
         if self._view is not None:
             self._view.on_line(process, line)
+
+    def _tell_chaos(self, text: str) -> None:
+        if self._view is not None:
+            self._view.on_line("chaos", text)
 
     # Interrupts.
 
@@ -307,6 +326,7 @@ class _Running:
                 "exit_code": code,
                 "interrupted": self._exit_code is not None,
                 "died": died,
+                **({"chaos": self._chaos.as_json()} if self._chaos is not None else {}),
                 **figures.as_json(),
                 **told.as_json(),
             },

@@ -1,6 +1,7 @@
 """Pictures of what a benchmark found, for the documentation and for whoever tunes. Needs matplotlib.
 
-Here: `plot_decode`, `plot_operators`, `plot_transports`. Not here: measuring, tables.
+Here: `plot_decode`, `plot_operators`, `plot_transports`, and what other pictures need (`new_picture`, `save_picture`). Not here: measuring,
+tables.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def plot_decode(report: Report, path: str) -> None:
     axes.set_yticks(range(len(figures)), [f"{figure.name}, to {figure.peer}" for figure in figures])
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
-    _save(picture, path)
+    save_picture(picture, path)
 
 
 def plot_operators(fractions: Sequence[tuple[str, int, float]], limits: str, path: str) -> None:
@@ -56,7 +57,7 @@ def plot_operators(fractions: Sequence[tuple[str, int, float]], limits: str, pat
     axes.set_xlabel("per cent of the limit")
     axes.set_title(limits, fontsize="small")
     axes.legend(fontsize="small", loc="lower right")
-    _save(picture, path)
+    save_picture(picture, path)
 
 
 def plot_transports(report: Report, path: str) -> None:
@@ -79,7 +80,7 @@ def plot_transports(report: Report, path: str) -> None:
         axes.grid(visible=True, which="major", alpha=0.3)
     left.legend(fontsize="small")
     picture.suptitle(str(report.machine), fontsize="x-small")
-    _save(picture, path)
+    save_picture(picture, path)
     pyplot.close(picture)
 
 
@@ -96,7 +97,14 @@ def curves_of(report: Report) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 
-def _save(picture: Any, path: str) -> None:
+def new_picture(inches: tuple[float, float]) -> tuple[Any, Any]:
+    """(picture, its one diagram), for whoever draws elsewhere."""
+    picture, axes = _pyplot().subplots(figsize=inches, layout="constrained")
+    return picture, axes
+
+
+def save_picture(picture: Any, path: str) -> None:
+    """Raises UserError when the file cannot be written."""
     try:
         picture.savefig(path)
     except (OSError, ValueError) as error:

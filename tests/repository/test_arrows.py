@@ -1,6 +1,6 @@
 """Which room may import which: the table of the design, held against the imports of every file.
 
-`cli, api, bench -> simulation -> serving, planning -> cluster -> workers -> engine, exchange -> dataflow -> actors -> transports`: a
+`cli, chaos, bench, api -> simulation -> serving, planning -> cluster -> workers -> engine, exchange -> dataflow -> actors -> transports`: a
 room may import any room to its right, never one beside it or to its left. Leaves, graph and reliability stand below all.
 """
 
@@ -20,6 +20,7 @@ FRONT_MAY = ("flowrt.api", "flowrt.cluster.gateway", *LEAVES)
 ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.cli",),
     ("flowrt.doctor",),
+    ("flowrt.chaos",),
     ("flowrt.bench",),
     ("flowrt.api",),
     ("flowrt.simulation",),
@@ -52,6 +53,7 @@ PLAIN_OPERATORS_FOR = (
     "flowrt.api",
     "flowrt.cli",
     "flowrt.cli_graph",
+    "flowrt.chaos",
     "flowrt.doctor",
     "flowrt.simulation",
 )

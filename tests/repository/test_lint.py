@@ -19,6 +19,8 @@ SEAM_FILES = {
     "flowrt/cluster/forked.py": "starts the starter",
     "flowrt/cluster/launcher.py": "makes the run's key",
     "flowrt/bench": "measures the real world",
+    "flowrt/chaos/worker.py": "does to a real process what befalls it",
+    "flowrt/chaos/inject.py": "draws from a seed whom to kill",
     "transports/checks_suite.py": "times the checks, and waits for what ends by itself",
     "transports/bulk.py": "measures what a copy and its hand-over cost on this machine",
     "transports/handshake.py": "draws nonces, which nobody must foretell",

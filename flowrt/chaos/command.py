@@ -1,0 +1,64 @@
+"""`flowrt chaos` from its options to its outputs: progress on standard error, the table, JSON, a picture, the exit code.
+
+Not here: options and help (flowrt/cli_chaos.py), measuring (measure.py), the table (report.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from flowrt.bench.peers import new_event_loop
+from flowrt.bench.plots import check_plot
+from flowrt.bench.report import Machine
+from flowrt.chaos.measure import Found, Options, checked_graph, measure
+from flowrt.chaos.plot import plot_chaos
+from flowrt.chaos.report import print_report, report_of
+from flowrt.errors import UserError
+
+RIGHT, WRONG = 0, 1
+
+
+def run(options: Options, json_file: str | None = None, plot: str | None = None) -> int:
+    """The exit code: 1 when an answer was not what it is without faults, or a request failed."""
+    check_plot(plot)
+    _, scenario = checked_graph(options)
+    machine = Machine.here()
+    out = sys.stderr if json_file == "-" else sys.stdout
+    console = Console(file=out, width=None if out.isatty() else 140, highlight=False)
+
+    async def collect() -> Found:
+        return await measure(options, _say)
+
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            found = runner.run(collect())
+    except BaseExceptionGroup as errors:
+        mistakes = [error for error in errors.exceptions if isinstance(error, UserError)]
+        raise mistakes[0] if mistakes else errors  # noqa: B904
+    tolerates = scenario is not None and scenario.expect == "tokens_or_error"
+    report = report_of(found, machine.afterwards(), tolerates)
+    print_report(report, console)
+    if json_file is not None:
+        _write(json_file, json.dumps(report.as_json(), indent=1) + "\n")
+    if plot is not None:
+        plot_chaos(report, plot)
+    return RIGHT if report.answers_right else WRONG
+
+
+def _write(name: str, text: str) -> None:
+    if name == "-":
+        print(text, end="")
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {name}: cannot be written ({error.strerror}); give a path in a folder that is there") from error
+
+
+def _say(text: str) -> None:
+    print(f"flowrt: {text}", file=sys.stderr, flush=True)

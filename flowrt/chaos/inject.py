@@ -1,0 +1,118 @@
+"""Faults carried out on the real processes of a running graph, each begun at its time and taken back at its end.
+
+Here: Injector, for scenarios and for kills drawn from a seed. Not here: what faults there are (flowrt/reliability/scenario.py), how
+a plan is written (plan.py), what a worker does to itself (worker.py), what came of it (watch.py, measure.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+
+from flowrt.api import RunningGraph
+from flowrt.chaos.leaks import is_alive
+from flowrt.chaos.orders import WORKER, Order
+from flowrt.chaos.plan import told
+from flowrt.chaos.watch import Deed, Watch
+from flowrt.cluster.launcher import NotRunningError
+from flowrt.errors import WorkerDiedError
+from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Scenario, Slow, Stall
+from flowrt.seams import Clock
+
+BACK_SECONDS = 60.0  # in which a process that was killed must be back
+
+Say = Callable[[str], None]
+
+
+class Injector:
+    """Faults for one run. Made before the graph is entered: with `obedient` it has the graph start workers that obey orders."""
+
+    def __init__(self, graph: RunningGraph, watch: Watch, clock: Clock, say: Say = lambda text: None, obedient: bool = True) -> None:
+        self._graph, self._watch, self._clock, self._say = graph, watch, clock, say
+        if obedient:
+            graph.launcher.worker = WORKER
+
+    async def run(self, scenario: Scenario, begun: float) -> None:
+        """Carry out the scenario, whose times count from `begun`; returns when the last fault is over. Cancelled, it takes back what it
+        has begun."""
+        async with asyncio.TaskGroup() as tasks:
+            for fault in scenario.faults:
+                tasks.create_task(self._befall(fault, begun), name=told(fault))
+
+    async def kill_randomly(self, names: Sequence[str], num: int, seed: int, apart_seconds: float) -> bool:
+        """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. False when one was not
+        back in time, or the run has failed: then no more are killed."""
+        chance = random.Random(seed)
+        for number in range(num):
+            deed = await self._do(Crash(process=chance.choice(sorted(names))), f" ({number + 1} of {num})")
+            if deed.missed or not await self._is_back(deed):
+                return False
+            await self._watch.wait_failed(apart_seconds)
+        return True
+
+    async def look(self, names: Sequence[str], seconds: float = 5.0) -> None:
+        """Have these workers say what they hold (`Watch.held`)."""
+        self._watch.held.clear()
+        for name in names:
+            with contextlib.suppress(NotRunningError, WorkerDiedError):
+                await self._graph.launcher.send(name, Order("look"))
+        await self._watch.wait_until(lambda: self._watch.held.keys() >= set(names), seconds)
+
+    async def _is_back(self, deed: Deed) -> bool:
+        back = await self._watch.wait_until(lambda: self._watch.back_seconds(deed) < math.inf, BACK_SECONDS)
+        if not back and not self._watch.failed:
+            self._say(f"{deed.process} is not back after {BACK_SECONDS:g} s")
+        return back
+
+    async def _befall(self, fault: AnyFault, begun: float) -> None:
+        await self._watch.wait_failed(begun + fault.at_seconds - self._clock.now())
+        await self._do(fault)
+
+    async def _do(self, fault: AnyFault, more: str = "") -> Deed:
+        """Carry out one fault, wait until it is over, and take it back."""
+        name = fault.processes[0]
+        pid = self._graph.pids.get(name, 0)
+        incarnation = self._graph.launcher.incarnations.get(name, "")
+        seconds = fault.ends_seconds - fault.at_seconds
+        deed = Deed(told(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds)
+        self._watch.deeds.append(deed)
+        try:
+            descriptor = os.pidfd_open(pid) if is_alive(pid) else None
+        except OSError:
+            descriptor = None
+        if descriptor is None or self._watch.failed:
+            deed.missed = f"{name} is not there"
+            self._say(f"{deed.text}{more}: {deed.missed}")
+            return deed
+        try:
+            deed.at = self._clock.now()
+            match fault:
+                case Crash():
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                case Pause():
+                    signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
+                case Stall() | Hang():
+                    await self._order(deed, Order(fault.kind, seconds))
+                case Slow(factor=factor):
+                    await self._order(deed, Order(fault.kind, seconds, factor))
+                case Reset(between=(_, other)):
+                    await self._order(deed, Order(fault.kind, pid=self._graph.pids.get(other, 0)))
+            self._say(f"{deed.text}{more}, pid {pid}" + (f": {deed.missed}" if deed.missed else ""))
+            await self._watch.wait_failed(deed.at + seconds - self._clock.now())
+        finally:
+            if isinstance(fault, Pause):
+                with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            os.close(descriptor)
+        return deed
+
+    async def _order(self, deed: Deed, order: Order) -> None:
+        try:
+            await self._graph.launcher.send(deed.process, order)
+        except (NotRunningError, WorkerDiedError) as error:
+            deed.missed = str(error)

@@ -1,0 +1,85 @@
+"""What processes hold, read off /proc: descriptors, shared memory, children. For telling whether a run of deaths leaves anything behind.
+
+Here: Holding, `holding_of`, `children_of`, `named_memory`, `leaks_between`. Not here: when it is looked at (measure.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_OURS = ("flowrt", "torch_", "psm_", "sem.")  # names of shared memory; others are not our business
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of one process: open descriptors, maps of memory without a name, threads, resident bytes."""
+
+    descriptors: int = 0
+    memory_maps: int = 0
+    threads: int = 0
+    resident_bytes: int = 0
+
+    def as_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def holding_of(pid: int) -> Holding:
+    """Zeros for a process that is gone."""
+    folder = Path("/proc") / str(pid)
+    descriptors = maps = threads = resident = 0
+    with contextlib.suppress(OSError):
+        descriptors = len(os.listdir(folder / "fd")) - (pid == os.getpid())  # the listing's own
+        maps = sum("/memfd:" in line for line in (folder / "maps").read_text(encoding="utf-8", errors="replace").splitlines())
+        for line in (folder / "status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Threads:"):
+                threads = int(line.split()[1])
+            elif line.startswith(("RssAnon:", "RssShmem:")):
+                resident += int(line.split()[1]) << 10
+    return Holding(descriptors, maps, threads, resident)
+
+
+def children_of(pid: int) -> set[int]:
+    """All living descendants."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        folder = Path("/proc") / str(todo.pop()) / "task"
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(folder):
+                for word in (folder / thread / "children").read_text(encoding="utf-8").split():
+                    if int(word) not in found and is_alive(int(word)):
+                        found.add(int(word))
+                        todo.append(int(word))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs, or stands still but could run on. One that is dead and not waited for is not alive."""
+    try:
+        stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def named_memory() -> set[str]:
+    """Shared memory that has a name and may be ours."""
+    with contextlib.suppress(OSError):
+        return {name for name in os.listdir("/dev/shm") if name.startswith(_OURS)}
+    return set()
+
+
+def leaks_between(before: Mapping[str, Holding], after: Mapping[str, Holding]) -> list[str]:
+    """What processes hold more of than they did, a line each; those of no life before are compared with nothing."""
+    lines = []
+    for name, now in after.items():
+        if (then := before.get(name)) is None:
+            continue
+        for what, one, other in (("descriptors", then.descriptors, now.descriptors), ("maps of memory", then.memory_maps, now.memory_maps)):
+            if other > one:
+                lines.append(f"{name}: {other} {what}, {one} before")
+    return lines

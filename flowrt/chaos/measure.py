@@ -1,0 +1,218 @@
+"""A run with chaos from its start to its end: undisturbed first, then under faults, then what is left behind.
+
+Here: Options, Found, `measure`. Not here: each part of it (load.py, inject.py, watch.py, leaks.py, compare.py), what is made of it
+(report.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowrt.api import RunningGraph, open_graph, read_graph
+from flowrt.chaos.compare import Told
+from flowrt.chaos.inject import Injector
+from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
+from flowrt.chaos.load import Asked, Load, requests_of
+from flowrt.chaos.plan import load_plan
+from flowrt.chaos.watch import Deed, Watch
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import Graph
+from flowrt.reliability.scenario import Scenario
+from flowrt.seams import Seams
+from operators.model_config import read_model_config
+
+SETTLE_SECONDS = 1.0  # for what is on its way when the last request has ended
+AFTER_SECONDS = 10.0  # of load behind the last fault
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line. Either a plan, or kills: `kills` expert servers drawn from `seed`, `apart_seconds` after the last one was back.
+
+    `seconds` of load without faults first, and at least as many with them.
+    """
+
+    graph: Path
+    plan: Path | None = None
+    kills: int = 0
+    seed: int = 0
+    apart_seconds: float = 1.0
+    num_requests: int = 16
+    concurrency: int = 8
+    seconds: float = 10.0
+    prompt_tokens: int = 16
+    new_tokens: int = 32
+    model: Path | None = None
+    overrides: Sequence[str] = ()
+
+
+@dataclass
+class Found:
+    """What was seen. Times are of one clock; the faults fell into [begun, ended]."""
+
+    graph: Graph
+    num_servers: int
+    undisturbed: list[Told] = field(default_factory=list)
+    undisturbed_span: tuple[float, float] = (0.0, 0.0)
+    told: list[Told] = field(default_factory=list)
+    begun: float = 0.0
+    ended: float = 0.0
+    deeds: list[Deed] = field(default_factory=list)
+    watch: Watch | None = None
+    before: dict[str, Holding] = field(default_factory=dict)
+    after: dict[str, Holding] = field(default_factory=dict)
+    leaks: list[str] = field(default_factory=list)
+    failure: str | None = None  # why the run ended before its time
+    not_back: bool = False
+
+
+def expert_servers(graph: Graph) -> list[str]:
+    """Processes that hold experts and nothing else."""
+    names = graph.process_names()
+    return [name for name in names if {node.operator for node in graph.nodes_of(name)} == {"experts"}]
+
+
+def checked_graph(options: Options) -> tuple[Graph, Scenario | None]:
+    """The graph and the plan. Raises UserError for what cannot be measured, before anything starts."""
+    if (options.plan is None) == (not options.kills):
+        raise UserError("either --plan FILE or --kills N is needed, and not both")
+    for option in ("kills", "apart_seconds", "seconds"):
+        if not 0 <= (value := getattr(options, option)) < math.inf:
+            raise UserError(f"--{option.removesuffix('_seconds')} is {value:g}; give a number of 0 or more")
+    for option in ("num_requests", "concurrency", "prompt_tokens", "new_tokens"):
+        if (number := getattr(options, option)) < 1:
+            raise UserError(f"--{option.removeprefix('num_').replace('_', '-')} is {number}; give a number of 1 or more")
+    overrides = list(options.overrides)
+    if options.kills:  # the budget is for crashes that nobody asked for
+        overrides.insert(0, f"reliability.restarts={options.kills + 1}")
+    graph = read_graph(options.graph, overrides, options.model)
+    if graph.model is None:
+        raise UserError(f"{options.graph}: this graph serves no model; chaos asks a model's")
+    if graph.processes == "one":
+        raise UserError(
+            f"{options.graph}: all workers share one process, and nothing can befall one alone; use --set deploy.processes=many"
+        )
+    if options.kills and not expert_servers(graph):
+        raise UserError(f"{options.graph}: no process holds experts alone, so there is none to kill; use --set deploy.experts.servers=3")
+    return graph, load_plan(options.plan, graph) if options.plan is not None else None
+
+
+async def measure(options: Options, say: Say) -> Found:
+    """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault."""
+    graph, scenario = checked_graph(options)
+    assert graph.model is not None
+    vocab_size = read_model_config(Path(graph.model.path)).vocab_size
+    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
+    seams = Seams()
+    watch = Watch(seams.clock)
+
+    def on_line(process: str, line: str) -> None:
+        if not watch.takes_line(process, line):
+            say(f"[{process}] {line}")
+
+    found = Found(graph, len(expert_servers(graph)), watch=watch, deeds=watch.deeds)
+    gc.collect()
+    outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
+    try:
+        running = open_graph(graph, seams=seams, on_event=watch.on_event, on_line=on_line)
+        injector = Injector(running, watch, seams.clock, say)
+        async with running:
+            await _undisturbed(found, running, asked, options, seams, say)
+            found.before = await _look(found, running, injector, seams)
+            await _disturbed(found, running, injector, asked, scenario, options, seams, say)
+            if found.failure is None:
+                found.after = await _look(found, running, injector, seams)
+                found.leaks += leaks_between(found.before, found.after) + unreturned(watch.held)
+    except WorkerDiedError as error:
+        found.failure = found.failure or str(error)
+    found.leaks += await _left(outside, seams)
+    return found
+
+
+async def _undisturbed(found: Found, running: RunningGraph, asked: Sequence[Asked], options: Options, seams: Seams, say: Say) -> None:
+    """A first round is not counted: it warms. Raises UserError when a request fails: then nothing can be compared."""
+    for seconds in (0.0, options.seconds):
+        load = Load(running, asked, options.concurrency, seams.clock)
+        begun = seams.clock.now()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load.run(len(asked)), name="load")
+            await seams.clock.sleep(seconds)
+            until = seams.clock.now()
+            load.stop()
+        found.undisturbed = load.told
+        found.undisturbed_span = (begun, max(until, begun + 0.1))
+        for told in load.told:
+            if told.failed:
+                raise UserError(f"request {told.number} failed before any fault: {told.error}; nothing can be compared with it")
+    num_tokens = sum(len(told.tokens) for told in found.undisturbed)
+    say(f"undisturbed: {len(found.undisturbed)} requests, {num_tokens} tokens")
+
+
+async def _disturbed(
+    found: Found,
+    running: RunningGraph,
+    injector: Injector,
+    asked: Sequence[Asked],
+    scenario: Scenario | None,
+    options: Options,
+    seams: Seams,
+    say: Say,
+) -> None:
+    load = Load(running, asked, options.concurrency, seams.clock)
+    found.told = load.told
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(load.run(len(asked)), name="load")
+        await load.begun.wait()
+        found.begun = seams.clock.now()
+        if scenario is not None:
+            await injector.run(scenario, found.begun)
+        else:
+            servers = expert_servers(found.graph)
+            found.not_back = not await injector.kill_randomly(servers, options.kills, options.seed, options.apart_seconds)
+        rest = max(found.begun + options.seconds, seams.clock.now() + AFTER_SECONDS) - seams.clock.now()
+        assert found.watch is not None
+        await found.watch.wait_failed(rest)
+        found.ended = seams.clock.now()
+        load.stop()
+    if load.failure is not None:
+        found.failure = str(load.failure)
+        say(f"the run has failed: {found.failure}")
+
+
+async def _look(found: Found, running: RunningGraph, injector: Injector, seams: Seams) -> dict[str, Holding]:
+    """What each process holds while nothing is asked."""
+    await seams.clock.sleep(SETTLE_SECONDS)
+    await injector.look(found.graph.process_names())
+    gc.collect()
+    return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in running.pids.items()}
+
+
+def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Slots and credits that are neither at hand nor kept back when nothing is on its way."""
+    lines = []
+    for name, counts in held.items():
+        lines += [f"{name}: {counts[what]} {what} left" for what in ("rows", "waiting", "sequences", "pages held") if counts.get(what)]
+    away, kept = (sum(counts.get(what, 0) for counts in held.values()) for what in ("credits away", "credits kept back"))
+    if away != kept:
+        lines.append(f"{away} credits are away, {kept} are kept back by who has to return them")
+    return lines
+
+
+async def _left(outside: tuple[Holding, set[int], set[str]], seams: Seams) -> list[str]:
+    """What is left of a run that is closed."""
+    await seams.clock.sleep(0.2)
+    gc.collect()
+    before, children, memory = outside
+    lines = [f"process {pid} is left" for pid in sorted(children_of(os.getpid()) - children)]
+    lines += [f"/dev/shm/{name} is left" for name in sorted(named_memory() - memory)]
+    now = holding_of(os.getpid())
+    if now.memory_maps > before.memory_maps:
+        lines.append(f"this process: {now.memory_maps} maps of memory, {before.memory_maps} before the run")
+    return lines

@@ -1,0 +1,130 @@
+"""What is to go wrong in a run of real processes: a scenario file, or words such as "kill:experts.1@2s". Pure but for reading the file.
+
+Here: `parse_words`, `load_plan`, and which faults real processes can be made to suffer. Not here: the format of scenarios
+(flowrt/reliability/scenario.py), doing a fault (inject.py). Called by the command lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import UserError, shortened
+from flowrt.graph.document import read_document
+from flowrt.graph.model import GATEWAY, Graph
+from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of
+
+MONITOR = "monitor"
+DONE = (Crash, Pause, Stall, Hang, Slow, Reset)  # the kinds that befall real processes
+OBEYED = (Stall, Hang, Slow, Reset)  # those that the process does to itself, when told to
+EXAMPLE = "kill:experts.1@2s, pause:experts.0@1s+500ms, slow:experts.0@1s+5sx4, reset:attention.0-experts.1@1s"
+_KINDS = {"kill": "crash", "crash": "crash", "pause": "pause", "stall": "stall", "hang": "hang", "slow": "slow", "reset": "reset"}
+_WORD = re.compile(r"(?P<kind>[a-z_]+):(?P<who>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for>[^+@x]+))?(?:x(?P<factor>[^+@x]+))?")
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s)?")
+
+
+def parse_words(text: str, graph: Graph) -> Scenario:
+    """The scenario of a --chaos option: faults with commas between, KIND:WHO@WHEN, then +HOW LONG, then xFACTOR where the kind has them.
+
+    Raises UserError, one line.
+    """
+    words = [word.strip() for word in text.split(",")]
+    values = {"scenario": 1, "faults": [_values_of(word) for word in words]}
+
+    def where(place: Place) -> str:
+        number = next((step for step in place if isinstance(step, int)), None)
+        return f"--chaos {shortened(words[number] if number is not None else text)}"
+
+    return _checked(values, where, graph)
+
+
+def load_plan(path: Path, graph: Graph) -> Scenario:
+    """The scenario in the file at `path`. Raises UserError, one line, also for a fault that only a simulation knows."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the path of a scenario file")
+    document = read_document(path)
+    return _checked(document.value, document.where, graph)
+
+
+def victims(graph: Graph) -> frozenset[str]:
+    """Whom a fault may befall: every process of the graph, and the monitor where there is one."""
+    monitors = {MONITOR} if graph.reliability.detector else set()
+    return frozenset({*graph.process_names(), *monitors})
+
+
+def needs_obedience(scenario: Scenario) -> bool:
+    """Whether workers must be of the kind that does to itself what it is told (worker.py)."""
+    return any(isinstance(fault, OBEYED) for fault in scenario.faults)
+
+
+def told(fault: AnyFault) -> str:
+    """ "kill experts.1", "pause experts.0 for 0.5 s": what is done, for people."""
+    match fault:
+        case Crash(process=name):
+            return f"kill {name}"
+        case Slow(process=name, for_seconds=seconds, factor=factor):
+            return f"slow {name} {factor:g} times for {seconds:g} s"
+        case Pause(process=name, for_seconds=seconds) | Stall(process=name, for_seconds=seconds) | Hang(process=name, for_seconds=seconds):
+            return f"{fault.kind} {name} for {seconds:g} s"
+    return f"{fault.kind} {' - '.join(fault.processes)}"
+
+
+def _checked(value: Any, where: Callable[[Place], str], graph: Graph) -> Scenario:
+    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)})
+    for number, fault in enumerate(scenario.faults):
+        place = f"{where(('faults', number))}: "
+        if not isinstance(fault, DONE):
+            kinds = ", ".join(str(kind.__struct_config__.tag) for kind in DONE)
+            raise UserError(f"{place}{fault.kind} is for simulation only; real processes take {kinds}")
+        if GATEWAY in fault.processes:
+            raise UserError(f"{place}the gateway is this command itself; name another process")
+        if isinstance(fault, OBEYED) and fault.processes[0] == MONITOR:
+            raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
+        if graph.processes == "one":
+            raise UserError(
+                f"{place}all workers share this command's process, and nothing can befall one alone; use --set deploy.processes=many"
+            )
+    return scenario
+
+
+def _values_of(word: str) -> dict[str, Any]:
+    """A fault's plain values, as in a file."""
+    found = _WORD.fullmatch(word)
+    if found is None:
+        raise UserError(f"--chaos {shortened(word) or '(nothing)'}: not of the form KIND:WHO@WHEN[+HOW LONG][xFACTOR]; such as {EXAMPLE}")
+    if found["kind"] not in _KINDS:
+        raise UserError(f"--chaos {shortened(word)}: {found['kind']} is unknown; one of: {', '.join(_KINDS)}")
+    kind = _KINDS[found["kind"]]
+    values: dict[str, Any] = {"fault": kind, "at_seconds": _seconds(found["at"], word)}
+    values |= {"between": found["who"].split("-")} if kind == "reset" else {"process": found["who"]}
+    if found["for"] is not None:
+        values["for_seconds"] = _seconds(found["for"], word)
+    if found["factor"] is not None:
+        values["factor"] = _number(found["factor"], word)
+    for name, is_given in (("for_seconds", found["for"] is not None), ("factor", found["factor"] is not None)):
+        if is_given != (name in _FIELDS[kind]):
+            sign = {"for_seconds": "+HOW LONG, as +500ms", "factor": "xFACTOR, as x5"}[name]
+            raise UserError(f"--chaos {shortened(word)}: {found['kind']} {'takes no' if is_given else 'needs'} {sign}")
+    return values
+
+
+_FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in DONE}
+
+
+def _seconds(text: str, word: str) -> float:
+    found = _SECONDS.fullmatch(text)
+    if found is None:
+        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is no time; such as 2s, 1.5s, 500ms")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+
+
+def _number(text: str, word: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is no factor; such as x5") from None
+
+
+__all__: Sequence[str] = ("DONE", "EXAMPLE", "MONITOR", "OBEYED", "load_plan", "needs_obedience", "parse_words", "told", "victims")

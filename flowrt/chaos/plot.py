@@ -1,0 +1,51 @@
+"""The picture of a run with chaos: throughput over time, with what befell whom, and when it was back. Needs matplotlib.
+
+Not here: the figures (report.py), what pictures need of matplotlib (flowrt/bench/plots.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowrt.bench.plots import new_picture, save_picture
+from flowrt.chaos.report import Report
+
+_SMOOTH_BINS = 5
+_MOST_LABELS = 12
+
+
+def plot_chaos(report: Report, path: str) -> None:
+    """Raises UserError when the file cannot be written."""
+    details = report.details
+    width, rates = details["bin_seconds"], details["tokens_per_second"]
+    picture, axes = new_picture((9, 3.6))
+    times = [(place + 0.5) * width for place in range(len(rates))]
+    axes.plot(times, rates, color="#b9c6cf", linewidth=0.8, label=f"in {1000 * width:.0f} ms")
+    axes.plot(times, smoothed(rates), color="#22577a", linewidth=1.6, label=f"mean of {1000 * width * _SMOOTH_BINS:.0f} ms")
+    before = details["undisturbed_tokens_per_second"]
+    if before:
+        axes.axhline(sum(before) / len(before), color="grey", linewidth=0.9, linestyle=":", label="undisturbed")
+    top = 1.18 * max([*rates, *before, 1.0])
+    faults = [fault for fault in details["faults"] if fault["missed"] is None]
+    for number, fault in enumerate(faults):
+        _mark(axes, fault, top, with_label=len(faults) <= _MOST_LABELS, first=number == 0)
+    axes.set(xlabel="seconds from the first request under faults", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
+    axes.legend(fontsize="small", loc="lower right")
+    axes.set_title(str(report.machine), fontsize="x-small", loc="left")
+    save_picture(picture, path)
+
+
+def smoothed(rates: list[float], num: int = _SMOOTH_BINS) -> list[float]:
+    """The mean of `num` bins around each; fewer at the ends."""
+    half = num // 2
+    windows = [rates[max(0, place - half) : place + half + 1] for place in range(len(rates))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _mark(axes: Any, fault: dict[str, Any], top: float, with_label: bool, first: bool) -> None:
+    at, back = fault["seconds"], fault["back_seconds"]
+    axes.axvline(at, color="#b5443a", linewidth=1.0, label="fault" if first else None)
+    if back is not None:
+        axes.axvspan(at, at + back, color="#b5443a", alpha=0.10, linewidth=0, label="until it was back" if first else None)
+    if with_label:
+        axes.text(at, top, f" {fault['fault']}", rotation=90, verticalalignment="top", fontsize="x-small", color="#b5443a")

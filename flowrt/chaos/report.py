@@ -1,0 +1,233 @@
+"""What a run with chaos found, as a table with the targets, as JSON, and as the data of the picture.
+
+Here: Row, Report, `report_of`, `print_report`, `write_json`. Not here: measuring (measure.py), counting (compare.py), drawing (plot.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.bench.report import Machine
+from flowrt.chaos import compare
+from flowrt.chaos.compare import Difference, Told
+from flowrt.chaos.measure import Found
+from flowrt.chaos.watch import Deed, Watch
+from flowrt.observe import duration_text
+
+NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
+WITH_SPARE, OF_THE_REST = 0.98, 0.97  # of throughput: with spare capacity; without, of what the servers left could do
+STANDSTILLS = ("pause", "stall", "hang")
+MOST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure with its target, where it has one. `is_met` None: no target, or nothing to hold against it."""
+
+    name: str
+    shown: str
+    target: str = ""
+    is_met: bool | None = None
+    values: dict[str, float] = field(default_factory=dict)  # the numbers behind `shown`
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.is_met is None else "met" if self.is_met else "not met"
+
+
+@dataclass
+class Report:
+    """`answers_right`: no token lost, doubled, changed or late, and no request failed that was to be answered."""
+
+    machine: Machine
+    rows: list[Row]
+    notes: list[str]
+    answers_right: bool
+    details: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            {"name": row.name, "shown": row.shown, "target": row.target, "verdict": row.verdict, **_finite(row.values)} for row in self.rows
+        ]
+        return {"benchmark": "chaos", "machine": vars(self.machine), "figures": rows, "notes": self.notes, "details": self.details}
+
+
+def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) -> Report:
+    """`tolerates_errors`: the plan says that requests may end in an error."""
+    watch = found.watch
+    assert watch is not None
+    expected, num_unsteady = compare.expected_of(found.undisturbed)
+    difference = Difference()
+    for told in found.told:
+        if told.number in expected:
+            difference += compare.difference_of(expected[told.number], told)
+    num_failed = sum(told.failed for told in found.told)
+    done = [deed for deed in found.deeds if not deed.missed]
+    rows = [
+        _count("requests failed", num_failed, f"of {len(found.told)}"),
+        _count("tokens lost", difference.lost, f"of {sum(len(told.tokens) for told in found.told)}"),
+        _count("tokens doubled", difference.doubled),
+        _count("tokens changed", difference.changed),
+        _count("tokens out of order", difference.swapped),
+        _count("tokens after the end", difference.late),
+        *_stalls(found, done),
+        *_times(found, done),
+        *_throughput(found, done),
+        _count("processes lost without cause", len(lost_without_cause(found))),
+        _count("left behind", len(found.leaks)),
+    ]
+    notes = [f"left behind: {line}" for line in found.leaks[:MOST_LINES]]
+    notes += [f"could not be done: {deed.text}: {deed.missed}" for deed in found.deeds if deed.missed][:MOST_LINES]
+    notes += [f"failed: {line}" for line in dict.fromkeys(told.error or "never ended" for told in found.told if told.failed)][:MOST_LINES]
+    if num_unsteady:
+        notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
+    if found.graph.numerics != "strict":
+        notes.append("numerics are fast: an answer may depend on which server computed it; use --set numerics=strict")
+    if found.failure is not None:
+        notes.append(f"the run ended before its time: {found.failure}")
+    right = not (difference.any or found.failure or found.not_back or (num_failed and not tolerates_errors))
+    return Report(machine, rows, notes, right, _details(found, watch))
+
+
+def lost_without_cause(found: Found) -> list[str]:
+    """Who was lost though nothing had befallen it that need end a process."""
+    assert found.watch is not None
+    dead_seconds = found.graph.reliability.dead_seconds
+    return [
+        event.name
+        for at, event in found.watch.seen
+        if type(event).__name__ == "WorkerLost" and not any(deed.explains(event.name, at, dead_seconds) for deed in found.deeds)
+    ]
+
+
+def _count(name: str, count: int, more: str = "") -> Row:
+    return Row(name, f"{count} {more}".strip(), "0", count == 0, {"count": count})
+
+
+def _stalls(found: Found, done: Sequence[Deed]) -> list[Row]:
+    usual = compare.usual_gaps(found.undisturbed)
+    stalls = compare.extra_stalls(found.told, usual, [deed.at for deed in done])
+    noise = compare.extra_stalls(found.undisturbed, usual)
+    kills = all(deed.kind == "crash" for deed in done)
+    return [
+        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills and done else None),
+        _durations("the same where nothing befell", noise, None),
+    ]
+
+
+def _times(found: Found, done: Sequence[Deed]) -> list[Row]:
+    """A standstill shorter than the detector waits is none of this: nobody is to notice."""
+    watch, rows = found.watch, []
+    assert watch is not None
+    kills = [deed for deed in done if deed.kind == "crash"]
+    long = [deed for deed in done if deed.kind in STANDSTILLS and deed.for_seconds >= found.graph.reliability.dead_seconds]
+    for deeds, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
+        if deeds:
+            rows.append(_durations(f"{name} to no client using it", [watch.left_seconds(deed) for deed in deeds], bound))
+            rows.append(_durations(f"{name} to the launcher's knowing", [watch.lost_seconds(deed) for deed in deeds], None))
+            rows.append(_durations(f"{name} to its return", [watch.back_seconds(deed) for deed in deeds], None))
+    return rows
+
+
+def _durations(name: str, seconds: Sequence[float], bound: float | None) -> Row:
+    """p50, p99 and the most; a target is for the p99. What never happened is told apart."""
+    finite = [each for each in seconds if math.isfinite(each)]
+    target = f"p99 <= {duration_text(bound)}" if bound is not None else ""
+    if not finite:
+        return Row(name, "never" if seconds else "-", target)
+    p50, p99, most = compare.percentile(finite, 0.5), compare.percentile(finite, 0.99), max(finite)
+    shown = f"p50 {duration_text(p50)}, p99 {duration_text(p99)}, most {duration_text(most)} ({len(finite)}"
+    shown += f" of {len(seconds)})" if len(finite) < len(seconds) else ")"
+    values = {"p50_seconds": p50, "p99_seconds": p99, "most_seconds": most, "num": float(len(finite))}
+    return Row(name, shown, target, p99 <= bound if bound is not None else None, values)
+
+
+def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
+    usual = compare.throughput(found.undisturbed, *found.undisturbed_span)
+    under = compare.throughput(found.told, found.begun, found.ended)
+    rows = [
+        Row("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
+        Row(
+            "tokens per second, with faults",
+            f"{under:.1f} ({under / usual:.3f})",
+            values={"tokens_per_second": under, "ratio": under / usual},
+        ),
+    ]
+    ratios = compare.window_ratios(found.told, [deed.at for deed in done], found.ended, usual)
+    if ratios:
+        values = [ratio for _, ratio in ratios]
+        median, least = compare.percentile(values, 0.5), min(values)
+        window = compare.percentile([seconds for seconds, _ in ratios], 0.5)
+        rest = OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
+        target = f">= {WITH_SPARE:g} with spare capacity, >= {rest:.3f} without"
+        shown = f"median {median:.3f}, least {least:.3f} ({len(values)} faults, {window:.1f} s after each)"
+        told = {"median": median, "least": least, "window_seconds": window}
+        rows.append(Row("throughput after a fault, to undisturbed", shown, target, median >= rest, told))
+    return rows
+
+
+def _details(found: Found, watch: Watch) -> dict[str, Any]:
+    def since(at: float) -> float | None:
+        return round(at - found.begun, 4) if math.isfinite(at) else None
+
+    faults = [
+        {
+            "fault": deed.text,
+            "seconds": since(deed.at),
+            "pid": deed.pid,
+            "missed": deed.missed or None,
+            "left_seconds": _number(watch.left_seconds(deed)),
+            "lost_seconds": _number(watch.lost_seconds(deed)),
+            "back_seconds": _number(watch.back_seconds(deed)),
+        }
+        for deed in found.deeds
+    ]
+    return {
+        "numerics": found.graph.numerics,
+        "expert_servers": found.num_servers,
+        "seconds": since(found.ended),
+        "faults": faults,
+        "bin_seconds": compare.BIN_SECONDS,
+        "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.told, found.begun, found.ended)],
+        "undisturbed_tokens_per_second": [round(rate, 1) for rate in compare.curve(found.undisturbed, *found.undisturbed_span)],
+        "events": [{"seconds": since(at), "event": type(event).__name__, **_plain(event)} for at, event in watch.seen],
+        "requests": [_request(told, found.begun) for told in found.told if told.failed],
+        "before": {name: holding.as_json() for name, holding in found.before.items()},
+        "after": {name: holding.as_json() for name, holding in found.after.items()},
+        "leaks": found.leaks,
+        "failure": found.failure,
+    }
+
+
+def _request(told: Told, begun: float) -> dict[str, Any]:
+    return {"number": told.number, "submitted": round(told.submitted - begun, 4), "tokens": len(told.tokens), "error": told.error}
+
+
+def _plain(event: Any) -> dict[str, Any]:
+    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in asdict(event).items()}
+
+
+def _number(seconds: float) -> float | None:
+    return round(seconds, 5) if math.isfinite(seconds) else None
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def print_report(report: Report, console: Console) -> None:
+    table = Table(title="flowrt chaos", title_justify="left", box=None, pad_edge=False)
+    for heading in ("figure", "found", "target", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for row in report.rows:
+        table.add_row(row.name, row.shown, row.target, row.verdict)
+    console.print(table)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(str(report.machine), markup=False)

@@ -1,0 +1,121 @@
+"""What was seen of deaths and returns while a run went on: events of the launcher and notes of workers, with their times.
+
+Here: Watch, and Deed (a fault that was carried out). Not here: doing the faults (inject.py), figures (report.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrt.chaos.orders import Note, note_of
+from flowrt.cluster import events
+from flowrt.seams import Clock
+
+
+@dataclass
+class Deed:
+    """A fault that was carried out, or could not be (`missed` then says why)."""
+
+    text: str
+    kind: str
+    process: str
+    at: float  # the run's clock
+    pid: int = 0
+    incarnation: str = ""
+    for_seconds: float = 0.0
+    missed: str = ""
+    is_noted: bool = False  # the process has said itself when it began
+
+    def explains(self, name: str, at: float, dead_seconds: float) -> bool:
+        """Whether the loss of `name` at that time may come of this: short standstills and slowness must not."""
+        if self.missed or name != self.process or at < self.at:
+            return False
+        return self.kind in ("crash", "reset") or (self.kind != "slow" and self.for_seconds >= dead_seconds)
+
+
+@dataclass
+class Watch:
+    """Tell it every event (`on_event`), and every line of a worker (`takes_line`)."""
+
+    clock: Clock
+    deeds: list[Deed] = field(default_factory=list)
+    seen: list[tuple[float, Any]] = field(default_factory=list)  # events of deaths and lives
+    notes: list[tuple[str, Note]] = field(default_factory=list)
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    failed: bool = False  # the run
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_event(self, event: events.Event) -> None:
+        if type(event).__name__ in _TELLING:
+            self.seen.append((self.clock.now(), event))
+            self._ring()
+        if isinstance(event, events.RunFailed):
+            self.failed = True
+            self._ring()
+
+    def takes_line(self, process: str, line: str) -> bool:
+        """Whether the line is a note, which is taken in then."""
+        note = note_of(line)
+        if note is None:
+            return False
+        if note.what == "held":
+            self.held[process] = note.counts
+        else:
+            self.notes.append((process, note))
+            self._correct(process, note)
+        self._ring()
+        return True
+
+    async def wait_until(self, come: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `come()`, or for so long, or until the run fails; whether it came. Looked at after each event and note."""
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                while not come() and not self.failed:
+                    changed = self._changed  # others wait too: each round has a bell of its own
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        return come()
+
+    async def wait_failed(self, seconds: float) -> None:
+        """Wait for so long, or until the run fails."""
+        await self.wait_until(lambda: False, seconds)
+
+    def lost_seconds(self, deed: Deed) -> float:
+        """From the deed to the launcher's knowing that the process is gone; inf when it never did."""
+        return self._first("WorkerLost", deed)
+
+    def back_seconds(self, deed: Deed) -> float:
+        """From the deed to the moment at which the process works again; inf when it never does."""
+        return self._first("WorkerRestarted", deed)
+
+    def left_seconds(self, deed: Deed) -> float:
+        """From the deed until the last of its clients used the process no more; inf when none said so."""
+        left: dict[str, float] = {}
+        for process, note in self.notes:
+            same = note.incarnation == deed.incarnation if deed.incarnation else note.at >= deed.at
+            if note.what == "left" and note.peer == deed.process and same:
+                left[process] = min(left.get(process, math.inf), note.at)
+        return max(left.values()) - deed.at if left else math.inf
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _first(self, kind: str, deed: Deed) -> float:
+        times = [at for at, event in self.seen if type(event).__name__ == kind and event.name == deed.process and at >= deed.at]
+        return min(times, default=math.inf) - deed.at
+
+    def _correct(self, process: str, note: Note) -> None:
+        """A worker begins to suffer when it has the order, not when it was sent."""
+        for deed in self.deeds:
+            if deed.process == process and deed.kind == note.what and deed.at <= note.at and not deed.is_noted:
+                deed.at, deed.is_noted = note.at, True
+                return
+
+
+_TELLING = ("WorkerLost", "WorkerRestarted", "WorkerSuspected", "WorkerCondemned", "WorkerGivenUp")

@@ -1,0 +1,95 @@
+"""That nothing which a fault may do to answers goes unseen: each is planted and must be counted, and right answers must not be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flowrt.chaos import compare
+from flowrt.chaos.compare import Came, Difference, Told, difference_of
+
+EXPECTED = (11, 12, 13, 14, 15)
+
+
+def told(*tokens: tuple[int, int], reason: str = "length", step_seconds: float = 0.01, submitted: float = 0.0, num_late: int = 0) -> Told:
+    came = [Came(place, token_id, submitted + step_seconds * (number + 1)) for number, (place, token_id) in enumerate(tokens)]
+    return Told(0, submitted, came, reason, None, came[-1].at if came else submitted, num_late)
+
+
+RIGHT = tuple(enumerate(EXPECTED))
+
+
+def test_a_right_answer_is_right() -> None:
+    assert difference_of(EXPECTED, told(*RIGHT)) == Difference()
+    assert not Difference().any
+
+
+PLANTED = {
+    "drop": ((*RIGHT[:2], *RIGHT[3:]), Difference(lost=1)),
+    "drop of the last": (RIGHT[:4], Difference(lost=1)),
+    "drop of all": ((), Difference(lost=5)),
+    "dup": ((*RIGHT[:3], RIGHT[2], *RIGHT[3:]), Difference(doubled=1)),
+    "dup under the next place": ((*RIGHT[:3], (3, 13), (4, 14), (5, 15)), Difference(changed=3)),
+    "swap of two messages": ((RIGHT[0], RIGHT[2], RIGHT[1], *RIGHT[3:]), Difference(swapped=1)),
+    "swap of two tokens": (((0, 11), (1, 13), (2, 12), *RIGHT[3:]), Difference(changed=2)),
+    "another token": ((*RIGHT[:4], (4, 99)), Difference(changed=1)),
+    "one too many": ((*RIGHT, (5, 16)), Difference(changed=1)),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_counted(name: str) -> None:
+    tokens, difference = PLANTED[name]
+    found = difference_of(EXPECTED, told(*tokens))
+    assert found == difference
+    assert found.any
+
+
+def test_a_token_after_the_end_is_late() -> None:
+    found = difference_of(EXPECTED, told(*RIGHT, num_late=1))
+    assert found == Difference(late=1)
+    assert found.any
+
+
+def test_a_request_that_failed_lost_nothing_behind_what_it_was_told() -> None:
+    assert difference_of(EXPECTED, told(*RIGHT[:2], reason="error")) == Difference()
+    assert difference_of(EXPECTED, told(RIGHT[0], RIGHT[2], reason="error")) == Difference(lost=1)
+    assert told(*RIGHT, reason="error").failed
+    assert Told(0, 0.0).failed  # it never ended
+
+
+def test_a_token_that_comes_late_is_an_extra_stall() -> None:
+    usual = compare.usual_gaps([told(*RIGHT)])
+    late = told(*RIGHT)
+    late.tokens[3:] = [came._replace(at=came.at + 0.5) for came in late.tokens[3:]]
+    assert compare.extra_stalls([told(*RIGHT)], usual) == [pytest.approx(0.0)]
+    assert compare.extra_stalls([late], usual) == [pytest.approx(0.5)]
+    assert compare.extra_stalls([late], usual, [0.032]) == [pytest.approx(0.5)]
+    assert compare.extra_stalls([late], usual, [1.0]) == []  # it had ended: nothing befell it
+
+
+def test_answers_that_differ_undisturbed_are_told() -> None:
+    expected, num_different = compare.expected_of([told(*RIGHT), told(*RIGHT[:4], (4, 99)), told(reason="error")])
+    assert expected == {0: EXPECTED}
+    assert num_different == 1
+
+
+def test_throughput_after_a_fault_is_looked_at_until_the_next_one() -> None:
+    fast = [Told(0, 0.0, [Came(place, 1, 0.1 * place) for place in range(100)], "length")]  # 10 per second for 10 s
+    slow = [Told(0, 10.0, [Came(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")]  # 5 per second for 10 s
+    assert compare.throughput(fast, 0.0, 10.0) == pytest.approx(10.0)
+    ratios = compare.window_ratios([*fast, *slow], [5.0, 10.0, 19.9], 20.0, 10.0)
+    assert ratios == [(5.0, pytest.approx(1.0)), (pytest.approx(9.9), pytest.approx(0.5, abs=0.02))]  # the last one is too near the end
+
+
+def test_the_curve_counts_by_bins() -> None:
+    tolds = [Told(0, 0.0, [Came(0, 1, 0.95), Came(1, 1, 1.05), Came(2, 1, 1.06), Came(3, 1, 1.25)], "length")]
+    assert compare.curve(tolds, 1.0, 1.35, 0.1) == [20.0, 0.0, 10.0]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [compare.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert compare.percentile([3.0], 0.99) == 3.0
+    assert math.isnan(compare.percentile([], 0.5))

@@ -1,0 +1,113 @@
+"""What may befall real processes: the words of --chaos, plan files, and the one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowrt.api import read_graph
+from flowrt.chaos.plan import load_plan, needs_obedience, parse_words, told
+from flowrt.errors import UserError
+from flowrt.graph import Graph
+from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return read_graph(ROOT / "examples" / "quickstart.yaml")
+
+
+def test_each_kind_of_word_is_read(graph: Graph) -> None:
+    words = (
+        "kill:experts.1@2s, pause:experts.0@1s+500ms,stall:attention.0@.5+2s,hang:experts.2@0s+1s,"
+        "slow:experts.0@1s+5sx4,reset:attention.0-experts.1@250ms,crash:monitor@3"
+    )
+    assert parse_words(words, graph) == Scenario(
+        faults=(
+            Crash(process="experts.1", at_seconds=2.0),
+            Pause(process="experts.0", at_seconds=1.0, for_seconds=0.5),
+            Stall(process="attention.0", at_seconds=0.5, for_seconds=2.0),
+            Hang(process="experts.2", for_seconds=1.0),
+            Slow(process="experts.0", at_seconds=1.0, for_seconds=5.0, factor=4.0),
+            Reset(between=("attention.0", "experts.1"), at_seconds=0.25),
+            Crash(process="monitor", at_seconds=3.0),
+        )
+    )
+
+
+def test_the_words_say_what_will_be_done(graph: Graph) -> None:
+    scenario = parse_words("kill:experts.1@2s,pause:experts.0@1s+500ms,slow:experts.0@1s+5sx4,reset:attention.0-experts.1@1s", graph)
+    assert [told(fault) for fault in scenario.faults] == [
+        "kill experts.1",
+        "pause experts.0 for 0.5 s",
+        "slow experts.0 4 times for 5 s",
+        "reset attention.0 - experts.1",
+    ]
+
+
+BAD = {
+    "": "--chaos (nothing): not of the form KIND:WHO@WHEN",
+    "kill": "--chaos kill: not of the form KIND:WHO@WHEN",
+    "kill:experts.1": "--chaos kill:experts.1: not of the form",
+    "kill:experts.1@2s,": "--chaos (nothing): not of the form",
+    "murder:experts.1@2s": "--chaos murder:experts.1@2s: murder is unknown; one of: kill, crash, pause",
+    "kill:experts.9@2s": "--chaos kill:experts.9@2s: faults.0: no process is called 'experts.9'; there are attention.0",
+    "kill:experts.0@1s,kill:experts.7@2s": "--chaos kill:experts.7@2s: faults.1: no process is called 'experts.7'",
+    "kill:experts.1@soon": "--chaos kill:experts.1@soon: 'soon' is no time; such as 2s",
+    "kill:experts.1@-2s": "'-2s' is no time",
+    "kill:experts.1@9999999s": "expected `float` <= 86400.0",
+    "kill:experts.1@2s+1s": "kill takes no +HOW LONG",
+    "pause:experts.1@2s": "pause needs +HOW LONG, as +500ms",
+    "pause:experts.1@2s+0s": "expected `float` > 0",
+    "slow:experts.1@2s+1s": "slow needs xFACTOR, as x5",
+    "slow:experts.1@2s+1sxfast": "'fast' is no factor",
+    "slow:experts.1@2s+1sx0.5": "expected `float` > 1",
+    "reset:experts.1@2s": "expected `array` of length 2",
+    "reset:experts.1-experts.1@2s": "between needs two different processes",
+    "kill:gateway@2s": "--chaos kill:gateway@2s: the gateway is this command itself",
+    "stall:monitor@2s+1s": "the monitor takes crash and pause only",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_words_are_one_line_that_says_which(graph: Graph, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_words(words, graph)
+    assert BAD[words] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_befalls_workers_of_one_process(graph: Graph) -> None:
+    with pytest.raises(UserError, match=r"all workers share this command's process.*deploy\.processes=many"):
+        parse_words("kill:experts.1@2s", replace(graph, processes="one"))
+
+
+def test_a_monitor_that_does_not_run_cannot_be_killed(graph: Graph) -> None:
+    without = replace(graph, reliability=replace(graph.reliability, detector=False))
+    with pytest.raises(UserError, match="no process is called 'monitor'"):
+        parse_words("kill:monitor@2s", without)
+
+
+def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph: Graph, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("scenario: 1\nexpect: tokens\nfaults:\n  - {fault: crash, process: experts.1, at_seconds: 2}\n")
+    assert load_plan(path, graph) == Scenario(faults=(Crash(process="experts.1", at_seconds=2.0),), expect="tokens")
+    path.write_text("scenario: 1\nfaults:\n  - {fault: skew, process: experts.1, rate: 2}\n")
+    with pytest.raises(UserError, match=r"plan\.yaml:3: skew is for simulation only; real processes take crash, pause"):
+        load_plan(path, graph)
+    with pytest.raises(UserError, match="no such file"):
+        load_plan(tmp_path / "none.yaml", graph)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "chaos").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_examples_fit_the_quickstart(graph: Graph, path: Path) -> None:
+    assert load_plan(path, graph).faults
+
+
+def test_only_what_a_process_does_to_itself_needs_obedient_workers(graph: Graph) -> None:
+    assert not needs_obedience(parse_words("kill:experts.1@2s,pause:experts.0@1s+500ms", graph))
+    assert needs_obedience(parse_words("kill:experts.1@2s,hang:experts.0@1s+500ms", graph))

@@ -1,0 +1,45 @@
+"""Bad input to `flowrt chaos`: one line, exit code 2, nothing started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrt.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+
+
+def test_what_cannot_be_measured_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was about to start")
+
+    monkeypatch.setattr("flowrt.cluster.launcher.Launcher.__aenter__", refuse)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
+    for words, text in (
+        ((QUICKSTART,), "either --plan FILE or --kills N is needed"),
+        ((QUICKSTART, "--kills", "1", "--plan", plan), "either --plan FILE or --kills N is needed"),
+        ((QUICKSTART, "--kills", "-1"), "--kills is -1"),
+        ((QUICKSTART, "--kills", "1", "--apart", "nan"), "--apart is nan"),
+        ((QUICKSTART, "--kills", "1", "--seconds", "inf"), "--seconds is inf"),
+        ((QUICKSTART, "--kills", "1", "--requests", "0"), "--requests is 0"),
+        ((QUICKSTART, "--kills", "1", "--new-tokens", "1000"), "limits.max_tokens is 128 and each answer is to have 1000 tokens"),
+        ((QUICKSTART, "--kills", "1", "--set", "deploy.experts.servers=0", "--set", "deploy.experts.copies=1"), "none to kill"),
+        ((QUICKSTART, "--plan", plan), f"{plan}:3: faults.0: no process is called 'experts.9'"),
+        ((QUICKSTART, "--plan", tmp_path / "none.yaml"), "no such file"),
+        ((QUICKSTART, "--kills", "1", "--json", "no/such.json"), "there is no folder"),
+        ((graph_file, "--kills", "1"), "all workers share one process"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["flowrt", "chaos", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert (end.value.code, out) == (2, ""), words
+        assert text in err, words
+        assert err.count("\n") == 1, words
