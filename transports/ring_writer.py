@@ -335,7 +335,7 @@ class RingWriter:
             for place, (index, begin, nbytes) in enumerate(found):
                 last = place == len(found) - 1
                 tail = head + slot if last else head
-                tell = last and end == chunks.total
+                tell = last and -(-(chunks.total - end) // slot) < num_lanes  # the last of its lane: lanes end in any order
                 self._lanes.copy(lane, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, tell)
                 at += nbytes
             self._lane_heads[lane] = head + slot

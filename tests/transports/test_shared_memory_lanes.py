@@ -95,6 +95,26 @@ def test_pieces_cover_everything_once(sizes: list[int], step: int) -> None:
 
 
 class TestChunks:
+    @pytest.mark.parametrize("num_chunks", [2, 3, 4, 7])
+    def test_the_last_copy_of_every_lane_is_told(self, num_chunks: int) -> None:
+        """Lanes end in any order: who waits for all of them must hear of each one's end."""
+        _, layout, writer, reader = ring(3, 1 << 16)
+        told: dict[int, bool] = {}
+        copy = writer._lanes.copy
+
+        def noted(lane: int, *rest: object) -> None:
+            told[lane] = bool(rest[-1])
+            copy(lane, *rest)  # type: ignore[arg-type]
+
+        writer._lanes.copy = noted  # type: ignore[method-assign]
+        size = layout.slot_bytes * num_chunks - 100
+        message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
+        while not writer.advance(message):
+            reader.take()
+        assert told == dict.fromkeys(range(min(3, num_chunks)), True)
+        writer.close()
+        reader.close()
+
     @pytest.mark.parametrize("lanes", [1, 2, 5])
     def test_one_side_drains_while_the_other_fills(self, lanes: int) -> None:
         memory, layout, writer, reader = ring(lanes)
