@@ -23,7 +23,6 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction
 from flowrt.exchange.dispatch import Combine, Dispatch
-from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.model import Graph
 from flowrt.graph.placement import held_experts
@@ -138,9 +137,10 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
     model, strict = ExactModel(config), graph.numerics == "strict"
-    client: ExpertClient | None = None
+    nodes = graph.nodes_of(process)
+    clients = [expert_client(graph, node, config, now=now) for node in nodes if node.operator == "dispatch"]
     functions: dict[str, NodeFunction] = {}
-    for node in graph.nodes_of(process):
+    for node in nodes:
         match node.operator:
             case "embed":
                 functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
@@ -151,14 +151,12 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
             case "mlp" | "shared":
                 functions[node.name] = _each(_dense(model))
             case "dispatch":
-                client = expert_client(graph, node, config, now=now)
-                functions[node.name] = Dispatch(client, strict)
+                functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
                 functions[node.name] = ExpertService(cast("Experts", ExactExperts(model, held)), strict)
             case "combine":
-                assert client is not None  # a group's dispatch comes before its combine
-                functions[node.name] = Combine(client, strict)
+                functions[node.name] = Combine(clients[0], strict)
             case "head":
                 functions[node.name] = _each(_head(model))
     return functions

@@ -77,7 +77,7 @@ def build_model_nodes(
         return module
 
     embedding: Embedding | None = None
-    client: ExpertClient | None = None
+    clients = [expert_client(graph, node, config, device, now) for node in nodes if node.operator == "dispatch"]  # a group has one at most
     functions: dict[str, NodeFunction] = {}
     for done, node in enumerate(nodes):
         on_built(node.name, done, len(nodes))
@@ -96,14 +96,12 @@ def build_model_nodes(
             case "shared":
                 functions[node.name] = _each(_Mlp(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
-                client = expert_client(graph, node, config, device, now)
-                functions[node.name] = Dispatch(client, strict)
+                functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
                 functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks, now)), strict)
             case "combine":
-                assert client is not None  # a group's dispatch comes before its combine
-                functions[node.name] = Combine(client, strict)
+                functions[node.name] = Combine(clients[0], strict)
             case "head":
                 functions[node.name] = _each(_Head(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
