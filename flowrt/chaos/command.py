@@ -15,7 +15,7 @@ from rich.console import Console
 from flowrt.bench.peers import new_event_loop
 from flowrt.bench.plots import check_plot
 from flowrt.bench.report import Machine
-from flowrt.chaos.measure import Found, Options, checked_graph, measure
+from flowrt.chaos.measure import Found, Options, measure, prepared
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import UserError
@@ -26,7 +26,7 @@ RIGHT, WRONG = 0, 1
 def run(options: Options, json_file: str | None = None, plot: str | None = None) -> int:
     """The exit code: 1 when an answer was not what it is without faults, or a request failed."""
     check_plot(plot)
-    _, scenario = checked_graph(options)
+    _, scenario, _ = prepared(options)
     machine = Machine.here()
     out = sys.stderr if json_file == "-" else sys.stdout
     console = Console(file=out, width=None if out.isatty() else 140, highlight=False)

@@ -79,8 +79,8 @@ def expert_servers(graph: Graph) -> list[str]:
     return [name for name in names if {node.operator for node in graph.nodes_of(name)} == {"experts"}]
 
 
-def checked_graph(options: Options) -> tuple[Graph, Scenario | None]:
-    """The graph and the plan. Raises UserError for what cannot be measured, before anything starts."""
+def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
+    """The graph, the plan, the requests. Raises UserError for what cannot be measured, before anything starts."""
     if (options.plan is None) == (not options.kills):
         raise UserError("either --plan FILE or --kills N is needed, and not both")
     for option in ("kills", "apart_seconds", "seconds"):
@@ -101,15 +101,14 @@ def checked_graph(options: Options) -> tuple[Graph, Scenario | None]:
         )
     if options.kills and not expert_servers(graph):
         raise UserError(f"{options.graph}: no process holds experts alone, so there is none to kill; use --set deploy.experts.servers=3")
-    return graph, load_plan(options.plan, graph) if options.plan is not None else None
+    vocab_size = read_model_config(Path(graph.model.path)).vocab_size
+    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
+    return graph, load_plan(options.plan, graph) if options.plan is not None else None, asked
 
 
 async def measure(options: Options, say: Say) -> Found:
     """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault."""
-    graph, scenario = checked_graph(options)
-    assert graph.model is not None
-    vocab_size = read_model_config(Path(graph.model.path)).vocab_size
-    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
+    graph, scenario, asked = prepared(options)
     seams = Seams()
     watch = Watch(seams.clock)
 
