@@ -204,6 +204,7 @@ class _TransformersSide:
         if not names:
             raise UserError("transformers has none of the expert implementations " + ", ".join(IMPLEMENTATIONS))
         self.chosen = {"prefill": names[0], "decode": names[0]}
+        self._hopeless: set[str] = set()  # far behind at one batch size: not tried at the next, where it would take minutes
 
     def label(self, phase: str) -> str:
         return str(self.chosen[phase])
@@ -221,7 +222,7 @@ class _TransformersSide:
         for name in facts["implementations"]:
             tried = {"decode": name, "prefill": name}
             gathered = [facts["expert_bytes"] * facts["num_active"] * rows for rows in (len(prompts), num_prompt_tokens)]
-            if name == "batched_mm" and gathered[0] > MOST_GATHERED_BYTES:
+            if name in self._hopeless or (name == "batched_mm" and gathered[0] > MOST_GATHERED_BYTES):
                 continue
             if name == "batched_mm" and gathered[1] > MOST_GATHERED_BYTES:
                 tried["prefill"] = self.chosen["prefill"]
@@ -232,6 +233,7 @@ class _TransformersSide:
                 for phase in best:
                     best[phase] = max(best[phase], speed(run, phase, num_prompt_tokens))
                 if all(best[phase] * HOPELESS < max(each.get(phase, 0.0) for each in speeds.values()) for phase in best):
+                    self._hopeless.add(name)
                     break
             self.chosen = {phase: fastest(speeds, phase) for phase in ("prefill", "decode")}
             say(f"transformers, batch {len(prompts)}, {name}: " + ", ".join(f"{phase} {value:.4g}" for phase, value in best.items()))
