@@ -116,13 +116,12 @@ class ThreadCompute:
             return None
         if declared is not None:
             return Running(label, self._since_seconds, declared)
-        longest = self._longest_seconds.get(label)
         return Running(
             label,
             self._since_seconds,
-            max(BOUND_SECONDS, _TIMES_LONGEST * (longest or 0.0)),
+            max(BOUND_SECONDS, _TIMES_LONGEST * self._longest_seconds.get(label, 0.0)),
             None if clock is None else time.clock_gettime(clock),
-            FIRST_STILL_SECONDS if longest is None else STILL_SECONDS,
+            STILL_SECONDS if label in self._expected_seconds else FIRST_STILL_SECONDS,
         )
 
     def is_short(self, label: str) -> bool:

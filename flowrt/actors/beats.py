@@ -1,0 +1,103 @@
+"""Beats: a worker's sign of life, made by the very loop that does its work.
+
+Here: `send_beats`, a task of that loop, and OperationWatch, which tells a hung operation from a long one. Not here: what follows from
+beats and from their absence (flowrt/reliability/detector.py), who passes them on (flowrt/cluster). Called by workers, and by the
+launcher for itself.
+
+A beat says that the loop turns, and what the compute thread has been doing meanwhile. It is made by no thread of its own: that one
+would go on beating while the loop is blocked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from flowrt.actors.control import Beat, Control
+from flowrt.reliability.detector import LAG_SECONDS
+from flowrt.seams import Clock, Running
+
+BEAT_SECONDS = 0.1
+STILL_SHARE = 0.01  # of the time: who uses less of a processor than this only looks whether it may go on
+TOLD_SECONDS = 0.3  # from then on standing still is told
+
+
+class BeatSources(Protocol):
+    """What a beat tells; looked at when one is made."""
+
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def num_firings(self) -> int: ...
+    @property
+    def running(self) -> Running | None: ...
+    @property
+    def map_version(self) -> int: ...
+
+
+async def send_beats(
+    sources: BeatSources, clock: Clock, say: Callable[[Control], None], beat_seconds: float = BEAT_SECONDS, process: str = ""
+) -> NoReturn:
+    """Say a Beat every `beat_seconds` until cancelled, the first one at once. `say` must not wait."""
+    watch = OperationWatch(beat_seconds)
+    sequence, now = 0, clock.now()
+    due = now
+    while True:
+        lag = now - due
+        label, running_seconds, bound_seconds = watch.look(now, sources.running)
+        say(
+            Beat(
+                sequence=sequence,
+                lag_seconds=lag if lag > LAG_SECONDS else 0.0,  # the loop may compute for so long itself
+                num_firings=sources.num_firings,
+                running=label,
+                running_seconds=running_seconds,
+                bound_seconds=bound_seconds,
+                incarnation=sources.incarnation,
+                map_version=sources.map_version,
+                process=process,
+            )
+        )
+        sequence += 1
+        due += beat_seconds  # a late beat delays no later one ...
+        if due <= now:
+            due = now + beat_seconds  # ... and missed ones are not made up for
+        await clock.sleep(max(0.0, due - clock.now()))
+        now = clock.now()
+
+
+class OperationWatch:
+    """For how long the running operation has run, and for how long at most it should, by what it has computed from look to look.
+
+    An operation may run up to its bound. If it gets no processor time, it stands still, and that may take `still_seconds` at most:
+    then its bound is what it had run until it stood still, and those. Time counts as standing still only when it was looked at: a
+    process that was stopped itself, or had no processor, has not looked.
+    """
+
+    def __init__(self, look_seconds: float = BEAT_SECONDS) -> None:
+        self._most_between = 1.5 * look_seconds
+        self._operation: tuple[str, float] | None = None
+        self._began = self._looked = self._computed = self._still = 0.0
+
+    def look(self, now: float, running: Running | None) -> tuple[str | None, float, float]:
+        """(for people: which operation; for how long it has run; its bound). To be called every `look_seconds`."""
+        if running is None:
+            self._operation = None
+            return None, 0.0, 0.0
+        operation = (running.label, running.since_seconds)
+        computed = running.computed_seconds
+        if operation != self._operation:
+            self._operation, self._began, self._still = operation, now, 0.0
+        elif computed is None:
+            self._still = 0.0
+        else:
+            passed = min(now - self._looked, self._most_between)
+            if computed - self._computed > STILL_SHARE * passed:
+                self._still = 0.0
+            else:
+                self._still += passed
+        self._looked, self._computed = now, computed or 0.0
+        seconds, still = now - self._began, self._still
+        label = repr(running.label) if still < TOLD_SECONDS else f"{running.label!r}, which has not computed for {still:.2f} s,"
+        bound = running.bound_seconds
+        return label, seconds, bound if not still else min(bound, seconds - still + running.still_seconds)

@@ -1,0 +1,192 @@
+"""Beats: what they tell, when they come, and how a hung operation is told from a long one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from flowrt.actors.beats import BEAT_SECONDS, OperationWatch, send_beats
+from flowrt.actors.control import Beat, Control
+from flowrt.reliability.scenario import Scenario, Stall
+from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.world import World, run
+
+
+@dataclass
+class Sources:
+    incarnation: str = "a"
+    num_firings: int = 3
+    running: Running | None = None
+    map_version: int = 5
+
+
+def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Beat]]:
+    """(when, beat) of a process in virtual time."""
+
+    async def main(world: World) -> list[tuple[float, Beat]]:
+        said: list[tuple[float, Beat]] = []
+        began = world.loop.time()
+
+        def say(control: Control) -> None:
+            assert isinstance(control, Beat)
+            said.append((round(world.loop.time() - began, 6), control))
+
+        async def work(seams: Seams) -> None:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(send_beats(Sources(), seams.clock, say))
+                await seams.clock.sleep(seconds)
+                task.cancel()
+
+        process = world.start("x", work)
+        Faults(world, Scenario(faults=faults), lambda name: None).begin()
+        await process.exit
+        return said
+
+    return run(0, main).result
+
+
+def test_a_beat_tells_what_the_sources_say_at_even_intervals() -> None:
+    said = beats_of(1.05)
+    assert [at for at, _ in said] == [pytest.approx(BEAT_SECONDS * i, abs=1e-5) for i in range(11)]
+    assert [beat.sequence for _, beat in said] == list(range(11))
+    assert said[4][1] == Beat(4, 0.0, 3, incarnation="a", map_version=5)
+
+
+@pytest.mark.parametrize(
+    ("stalled", "lag", "then"),
+    [
+        (0.11, 0.0, 0.2),  # the loop computed for 10 ms: no lag worth telling, and the next beat is where it would have been
+        (0.18, 0.08, 0.2),
+        (0.75, 0.65, 0.85),  # what was missed is not made up for
+    ],
+)
+def test_a_late_beat_tells_by_how_much(stalled: float, lag: float, then: float) -> None:
+    """The loop is blocked from 0.01 s until `stalled`."""
+    said = beats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
+    assert said[1][0] == pytest.approx(stalled, abs=2e-3)
+    assert said[1][1].lag_seconds == pytest.approx(lag, abs=2e-3)
+    assert said[2][0] == pytest.approx(then, abs=2e-3)
+    assert said[2][1].lag_seconds == 0.0
+
+
+Look = tuple[float, float | None]  # when, processor time
+
+
+def looks(rows: list[Look], bound: float = 60.0, still: float = STILL_SECONDS) -> list[float]:
+    """Of each look at one operation: by how much it is beyond its bound (below 0: it is not)."""
+    watch = OperationWatch()
+    beyond = []
+    for now, computed in rows:
+        _, seconds, most = watch.look(now, Running("call", 7.0, bound, computed, still))
+        beyond.append(seconds - most)
+    return beyond
+
+
+def every_tenth(start: float, end: float, computes: float) -> list[Look]:
+    return [(start + i / 10, computes * i / 10) for i in range(round((end - start) * 10))]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "hung_after"),
+    [
+        ("computes for long", every_tenth(0.0, 50.0, 1.0), None),
+        ("computes for too long", every_tenth(0.0, 70.0, 1.0), 60.1),
+        ("stands still from its beginning", every_tenth(0.0, 3.0, 0.0), 0.8),
+        ("only looks whether it may go on", every_tenth(0.0, 3.0, 0.005), 0.8),
+        ("has a thirtieth of a processor", every_tenth(0.0, 50.0, 0.03), None),
+        ("stands still after a while", [*every_tenth(0.0, 2.0, 1.0), *((2.0 + i / 10, 1.9) for i in range(20))], 2.7),
+        ("now and then", [(i / 10, float(i // 7)) for i in range(400)], None),
+        ("was not looked at: the process was stopped", [(0.0, 0.0), (0.1, 0.0), (30.0, 0.0), (30.1, 0.1)], None),
+        ("no count of processor time", [(i / 10, None) for i in range(500)], None),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_hung_is_told_from_long(name: str, rows: list[Look], hung_after: float | None) -> None:
+    beyond = looks(rows)
+    hung = [now for (now, _), excess in zip(rows, beyond, strict=True) if excess > 1e-9]
+    assert (hung[0] if hung else None) == (None if hung_after is None else pytest.approx(hung_after, abs=0.11))
+
+
+def test_another_call_begins_anew_and_a_declared_wait_is_allowed() -> None:
+    watch = OperationWatch()
+    for i in range(100):  # calls that stand still for 0.5 s each
+        _, seconds, bound = watch.look(i / 10, Running("call", float(i // 5), 60.0, 1.0, STILL_SECONDS))
+        assert seconds < bound
+    assert max(looks([(i / 10, 1.0) for i in range(590)], still=math.inf)) < 0
+    assert watch.look(10.0, None) == (None, 0.0, 0.0)
+
+
+def test_people_are_told_that_it_stands_still() -> None:
+    watch = OperationWatch()
+    for i in range(6):
+        label, _, _ = watch.look(i / 10, Running("experts", 1.0, 60.0, 2.0, STILL_SECONDS))
+    assert label == "'experts', which has not computed for 0.50 s,"
+
+
+async def test_a_thread_that_waits_stands_still_and_one_that_computes_does_not() -> None:
+    compute = ThreadCompute("compute x")
+    loop = asyncio.get_running_loop()
+    computing, waiting, go = asyncio.Event(), asyncio.Event(), threading.Event()
+
+    def compute_then_wait() -> None:
+        end = time.thread_time() + 0.02
+        loop.call_soon_threadsafe(computing.set)
+        while time.thread_time() < end:
+            pass
+        loop.call_soon_threadsafe(waiting.set)
+        go.wait()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(compute.run("call", compute_then_wait))
+        await computing.wait()
+        early = compute.running
+        await waiting.wait()
+        await asyncio.sleep(0.05)  # it has reached its wait
+        late, latest = compute.running, compute.running
+        go.set()
+        await task
+    assert early is not None
+    assert late is not None
+    assert latest is not None
+    assert early.computed_seconds is not None
+    assert late.computed_seconds is not None
+    assert late.computed_seconds > early.computed_seconds
+    assert latest.computed_seconds == late.computed_seconds
+    assert compute.running is None
+    await compute.aclose()
+
+
+async def test_bounds_are_declared_or_found() -> None:
+    compute = ThreadCompute("compute x", inline_seconds=0.0)
+    loop = asyncio.get_running_loop()
+
+    async def look_at(label: str, bound_seconds: float | None = None) -> Running:
+        entered, go = asyncio.Event(), threading.Event()
+
+        def call() -> None:
+            loop.call_soon_threadsafe(entered.set)
+            go.wait()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(compute.run(label, call, bound_seconds))
+            await entered.wait()
+            running = compute.running
+            go.set()
+        assert running is not None
+        return running
+
+    first = await look_at("call")
+    assert (first.bound_seconds, first.still_seconds) == (BOUND_SECONDS, FIRST_STILL_SECONDS)  # it may read from disks
+    assert (await look_at("call")).still_seconds == STILL_SECONDS
+    assert (await look_at("other")).still_seconds == FIRST_STILL_SECONDS
+    compute._longest_seconds["call"] = 10.0
+    assert (await look_at("call")).bound_seconds == 200.0  # 20 times the longest
+    declared = await look_at("call", 3600.0)
+    assert (declared.bound_seconds, declared.still_seconds, declared.computed_seconds) == (3600.0, math.inf, None)
+    await compute.aclose()

@@ -1,0 +1,250 @@
+"""The monitor: in virtual time among beating workers and a launcher that passes their beats on, and over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from flowrt.actors.beats import send_beats
+from flowrt.actors.control import (
+    Beat,
+    Cleared,
+    Condemned,
+    Connected,
+    Control,
+    Joined,
+    Late,
+    Left,
+    Listening,
+    Peers,
+    Start,
+    Statistics,
+    Stop,
+    Suspected,
+    as_message,
+    from_message,
+)
+from flowrt.actors.links import LOST, Link
+from flowrt.graph.model import GATEWAY
+from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
+from flowrt.seams import Compute, Running, Seams
+from flowrt.simulation.faults import Faults
+from flowrt.simulation.transport import SimulatedChannel
+from flowrt.simulation.world import World, run
+from flowrt.workers.monitor import run_monitor
+from transports.contract import Channel, Identity, Limits
+from transports.stream import StreamChannel
+
+SEEDS = range(8)
+LIMITS = Limits(max_header_bytes=1 << 20, capacity_messages=32)
+WORKERS = ("attention.0", "experts.0", "experts.1", "experts.2")
+GRAPH = b'{"nodes": {}, "reliability": {"suspect_seconds": 0.4, "dead_seconds": 1.0}}'
+
+
+@dataclass
+class Sources:
+    incarnation: str
+    compute: Compute | None = None
+    num_firings: int = 0
+    map_version: int = 0
+
+    @property
+    def running(self) -> Running | None:
+        return self.compute.running if self.compute is not None else None
+
+
+async def work(control: Channel, seams: Seams) -> None:
+    """Compute and beat until the line ends."""
+    compute = seams.new_compute("compute")
+    link = Link(control, 1000, lambda message: None)
+    sources = Sources("1", compute)
+
+    async def calls() -> None:
+        while True:
+            await compute.run("call", lambda: None)
+            sources.num_firings += 1
+            await seams.clock.sleep(0.05)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(calls()),
+            group.create_task(send_beats(sources, seams.clock, lambda beat: link.post(as_message(beat)))),
+        ]
+        await link.run()
+        for task in tasks:
+            task.cancel()
+    await compute.aclose()
+    await control.aclose()
+
+
+@dataclass
+class Scene:
+    """A launcher that does nothing but pass words on. `said`: what the monitors said, (seconds, words) with the reasons."""
+
+    world: World
+    said: list[tuple[float, Control]] = field(default_factory=list)
+    monitor: Channel | None = None
+
+    def pair(self, name: str, gateway: str) -> tuple[SimulatedChannel, SimulatedChannel]:
+        node = self.world.next_node(name)
+        return SimulatedChannel.pair(self.world.network, (Identity(GATEWAY), gateway), (Identity(name, "1"), node), LIMITS)
+
+    async def tell_monitor(self, control: Control) -> None:
+        if self.monitor is not None:
+            with contextlib.suppress(*LOST):
+                await self.monitor.send(as_message(control))
+
+    def pass_on(self, beat: Control) -> None:
+        """A beat that finds no room is of no use later: nobody waits for a monitor."""
+        if self.monitor is not None:
+            with contextlib.suppress(*LOST):
+                self.monitor.send_nowait(as_message(beat))
+
+    async def relay(self, name: str, channel: Channel) -> None:
+        with contextlib.suppress(*LOST):
+            while True:
+                control = from_message(await channel.recv())
+                assert isinstance(control, Beat)
+                self.pass_on(msgspec.structs.replace(control, process=name))
+        await self.tell_monitor(Left(name, "1", "its line ended"))
+
+    async def watch(self, gateway: str, began: float) -> None:
+        """Start a monitor, hear it, and start another when it ends."""
+        while True:
+            ours, theirs = self.pair("monitor", gateway)
+            self.world.start("monitor", lambda seams, theirs=theirs: run_monitor(theirs, seams))
+            await ours.send(as_message(Start("monitor", "1", GRAPH, b"")))
+            self.monitor = ours
+            with contextlib.suppress(*LOST):
+                while True:
+                    control = from_message(await ours.recv())
+                    if not isinstance(control, Listening | Statistics):
+                        self.said.append((self.world.loop.time() - began, control))
+            await ours.aclose()
+
+    async def run(self, seconds: float) -> None:
+        gateway = self.world.next_node(GATEWAY)
+        began = self.world.loop.time()
+        lines = {name: self.pair(name, gateway) for name in WORKERS}
+
+        async def launch(seams: Seams) -> None:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.relay(name, ours)) for name, (ours, _) in lines.items()]
+                tasks.append(group.create_task(self.watch(gateway, began)))
+                tasks.append(group.create_task(send_beats(Sources("g"), seams.clock, self.pass_on, process=GATEWAY)))
+                await seams.clock.sleep(seconds)
+                for task in tasks:
+                    task.cancel()
+            await self.tell_monitor(Stop())
+            with contextlib.suppress(*LOST):
+                while self.monitor is not None:
+                    await self.monitor.recv()
+            for channel in (self.monitor, *(ours for ours, _ in lines.values())):
+                assert channel is not None
+                await channel.aclose()
+
+        for name, (_, theirs) in lines.items():
+            self.world.start(name, lambda seams, theirs=theirs: work(theirs, seams))
+        launcher = self.world.start(GATEWAY, launch)
+        assert await launcher.exit == "exited with code 0"
+        for process in self.world.processes.values():
+            assert (await process.exit).startswith(("exited with code 0", "was killed"))
+
+
+def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[float, Control]]:
+    async def main(world: World) -> list[tuple[float, Control]]:
+        scene = Scene(world)
+        Faults(world, Scenario(faults=faults), lambda name: None).begin()
+        await scene.run(seconds)
+        return scene.said
+
+    return run(seed, main).result
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (),
+        (Pause(process="experts.1", at_seconds=2.0, for_seconds=0.3), Stall(process="experts.0", at_seconds=2.1, for_seconds=0.3)),
+        (Slow(process="experts.1", at_seconds=1.0, for_seconds=5.0, factor=100.0),),  # a call takes 0.2 s
+        (Skew(process="experts.1", rate=0.5), Skew(process="monitor", rate=1.3)),
+        (Pause(process="monitor", at_seconds=2.0, for_seconds=4.0),),
+        (Pause(process=GATEWAY, at_seconds=2.0, for_seconds=4.0),),
+        (Stall(process=GATEWAY, at_seconds=2.0, for_seconds=0.9), Stall(process="monitor", at_seconds=2.3, for_seconds=0.9)),
+    ],
+    ids=["nothing", "short stalls", "slow computing", "clocks that run wrong", "a stopped monitor", "a stopped launcher", "both late"],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_is_condemned_who_works(seed: int, faults: tuple[object, ...]) -> None:
+    assert not [said for said in verdicts(seed, *faults) if isinstance(said[1], Condemned)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Pause(process="experts.1", at_seconds=2.0, for_seconds=3.0), "no beat for 1."),
+        (Stall(process="experts.1", at_seconds=2.0, for_seconds=3.0), "no beat for 1."),
+        (Hang(process="experts.1", at_seconds=2.0, for_seconds=3.0), "'call', which has not computed for 0."),
+    ],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_stands_still_is_condemned_once_and_within_the_bound(seed: int, fault: Pause, why: str) -> None:
+    condemned = [(at, said) for at, said in verdicts(seed, fault) if isinstance(said, Condemned)]
+    assert [(said.process, said.incarnation) for _, said in condemned] == [("experts.1", "1")]  # it wakes at 5 s, and stays dead
+    ((at, said),) = condemned
+    assert said.why.startswith(why)
+    assert 2.0 + 0.7 < at < 2.0 + 1.2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_new_monitor_learns_from_beats(seed: int) -> None:
+    crash, pause = Crash(process="monitor", at_seconds=2.0), Pause(process="experts.2", at_seconds=3.0, for_seconds=9.0)
+    condemned = [(at, said.process) for at, said in verdicts(seed, crash, pause) if isinstance(said, Condemned)]
+    assert condemned == [(pytest.approx(4.05, abs=0.15), "experts.2")]
+
+
+async def test_over_a_real_socket() -> None:
+    """The whole conversation as the launcher leads it, with a line that ends without a word at the end of it."""
+    ours, theirs = socket.socketpair()
+    line = await StreamChannel.from_socket(ours, LIMITS, Identity("monitor"))
+    control = await StreamChannel.from_socket(theirs, LIMITS, Identity(GATEWAY))
+
+    async def hear() -> Control:
+        return from_message(await line.recv())
+
+    async def say(word: Control) -> None:
+        await line.send(as_message(word))
+
+    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(run_monitor(control, Seams()))
+        await say(Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
+        assert isinstance(await hear(), Listening)
+        await say(Peers({}, {}))
+        assert isinstance(await hear(), Connected)
+        await say(Beat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
+        assert await hear() == Condemned("experts.0", "a", "'call' has run 2.00 s, its bound is 1.00 s")
+        await say(Joined("experts.0", "b", {}))
+        await say(Late("experts.0", "b", 0.5, 0.1, by="attention.0"))
+        assert await hear() == Suspected("experts.0", "b", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
+        said = await hear()
+        assert isinstance(said, Condemned)
+        assert (said.process, said.incarnation) == ("experts.0", "b")
+        await say(Stop())
+        assert isinstance(await hear(), Statistics)
+    assert Cleared.kind == "control.cleared"
+
+
+async def test_it_ends_with_its_line() -> None:
+    ours, theirs = socket.socketpair()
+    line = await StreamChannel.from_socket(ours, LIMITS, Identity("monitor"))
+    control = await StreamChannel.from_socket(theirs, LIMITS, Identity(GATEWAY))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(run_monitor(control, Seams()))
+        await line.send(as_message(Start("monitor", "m", b"{}", b"")))
+        assert isinstance(from_message(await line.recv()), Listening)
+        await line.aclose()
