@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from flowrt.actors.beats import send_beats
 from flowrt.actors.control import (
     Ask,
     Connected,
@@ -48,7 +49,7 @@ from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.reliability.roles import may_die
-from flowrt.seams import LONE_INLINE_SECONDS, Compute, Seams, ThreadCompute
+from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
@@ -136,6 +137,20 @@ class Worker:
     def incarnation(self) -> str:
         return self._start.incarnation
 
+    # what its beats tell
+
+    @property
+    def running(self) -> Running | None:
+        return self._compute.running
+
+    @property
+    def num_firings(self) -> int:
+        return self._runner.statistics.num_firings if self._runner is not None else 0
+
+    @property
+    def map_version(self) -> int:
+        return self._failover.map_version if self._failover is not None else 0
+
     def mint(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """A new tag of a source of this process. Raises RuntimeError before the worker has loaded."""
         if self._runner is None:
@@ -199,6 +214,8 @@ class Worker:
             )
             tasks.create_task(runner.run(), name=f"runner of {self._start.name}")
             tasks.create_task(self._run_links(), name=f"links of {self._start.name}")
+            if self._graph.reliability.detector and may_die(self._graph):
+                tasks.create_task(send_beats(self, self._seams.clock, self._send), name=f"beats of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:
         """The last words to the launcher: one line, and whether it is the user who can mend it."""
