@@ -1,0 +1,50 @@
+"""Health says ok only while work progresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, health
+
+
+def state_of(progress: Progress, now: float) -> ServiceState:
+    return ServiceState(num_open=progress.num_open, idle_seconds=progress.idle_seconds(now))
+
+
+def test_requests_without_progress_are_no_health() -> None:
+    progress = Progress()
+    assert health(state_of(progress, 1e6)).ok  # nobody waits, and nothing comes
+    progress.opened(1e6)
+    assert health(state_of(progress, 1e6 + STALL_SECONDS)).ok  # it counts from the first that waits
+    assert health(state_of(progress, 1e6 + STALL_SECONDS + 0.1)) == Health(
+        False, ("1 request is open, and nothing has come of any for 5.1 s",)
+    )
+    progress.opened(1e6 + 6)  # who asks in vain is no progress
+    assert not health(state_of(progress, 1e6 + 6)).ok
+    progress.progressed(1e6 + 7)
+    assert health(state_of(progress, 1e6 + 8)).ok
+    progress.ended(1e6 + 20)
+    assert health(state_of(progress, 1e6 + 21)).ok  # an end, even an error, is something that came
+    assert health(state_of(progress, 1e6 + 30)).problems == ("1 request is open, and nothing has come of any for 10.0 s",)
+    progress.ended(1e6 + 31)
+    assert health(state_of(progress, 1e6 + 99)).ok
+    with pytest.raises(ValueError, match="more requests ended"):
+        progress.ended(1e6 + 99)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (ServiceState(), Health(True)),
+        (ServiceState(num_open=7, idle_seconds=4.9), Health(True)),
+        (ServiceState(num_open=7, idle_seconds=9.0), Health(False, ("7 requests are open, and nothing has come of any for 9.0 s",))),
+        (ServiceState(failure="starter was killed"), Health(False, ("the run has ended: starter was killed",))),
+        (ServiceState(lost_experts="no copy of expert 3 is left"), Health(False, ("no copy of expert 3 is left",))),
+        (
+            ServiceState(suspects={"experts.1": "no beat for 0.42 s"}, given_up=["experts.0"]),
+            Health(True, (), ("experts.1 is suspect: no beat for 0.42 s", "experts.0 is down and not started again")),
+        ),
+    ],
+)
+def test_what_is_told(state: ServiceState, expected: Health) -> None:
+    assert health(state) == expected
