@@ -170,7 +170,8 @@ class Runner:
         """From now on only `epoch` and later of `source` count. Older rows and waiting firings are deleted, their credits go back;
         what an older firing that runs now will give is dropped when it ends. Returns how many rows and firings went."""
         self._epochs[source] = epoch
-        dropped, via = self._table.drop(self._is_stale)
+        dropped = self._drop_rows()
+        via: list[int] = []
         for node, firings in list(self._ready.items()):
             old = [firing for firing in firings if self._is_stale(firing.tag)]
             via += [edge for firing in old for edge in firing.via]
@@ -179,9 +180,7 @@ class Runner:
             del self._ready[node]
             if kept:
                 self._ready[node] = kept
-        for edge_id in via:
-            if (owed := self._owed.get(edge_id)) is not None:
-                self._return_credit(edge_id, owed)
+        self._return_credits(via)
         return dropped
 
     # --- who is at the other end ----------------------------------------------------------------------------------------
@@ -288,6 +287,8 @@ class Runner:
             self._emit(output)
         for firing in batch:
             self._consumed(firing, answered)
+        if self._epochs and any(self._is_stale(firing.tag) for firing in batch):
+            self._drop_rows()  # rolled back while it was computed: nodes fused behind it may have left rows
 
     def _leave_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[list[Output]], None]:
         def leave(outputs: list[Output]) -> None:
@@ -360,6 +361,16 @@ class Runner:
         self.statistics.num_dropped += 1
         if (owed := self._owed.get(edge.id)) is not None:
             self._return_credit(edge.id, owed)
+
+    def _drop_rows(self) -> int:
+        dropped, via = self._table.drop(self._is_stale)
+        self._return_credits(via)
+        return dropped
+
+    def _return_credits(self, via: Iterable[int]) -> None:
+        for edge_id in via:
+            if (owed := self._owed.get(edge_id)) is not None:
+                self._return_credit(edge_id, owed)
 
     def _return_credit(self, edge_id: int, owed: Owed) -> None:
         if count := owed.consume():

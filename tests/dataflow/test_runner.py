@@ -230,6 +230,22 @@ async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_d
     assert len(bench.data()) == 3
 
 
+async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row():
+    """What is fused behind it is matched within the call, after the roll-back has looked."""
+    nodes = [node("in", "p", outputs=["x", "z"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["y", "z"], ["y"]), node("end", "p", ["x"])]
+    edges = [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "y"), Edge(2, "in", "z", "b", "z"), Edge(3, "b", "y", "end", "x")]
+
+    def roll_back(firing):
+        bench.runner.roll_back("src@1", 1)
+        return {"y": number(1)}
+
+    bench = Bench(graph_of(nodes, edges), "p", {"a": each(roll_back), "b": double})
+    assert bench.runner._region.is_fused("b")
+    bench.runner.mint("in", tag(), {"x": number(1)})
+    await bench.settle()
+    assert (bench.runner.waiting(), bench.sunk) == ([], [])
+
+
 async def test_an_operator_that_raises_is_named():
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
     bench = Bench(graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
