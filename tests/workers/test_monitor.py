@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 
 from flowrt.actors.beats import send_beats
 from flowrt.actors.control import (
+    Ask,
     Beat,
     Cleared,
     Condemned,
@@ -208,43 +211,79 @@ def test_a_new_monitor_learns_from_beats(seed: int) -> None:
     assert condemned == [(pytest.approx(4.05, abs=0.15), "experts.2")]
 
 
-async def test_over_a_real_socket() -> None:
-    """The whole conversation as the launcher leads it, with a line that ends without a word at the end of it."""
+async def lines() -> tuple[StreamChannel, StreamChannel]:
     ours, theirs = socket.socketpair()
-    line = await StreamChannel.from_socket(ours, LIMITS, Identity("monitor"))
-    control = await StreamChannel.from_socket(theirs, LIMITS, Identity(GATEWAY))
+    return await StreamChannel.from_socket(ours, LIMITS, Identity("monitor")), await StreamChannel.from_socket(
+        theirs, LIMITS, Identity(GATEWAY)
+    )
 
-    async def hear() -> Control:
-        return from_message(await line.recv())
 
-    async def say(word: Control) -> None:
+async def say(line: Channel, *words: Control) -> None:
+    for word in words:
         await line.send(as_message(word))
 
+
+async def hear(line: Channel) -> Control:
+    return from_message(await line.recv())
+
+
+async def test_over_a_real_socket() -> None:
+    """The whole conversation as the launcher leads it. The time-outs are too long to play a part."""
+    line, control = await lines()
     async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await say(Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
-        assert isinstance(await hear(), Listening)
-        await say(Peers({}, {}))
-        assert isinstance(await hear(), Connected)
-        await say(Beat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
-        assert await hear() == Condemned("experts.0", "a", "'call' has run 2.00 s, its bound is 1.00 s")
-        await say(Joined("experts.0", "b", {}))
-        await say(Late("experts.0", "b", 0.5, 0.1, by="attention.0"))
-        assert await hear() == Suspected("experts.0", "b", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
-        said = await hear()
-        assert isinstance(said, Condemned)
-        assert (said.process, said.incarnation) == ("experts.0", "b")
-        await say(Stop())
-        assert isinstance(await hear(), Statistics)
-    assert Cleared.kind == "control.cleared"
+        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 600, "dead_seconds": 600}}', b""))
+        assert isinstance(await hear(line), Listening)
+        await say(line, Peers({}, {}))
+        assert isinstance(await hear(line), Connected)
+        await say(line, Beat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
+        assert await hear(line) == Condemned("experts.0", "a", "'call' has run 2.00 s, its bound is 1.00 s")
+        await say(line, Joined("experts.0", "b", {}), Late("experts.0", "b", 0.5, 0.1, by="attention.0"))
+        assert await hear(line) == Suspected("experts.0", "b", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
+        await say(line, Left("experts.0", "b", "was killed"), Beat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"), Ask(), Stop())
+        assert isinstance(await hear(line), Statistics)  # of a life that is over nothing is said
+        assert isinstance(await hear(line), Statistics)
+
+
+async def test_silence_over_a_real_socket() -> None:
+    line, control = await lines()
+    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(run_monitor(control, Seams()))
+        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
+        assert isinstance(await hear(line), Listening)
+        await say(line, Joined("experts.0", "a", {}))
+        said = [await hear(line)]
+        while not isinstance(said[-1], Condemned):
+            said.append(await hear(line))
+        assert (said[-1].process, said[-1].incarnation) == ("experts.0", "a")
+        assert said[-1].why.startswith("no beat for ")
+        await say(line, Stop())
+        assert isinstance(await hear(line), Statistics)
+
+
+async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
+    line, control = await lines()
+    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(run_monitor(control, Seams()))
+        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 600}}', b""))
+        assert isinstance(await hear(line), Listening)
+        await say(line, Joined("experts.0", "a", {}))
+        assert isinstance(await hear(line), Suspected)
+        await say(line, Beat(0, 0.0, 7, incarnation="a", process="experts.0"))
+        assert await hear(line) == Cleared("experts.0", "a", "it beats, and nobody complains")
+        await say(line, Stop())
 
 
 async def test_it_ends_with_its_line() -> None:
-    ours, theirs = socket.socketpair()
-    line = await StreamChannel.from_socket(ours, LIMITS, Identity("monitor"))
-    control = await StreamChannel.from_socket(theirs, LIMITS, Identity(GATEWAY))
+    line, control = await lines()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await line.send(as_message(Start("monitor", "m", b"{}", b"")))
-        assert isinstance(from_message(await line.recv()), Listening)
+        await say(line, Start("monitor", "m", b"{}", b""))
+        assert isinstance(await hear(line), Listening)
         await line.aclose()
+
+
+def test_it_loads_no_torch() -> None:
+    code = "import sys, flowrt.workers.monitor; print(*[name for name in ('torch', 'numpy', 'zmq') if name in sys.modules])"
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert outcome.stdout.split() == []
