@@ -132,7 +132,8 @@ class Monitor:
                 judge.joined(now, joined.process, joined.incarnation)
             case Left() as left:
                 judge.left(now, left.process, left.incarnation)
-            case Peers():
+            case Peers():  # a sign of the launcher's own: should it stand still now, all others are silent with it
+                self._tell(judge.path_beat(now, 0.0))
                 self._say(Connected())
             case Ask():
                 self._say(Statistics(resident_bytes=self._seams.resident_bytes()))
