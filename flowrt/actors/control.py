@@ -199,6 +199,7 @@ class Statistics(Control, frozen=True):
     emulation: EmulationStatistics | None = None
     num_asked_again: int = 0  # parts of the exchange with expert servers that were lost, or late, and cut anew
     fallbacks: tuple[str, ...] = ()  # links whose transport broke: which peer, what carried on, what was sent again; for people
+    num_restarts: int = 0  # filled in by the launcher
 
 
 class Stop(Control, frozen=True):
@@ -261,7 +262,7 @@ class Beat(Control, frozen=True):
 class Late(Control, frozen=True):
     """From a client: a server has owed it an answer for longer than is usual. Relayed to the monitor, which suspects it for a while.
 
-    At most one per server and second. `by`: the client; filled in by the launcher.
+    At most one per server and second. `incarnation`: "" for the life it has now. `by`: the client; filled in by the launcher.
     """
 
     kind: ClassVar[str] = "control.late"

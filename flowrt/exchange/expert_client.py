@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.reliability.expert_map import Copies, ExpertMap
-from flowrt.reliability.hedging import Steering
+from flowrt.reliability.hedging import OVERDUE_SECONDS, Steering
 from operators.dispatch import NOWHERE, CopyTable, Part, cut_again
 from transports.message import Tag
 
@@ -185,6 +185,22 @@ class ExpertClient:
             again = self._cut(asked, number, others)
             asked.hedged.update((number, *again.by))  # once: a third server would be asked for what two are at work on
             found.append(again)
+        return found
+
+    def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[int, tuple[float, float]]:
+        """Servers that owe `tag` an answer for far too long: server -> seconds waited, seconds usual at most."""
+        asked = self._asked.get(tag)
+        if asked is None or (age := self._now() - asked.since_seconds) < OVERDUE_SECONDS:
+            return {}
+        found = {}
+        for number in missing():
+            part = asked.parts[number]
+            if number >= asked.num_first or part.server == NOWHERE or part.server in self._lost:
+                continue
+            usual = self.steering.late_after(part.server, len(part.rows_R))
+            overdue = self.steering.overdue_after(part.server, len(part.rows_R))
+            if usual is not None and overdue is not None and age >= overdue:
+                found[part.server] = age, usual
         return found
 
     # --- who is there -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ Everything here is synchronous and on the loop. A server is known by its process
 
 from __future__ import annotations
 
+from functools import partial
+
 from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
 from flowrt.exchange.expert_client import Again, ExpertClient
@@ -98,6 +100,15 @@ class Failover:
             for again in self._client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
                 self._send(tag, again)
         return bool(tags)
+
+    def overdue(self) -> dict[str, tuple[float, float]]:
+        """Expert servers that owe an answer for far too long: process -> seconds waited, seconds usual at most."""
+        assert self._runner is not None
+        found: dict[str, tuple[float, float]] = {}
+        for tag in self._client.tags:
+            for server, late in self._client.overdue(tag, partial(self._runner.missing, self._combine, self._gather, tag)).items():
+                found[self._name_of[server]] = max(late, found.get(self._name_of[server], late))
+        return found
 
     def on_unsent(self, output: Output) -> None:
         """A part was cut before its server was known to be gone, and is to leave now."""

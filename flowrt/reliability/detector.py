@@ -161,9 +161,12 @@ class Detector:
     def reported(
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
     ) -> list[Decision]:
-        """A client waits longer than it should. That is a reason to look, and to ask another one; never to kill."""
+        """A client waits longer than it should. That is a reason to look, and to ask another one; never to kill.
+
+        incarnation: "" for the life it has now, where the client does not know it.
+        """
         life = self._lives.get(process)
-        if life is None or life.incarnation != incarnation or life.state is State.DEAD:
+        if life is None or incarnation not in ("", life.incarnation) or life.state is State.DEAD:
             self.num_ignored += 1
             return []
         life.reported_until = now + REPORT_SECONDS

@@ -19,6 +19,7 @@ LEAST_SECONDS = 2e-3  # nothing is late before: what takes this long is the sche
 FEWEST_ANSWERS = 8  # before an estimate counts
 BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
 PROBE = 64
+OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # late by so much: others are told (the monitor suspects it)
 _MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
 
 
@@ -83,6 +84,11 @@ class Steering:
         if best is not None:
             points.append(LATE_FACTOR * best)
         return max(LEAST_SECONDS, min(points)) if points else None
+
+    def overdue_after(self, server: int, num_rows: int) -> float | None:
+        """Seconds after which a part is so late that others should know; None while nothing is known."""
+        late = self.late_after(server, num_rows)
+        return None if late is None else max(OVERDUE_SECONDS, OVERDUE_FACTOR * late)
 
     def spend(self) -> bool:
         """Take one hedge out of the budget; False when there is none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from flowrt.actors.control import Control, Joined, Left, LinkLost
+from flowrt.actors.control import Control, Joined, Late, Left, LinkLost
 from flowrt.actors.links import Links
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import ReliabilitySettings
@@ -21,6 +21,7 @@ from transports.contract import Identity
 
 LOOK_SECONDS = 0.05  # while experts are without a copy, and some time after
 AFTERMATH_SECONDS = 1.0
+COMPLAIN_SECONDS = 1.0  # between two complaints about one server
 HEDGE_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late
 
 
@@ -43,13 +44,14 @@ class Survival:
         self._lost_expert_seconds = settings.lost_expert_seconds
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
         self._watching = False
+        self._complained: dict[str, float] = {}  # process -> when last
         if settings.hedge and failover is not None and failover.hedges:
             tasks.create_task(self._hedge(failover), name=f"hedging of {name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """The link to this life has ended."""
         if self._end(peer.name, peer.incarnation):
-            self._send(LinkLost(peer.name, reason))
+            self._send(LinkLost(peer.name, reason, peer.incarnation))
 
     def on_control(self, control: Left | Joined) -> None:
         if isinstance(control, Joined):
@@ -77,6 +79,11 @@ class Survival:
     async def _hedge(self, failover: Failover) -> None:
         while True:
             await self._clock.sleep(HEDGE_SECONDS if failover.hedge() else IDLE_SECONDS)
+            for process, (waited, usual) in failover.overdue().items():
+                now = self._clock.now()
+                if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:
+                    self._complained[process] = now
+                    self._send(Late(process, "", waited, usual))
 
     async def _watch(self, failover: Failover, group: Group) -> None:
         """While experts are without a copy: wait for one, and after a time give up what waits."""

@@ -331,3 +331,21 @@ def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
     assert client.asked[1]  # experts 2 and 3 lie nowhere else now
     client.serve_all()
     client.check((0, 1))
+
+
+def test_who_owes_an_answer_for_far_too_long_is_told():
+    client, clock = timed(0.1, 0.1, 0.1)
+    client.begin()
+    client.serve(0)
+    assert client.failover.overdue() == {}
+    clock[0] = 0.3  # late enough to ask others, too soon to complain
+    assert client.failover.overdue() == {}
+    clock[0] = 3.0
+    overdue = client.failover.overdue()
+    assert set(overdue) == {"experts.1", "experts.2"}
+    for waited, usual in overdue.values():
+        assert waited == 3.0
+        assert 0.1 <= usual <= 0.75
+    client.serve(1)
+    client.die(2)  # nobody complains of the dead
+    assert client.failover.overdue() == {}

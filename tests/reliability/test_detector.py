@@ -161,8 +161,8 @@ def test_words_of_lives_that_are_over_are_ignored_and_counted() -> None:
     assert detector.beat(0.6, "x", "2", 5) == []
     assert detector.beat(0.7, "x", "2", 5) == []  # a repeated one proves nothing
     assert detector.num_ignored == 4
+    assert [type(each) for each in detector.reported(0.8, "x", "", "attention.0", 1.0, 0.1)] == [Suspected]  # whoever it is now
     assert detector.lives["x"].heard_at == 0.6
-    assert detector.lives["x"].state is State.ALIVE
 
 
 def test_an_observer_that_was_started_later_learns_from_beats() -> None:
