@@ -1,0 +1,140 @@
+"""Expert servers that die while requests run, with real processes: no token is lost, doubled or changed, and what died comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from served_models import Served
+
+import flowrt
+from flowrt.cluster import events
+
+COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}}
+ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "copies": 1}}
+NEW_TOKENS = 150
+ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+class Story:
+    """What became of the expert servers."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.back: list[str] = []
+        self._changed = asyncio.Condition()
+        self._told = asyncio.Event()
+
+    def note(self, event: events.Event) -> None:
+        if isinstance(event, events.WorkerLost):
+            self.lost.append(event.name)
+        elif isinstance(event, events.WorkerRestarted):
+            self.back.append(event.name)
+        self._told.set()
+
+    async def until(self, holds: Callable[[Story], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not holds(self):
+                self._told.clear()
+                await self._told.wait()
+
+
+def write(served: Served, folder: Path, deploy: dict[str, object], **more: object) -> Path:
+    return served.write(folder, deploy, limits={"max_tokens": NEW_TOKENS}, numerics="strict", **more)
+
+
+async def tokens_of(running: flowrt.RunningGraph, prompts: Sequence[Sequence[int]], kill_at: Callable[[int], None]) -> list[list[int]]:
+    """All prompts at once; `kill_at` is told the number of tokens so far, of all of them."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+
+    async def follow(place: int, prompt: Sequence[int]) -> None:
+        async for event in running.follow(await running.submit(list(prompt), ASKED)):
+            if isinstance(event, flowrt.TokenEvent):
+                assert event.index == len(tokens[place])
+                tokens[place].append(event.token_id)
+                kill_at(sum(map(len, tokens)))
+            elif isinstance(event, flowrt.EndEvent):
+                assert event.finish_reason == "length", event.error
+
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        for place, prompt in enumerate(prompts):
+            group.create_task(follow(place, prompt))
+    return tokens
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "auto"])
+async def test_killed_servers_change_no_token_and_come_back(served: Served, tmp_path: Path, transport: str) -> None:
+    """Each of three servers is killed once, while the others have room for what it held."""
+    deploy = COPIES | {"links": {"attention-experts": {"transport": transport}}}
+    async with flowrt.open(write(served, tmp_path, deploy)) as running:
+        expected = await tokens_of(running, served.prompts[:4], lambda count: None)
+    story = Story()
+    async with flowrt.open(write(served, tmp_path, deploy), on_event=story.note) as running:
+        first = dict(running.pids)
+        for server in range(3):
+            killed: list[int] = []
+
+            def kill(count: int, name: str = f"experts.{server}", killed: list[int] = killed) -> None:
+                if count >= 20 and not killed:
+                    killed.append(running.pids[name])
+                    os.kill(running.pids[name], signal.SIGKILL)
+
+            assert await tokens_of(running, served.prompts[:4], kill) == expected
+            await story.until(lambda story, server=server: len(story.back) == server + 1)
+        assert story.lost == story.back == ["experts.0", "experts.1", "experts.2"]
+        assert {name for name in first if running.pids[name] != first[name]} == set(story.back)
+        assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
+        statistics = await running.launcher.statistics()
+        assert sum(each.num_asked_again for each in statistics.values())
+    for pid in first.values():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_the_last_copy_back_in_time_is_only_a_pause(served: Served, tmp_path: Path) -> None:
+    async with flowrt.open(write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 60})) as running:
+        expected = await tokens_of(running, served.prompts[:2], lambda count: None)
+        killed: list[int] = []
+
+        def kill(count: int) -> None:
+            if count >= 20 and not killed:
+                killed.append(running.pids["experts.1"])
+                os.kill(killed[0], signal.SIGKILL)
+
+        assert await tokens_of(running, served.prompts[:2], kill) == expected
+        assert running.pids["experts.1"] != killed[0]
+
+
+async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served: Served, tmp_path: Path) -> None:
+    story = Story()
+    graph = write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 0.05})
+    async with flowrt.open(graph, on_event=story.note) as running:
+        expected = await running.complete(served.prompts[0], ASKED)
+        request = await running.submit(served.prompts[0], ASKED)
+        async with asyncio.timeout(60):
+            async for event in running.follow(request):
+                if isinstance(event, flowrt.TokenEvent) and event.index == 10:
+                    os.kill(running.pids["experts.1"], signal.SIGKILL)
+                if isinstance(event, flowrt.EndEvent):
+                    assert event.finish_reason == "error"
+                    assert "no copy is left of experts" in (event.error or "")
+                    assert "experts.1" in (event.error or "")
+        await story.until(lambda story: story.back == ["experts.1"])
+        async with asyncio.timeout(60):
+            while (again := await running.complete(served.prompts[0], ASKED)).finish_reason == "error":
+                await asyncio.sleep(0.05)
+        assert again.token_ids == expected.token_ids
+
+
+async def test_without_failover_a_death_ends_the_run(served: Served, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with flowrt.open(write(served, tmp_path, COPIES, reliability={"failover": False})) as running:
+            os.kill(running.pids["experts.1"], signal.SIGKILL)
+            async with asyncio.timeout(30):
+                await running.complete(served.prompts[5], ASKED)
+
+    with pytest.raises(flowrt.WorkerDiedError, match=r"experts\.1 was killed by SIGKILL"):
+        await run()
