@@ -19,8 +19,7 @@ from flowrt.seams import Clock
 from flowrt.workers.group import Group
 from transports.contract import Identity
 
-LOOK_SECONDS = 0.05  # while experts are without a copy, and some time after
-AFTERMATH_SECONDS = 1.0
+LOOK_SECONDS = 0.05  # while experts are without a copy, or a part waits for one
 COMPLAIN_SECONDS = 1.0  # between two complaints about one server
 HEDGE_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late
 
@@ -44,6 +43,7 @@ class Survival:
         self._lost_expert_seconds = settings.lost_expert_seconds
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
         self._watching = False
+        self._lost_since = 0.0  # an expert has had no copy
         self._complained: dict[str, float] = {}  # process -> when last
         if settings.hedge and failover is not None and failover.hedges:
             tasks.create_task(self._hedge(failover), name=f"hedging of {name}")
@@ -66,10 +66,13 @@ class Survival:
             return False
         self._over.add((process, incarnation))
         if self._failover is not None:
+            was_whole = self._failover.refusal() is None
             self._failover.lost(process)
-            if self._group is not None and self._failover.refusal() is not None and not self._watching:
-                self._watching = True
-                self._tasks.create_task(self._watch(self._failover, self._group), name=f"lost experts of {self._name}")
+            if self._group is not None and was_whole and self._failover.refusal() is not None:
+                self._lost_since = self._clock.now()  # anew, however short a copy was back
+                if not self._watching:
+                    self._watching = True
+                    self._tasks.create_task(self._watch(self._failover, self._group), name=f"lost experts of {self._name}")
         return True
 
     async def _join(self, joined: Joined) -> None:
@@ -87,8 +90,7 @@ class Survival:
 
     async def _watch(self, failover: Failover, group: Group) -> None:
         """While experts are without a copy: wait for one, and after a time give up what waits."""
-        begun = self._clock.now()
-        refused, healed = False, begun
+        refused, healed = False, self._lost_since
         while True:
             await self._clock.sleep(LOOK_SECONDS)
             failover.look_again()
@@ -98,12 +100,10 @@ class Survival:
                 if refused:
                     refused = False
                     group.accept()
-                begun = now
-                if now - healed >= AFTERMATH_SECONDS:
+                if not failover.waits:
                     self._watching = False
                     return
                 continue
-            healed = now
-            if not refused and now - begun >= self._lost_expert_seconds:
+            if not refused and now - self._lost_since >= self._lost_expert_seconds:
                 refused = True
                 group.refuse(text)
