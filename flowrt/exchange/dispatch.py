@@ -37,11 +37,12 @@ class Dispatch:
         tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = cut(expert_ids_TA, weights_TA, positions_T, self.client.table(tag.layer))
+        tables = self.client.begin()
+        parts = cut(expert_ids_TA, weights_TA, positions_T, tables.of(tag.layer))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan first: an answer may be back as soon as its part has left.
-        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
+        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts, tables.version)
 
 
 class Combine:
@@ -63,7 +64,9 @@ class Combine:
         where = plan[1:] if self._strict else plan
         numbers = [part_of(answer) for answer in answers]
         if numbers != list(range(len(where))):  # some were asked for again
-            parts = [self._client.part(firing.tag, number or 0) for number in numbers]
+            parts = self._client.parts(firing.tag, numbers)
+            if parts is None:  # rolled back while this was on its way here: what it gives is dropped
+                return {"y": firing.inputs["residual"]}
             where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
         self._client.forget(firing.tag)
         parts_added = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]

@@ -6,7 +6,7 @@ counts as lost (flowrt/workers), cutting itself (operators/dispatch.py).
 A part that is lost is cut anew over the copies that are left, under new ids, and the first complete cover of a tag counts (DESIGN section
 1; EaaS section 3.4). Pairs whose expert has no copy are a part of NOWHERE, which is sent to nobody and cut anew when a copy is back.
 
-Nodes call `table`, `ask`, `part` and `forget` from the compute thread, the rest is called from the loop; each is one step on a dict, or
+Nodes call `begin`, `ask`, `parts` and `forget` from the compute thread, the rest is called from the loop; each is one step on a dict, or
 works on what it has taken out.
 """
 
@@ -49,10 +49,11 @@ class Again:
     outputs: dict[str, Payload]
 
 
-class _Tables:
+class Tables:
     """Copy tables by layer, made when they are asked for; layers that are alike share one. For one state of the map."""
 
     def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
+        self.version = expert_map.version
         self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
         self._by_layer: dict[int, CopyTable] = {}
         self._made: dict[Copies, CopyTable] = {}
@@ -81,6 +82,7 @@ class ExpertClient:
         self._lost: set[int] = set()
         self._asked: dict[Tag, Asked] = {}
         self._epochs: dict[str, int] = {}
+        self._cutting: int | None = None  # the version of the map by which a tag is being cut now
         self.steering = Steering(num_servers)
         self.num_again = 0  # parts that were cut anew
         self._change()
@@ -89,25 +91,45 @@ class ExpertClient:
     def map(self) -> ExpertMap:
         return self._map
 
-    def table(self, layer: int) -> CopyTable:
-        """By which a new tag is cut: without servers that are slow, where others hold a copy."""
-        return self._all.of(layer) if self._avoided and self.steering.probes() else self._tables.of(layer)
+    def begin(self) -> Tables:
+        """A new tag is to be cut by these: without servers that are slow, where others hold a copy. `ask` follows."""
+        tables = self._all if self._avoided and self.steering.probes() else self._tables
+        self._cutting = tables.version
+        return tables
 
     def _change(self) -> None:
         self._avoided = self.steering.avoided
-        self._all = _Tables(self._map, frozenset(), self._num_servers, self._device)
-        self._tables = _Tables(self._map, self._avoided, self._num_servers, self._device) if self._avoided else self._all
+        self._all = Tables(self._map, frozenset(), self._num_servers, self._device)
+        self._tables = Tables(self._map, self._avoided, self._num_servers, self._device) if self._avoided else self._all
 
     # --- what is asked ----------------------------------------------------------------------------------------------------
 
-    def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
-        """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
+    def ask(
+        self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part], version: int | None = None
+    ) -> dict[str, Payload]:
+        """Note the parts of a tag, cut by this version of the map (default: that of now). What goes to whom, by output port; ids are
+        places in `parts`."""
         if tag.epoch >= self._epochs.get(tag.source, 0):  # else it was rolled back while it was cut, and nobody will ever add it up
-            self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, self._map.version, len(parts))
+            version = self._map.version if version is None else version
+            self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, version, len(parts))
+        self._cutting = None
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
     def part(self, tag: Tag, number: int) -> Part:
         return self._asked[tag].parts[number]
+
+    def parts(self, tag: Tag, numbers: Sequence[int | None]) -> list[Part] | None:
+        """None for a tag that was rolled back meanwhile."""
+        asked = self._asked.get(tag)
+        return None if asked is None else [asked.parts[number or 0] for number in numbers]
+
+    @property
+    def waits(self) -> bool:
+        """Whether some part waits for a copy, or may turn out to when it has been cut."""
+        cutting = self._cutting
+        if cutting is not None and cutting != self._map.version:
+            return True
+        return any(part.server == NOWHERE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
 
     def forget(self, tag: Tag) -> None:
         """It is whole."""

@@ -80,6 +80,11 @@ class Failover:
             self._client.regain(server)
         self._ask_again(frozenset({NOWHERE}))
 
+    @property
+    def waits(self) -> bool:
+        """Whether some part waits for a copy of its experts."""
+        return self._client.waits
+
     def look_again(self) -> None:
         """For parts that were cut, by the map of before, while `joined` looked: they wait for a copy that is back."""
         self._ask_again(frozenset({NOWHERE}))

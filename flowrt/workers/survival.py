@@ -90,7 +90,7 @@ class Survival:
 
     async def _watch(self, failover: Failover, group: Group) -> None:
         """While experts are without a copy: wait for one, and after a time give up what waits."""
-        refused, healed = False, self._lost_since
+        refused = False
         while True:
             await self._clock.sleep(LOOK_SECONDS)
             failover.look_again()

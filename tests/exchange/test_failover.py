@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
 from flowrt.dataflow.runner import Runner
 from flowrt.exchange.dispatch import Combine, Dispatch
@@ -202,9 +203,28 @@ def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
     client.runner._leave(outputs)
     client.serve_all()
     assert not client.ends
+    assert client.failover.waits
     client.failover.look_again()
     client.serve_all()
     client.check()
+    assert not client.failover.waits
+
+
+def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
+    client.die(0)
+    client.die(1)
+    tables = client.client.begin()
+    client.failover.joined("experts.1")
+    assert client.failover.waits
+    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [], tables.version)
+    assert not client.failover.waits
+
+
+def test_an_answer_asked_again_for_a_tag_that_was_rolled_back_is_no_error(client):
+    answers = [Payload((X_TH,), PartHeader(7))]
+    inputs = {"plan": Payload((WEIGHTS_TA, POSITIONS_T)), "parts": answers, "residual": Payload((X_TH,))}
+    (outputs,) = Combine(client.client, client.strict)([Firing("combine", Tag("s@1"), inputs)])
+    assert torch.equal(outputs["y"].tensors[0], X_TH)
 
 
 def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
