@@ -203,7 +203,8 @@ class Detector:
         self._weigh_own_fault(now, sum(silence > suspect_seconds for _, _, silence in judged), len(judged))
         decisions: list[Decision] = []
         for process, life, silence in judged:
-            if silence > dead_seconds and now >= self._distrust_until:
+            trusted = now >= self._distrust_until or silence > dead_seconds + DISTRUST_SECONDS
+            if silence > dead_seconds and trusted:
                 decisions.append(self._condemn(process, life, f"no beat for {silence:.2f} s"))
             elif silence > suspect_seconds:
                 if life.state is State.ALIVE:
@@ -226,8 +227,7 @@ class Detector:
     def _weigh_own_fault(self, now: float, num_silent: int, num: int) -> None:
         """Nearly all silent: judge nobody for a while, and a little longer, since they are heard again one after the other.
 
-        A new doubt begins only after a moment without one, in which whoever was silent for too long has been condemned: so none is
-        put off by more than DISTRUST_SECONDS in all.
+        A new doubt begins only after a moment without one, in which whoever was silent for too long has been condemned.
         """
         if num_silent >= max(2, math.ceil(DISTRUST_SHARE * num)):
             if self._distrust_began is None:

@@ -222,6 +222,20 @@ def test_all_silent_at_once_is_held_for_the_observers_own_fault_but_not_for_ever
     assert {life.state for life in detector.lives.values()} == {State.ALIVE}
 
 
+def test_doubt_puts_nobody_off_for_longer_than_it_may_last() -> None:
+    """It begins when y is overdue already; another falls silent in that moment."""
+    detector = Detector()
+    detector.joined(0.0, "y", "1")
+    detector.joined(0.75, "x", "1")
+    condemned = [
+        (now, each.process)
+        for now in (0.9, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7, 2.99, 3.01)
+        for each in detector.tick(now)
+        if isinstance(each, Condemned)
+    ]
+    assert condemned == [(3.01, "y")]
+
+
 def test_silence_counts_only_as_far_as_somebody_could_have_told() -> None:
     """Whoever passes the beats on stands still: all are silent, and nobody is condemned however long it takes."""
     detector = Detector()
