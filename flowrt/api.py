@@ -53,8 +53,8 @@ def open_graph(
 ) -> RunningGraph:
     """`async with flowrt.open("graph.yaml") as graph:` starts its processes and ends them again.
 
-    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` is told about the start
-    (flowrt.cluster.events), `on_line` gets (process, line) of what processes write. Raises GraphError for a bad file, here and now.
+    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` is told of the start and of deaths
+    (flowrt.cluster.events; by default deaths go to stderr), `on_line` gets (process, line) of what processes write. Raises GraphError.
     """
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)
@@ -71,7 +71,7 @@ class RunningGraph:
         on_event: Callable[[events.Event], None] | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._on_event = on_event or (lambda event: None)
+        self._on_event = on_event or events.tell
         self._gateway: Gateway | None = None
         self._tokenizer: Tokenizer | None = None
         self._config: ModelConfig | None = None

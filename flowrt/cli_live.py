@@ -72,6 +72,8 @@ class LiveView:
                 self._console.print(Text.assemble(("✓ ", "green"), words))
             case events.Straggler(name, seconds):
                 self._print(Text(f"{name} did not stop within {duration_text(seconds)} and was killed", "yellow"))
+            case _ if text := events.news(event):
+                self._print(Text(text, "yellow"))
 
     def on_line(self, process: str, line: str) -> None:
         if self._err.isatty():

@@ -79,17 +79,21 @@ class PlainView:
         self._graph, self._has_tokenizer = graph, has_tokenizer
         self._records: Sequence[Record] = ()
         self._streamed = False  # the one answer has begun
+        self._is_ready = False
 
     def on_event(self, event: events.Event) -> None:
         match event:
-            case events.WorkerStarted(name, pid):
+            case events.WorkerStarted(name, pid) if not self._is_ready:
                 self._say(f"{name} started, pid {pid}")
-            case events.WorkerListening(name=name, resident_bytes=resident_bytes):
+            case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
                 self._say(f"{name} loaded, {size_text(resident_bytes)}")
             case events.Ready(seconds):
+                self._is_ready = True
                 self._say(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
             case events.Straggler(name, seconds):
                 self._say(f"{name} did not stop within {duration_text(seconds)} and was killed")
+            case _ if text := events.news(event):
+                self._say(text)
 
     def on_line(self, process: str, line: str) -> None:
         self._err.write(f"[{process}] {visible(line)}\n")

@@ -88,7 +88,8 @@ def splits_between(begin: _Snapshot, end: _Snapshot, pids: Mapping[str, int], gr
         return []
     names: dict[int, list[str]] = {}
     for name, pid in pids.items():
-        names.setdefault(pid, []).append(name)
+        if name in end.statistics:  # the monitor has none
+            names.setdefault(pid, []).append(name)
     splits = []
     for pid, workers in names.items():
         before, after = begin.threads.get(pid, ThreadTimes()), end.threads.get(pid, ThreadTimes())

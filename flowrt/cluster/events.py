@@ -1,7 +1,12 @@
-"""What the launcher tells its owner about the run, for progress and for the end. Plain data; called by launcher.py, read by api and cli."""
+"""What the launcher tells its owner about the run, for progress, for deaths and for the end. Plain data, made by launcher.py and its files.
+
+Here: the events, and `news`, which says those in words that people should see whatever else they look at. Not here: progress in words
+(the cli's views).
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -54,6 +59,56 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class WorkerLost:
+    """`name`, which may die, has died: `how` is said as in "experts.1 was killed by SIGKILL". The run goes on."""
+
+    name: str
+    how: str
+
+
+@dataclass(frozen=True)
+class WorkerRestarted:
+    """`name` lives again and is linked up, `seconds` after its death was noticed."""
+
+    name: str
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerGivenUp:
+    """`name` stays down for the rest of the run: `why` is said as in "it was started again 3 times in 30 s"."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerSuspected:
+    """The monitor misses signs of work from `name`. Nothing follows from it."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerCleared:
+    """`name`, which was suspected, shows signs of work again."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerCondemned:
+    """The monitor holds `name` for dead or stuck. It is killed if it may die, and so lost; if not, nothing follows."""
+
+    name: str
+    why: str
+    is_killed: bool = True
+
+
+@dataclass(frozen=True)
 class Straggler:
     """A worker did not stop when told to and was killed."""
 
@@ -68,4 +123,40 @@ class RunFailed:
     error: Exception
 
 
-Event = StarterReady | WorkerStarted | WorkerLoading | WorkerListening | WorkerConnected | Ready | Straggler | RunFailed
+Event = (
+    StarterReady
+    | WorkerStarted
+    | WorkerLoading
+    | WorkerListening
+    | WorkerConnected
+    | Ready
+    | WorkerLost
+    | WorkerRestarted
+    | WorkerGivenUp
+    | WorkerSuspected
+    | WorkerCleared
+    | WorkerCondemned
+    | Straggler
+    | RunFailed
+)
+
+
+def news(event: Event) -> str | None:
+    """What happened to a worker of a run that goes on, in one line; None for all other events."""
+    match event:
+        case WorkerLost(name, how):
+            return f"{name} {how}; the run goes on without it"
+        case WorkerRestarted(name, pid, seconds):
+            return f"{name} is back after {seconds:.2f} s, pid {pid}"
+        case WorkerGivenUp(name, why):
+            return f"{name} stays down: {why}"
+        case WorkerCondemned(name, why, is_killed) if not is_killed:
+            return f"{name} is held for dead ({why}); it cannot be replaced, so the run waits for it"
+    return None
+
+
+def tell(event: Event) -> None:
+    """Write the news to stderr: what is done with events that nobody asked for."""
+    text = news(event)
+    if text is not None:
+        print(f"flowrt: {text}", file=sys.stderr, flush=True)

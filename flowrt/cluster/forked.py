@@ -1,6 +1,6 @@
 """The starter as the launcher sees it: starting it, asking it for processes, hearing of their ends, and leaving none behind.
 
-Here: `StarterProcess` and the last words of what it started. Not here: the fork itself (starter.py), what workers are told (launcher.py).
+Here: `StarterProcess`. Not here: the fork itself (starter.py), last words (words.py), what workers are told (launcher.py).
 Owns descriptors and one child process, no task: everything arrives through readers of the running loop. Works on any loop in
 any thread, and needs no main guard: the starter is a fresh interpreter that runs flowrt's own module.
 """
@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from flowrt.cluster.descriptors import NO_DESCRIPTOR, too_few_descriptors
@@ -35,89 +34,12 @@ from flowrt.cluster.frames import (
 )
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, processes_marked
 from flowrt.cluster.starter import ORIGINAL_PATH
+from flowrt.cluster.words import Words, exit_text
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import STARTER
 
-NUM_LAST_WORDS = 50
-_MAX_LINE_CHARACTERS = 4096
 _REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the starter's line to its exit status
 _GRACE_SECONDS = 3.0  # for the starter to end all it forked, and itself, once told to
-
-
-def exit_text(status: int) -> str:
-    """ "was killed by SIGKILL" or "exited with status 3"."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
-class Words:
-    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last NUM_LAST_WORDS kept."""
-
-    def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
-        self._name, self._on_line = name, on_line
-        self._loop = asyncio.get_running_loop()
-        self._last: deque[str] = deque(maxlen=NUM_LAST_WORDS)
-        self._rest = b""
-        self._fd, self.write_end = os.pipe()
-        os.set_blocking(self._fd, False)
-        self._loop.add_reader(self._fd, self._read)
-
-    @property
-    def last(self) -> tuple[str, ...]:
-        """The last lines, oldest first, with all that has been written until now."""
-        while self._fd >= 0 and self._read():
-            pass
-        return (*self._last, self._rest.decode(errors="replace")) if self._rest else tuple(self._last)
-
-    def given_away(self) -> None:
-        """Forget the write end: another process has it now."""
-        os.close(self.write_end)
-        self.write_end = -1
-
-    def close(self) -> None:
-        """Read what is there, hand on an unfinished line, close. Idempotent."""
-        if self._fd < 0:
-            return
-        while self._read():
-            pass
-        if self._rest:
-            self._take(self._rest)
-            self._rest = b""
-        self._close_read_end()
-        if self.write_end >= 0:
-            self.given_away()
-
-    def _read(self) -> bool:
-        """Read once; False when nothing is there or nobody writes any more."""
-        try:
-            data = os.read(self._fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.remove_reader(self._fd)  # the end stays readable: without this the loop would spin
-            return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._take(line)
-        if len(self._rest) > _MAX_LINE_CHARACTERS:
-            self._take(self._rest)
-            self._rest = b""
-        return True
-
-    def _take(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")[:_MAX_LINE_CHARACTERS]
-        self._last.append(text)
-        self._on_line(self._name, text)
-
-    def _close_read_end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-        self._fd = -1
 
 
 def _reap_adopted(pid: int) -> None:
@@ -129,11 +51,18 @@ def _reap_adopted(pid: int) -> None:
 class StarterProcess:
     """A running starter and the OS processes it forked, called by their host names.
 
-    `on_exit(host, status)` is called once per process that ends by itself, and with host STARTER when the starter does.
+    `on_exit(host, status)` is called once per process that ends by itself, and with host STARTER when the starter does. Where the kernel
+    can tell (pidfd), `on_gone(host)` comes before it, at once, whatever the starter is busy with.
     """
 
-    def __init__(self, run_id: str, on_line: Callable[[str, str], None], on_exit: Callable[[str, int], None]) -> None:
-        self._run_id, self._on_line, self._on_exit = run_id, on_line, on_exit
+    def __init__(
+        self,
+        run_id: str,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[str, int], None],
+        on_gone: Callable[[str], None] = lambda host: None,
+    ) -> None:
+        self._run_id, self._on_line, self._on_exit, self._on_gone = run_id, on_line, on_exit, on_gone
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
@@ -186,8 +115,13 @@ class StarterProcess:
     async def fork(self, host: str, workers: Sequence[str], worker: str, threads: int, log_level: str) -> tuple[int, list[socket.socket]]:
         """A new OS process running `worker` ("module:function") once per name. Returns its pid and our ends of the control lines.
 
-        Raises WorkerDiedError when the kernel refuses or the starter is gone.
+        A process of this name that has ended, and whose end was told, is forgotten. Raises WorkerDiedError when the kernel refuses or
+        the starter is gone.
         """
+        self.statuses.pop(host, None)
+        self._pids.pop(host, None)
+        if (former := self._words.pop(host, None)) is not None:
+            former.close()
         words = self._words[host] = Words(host, self._on_line)
         ours: list[socket.socket] = []
         theirs: list[socket.socket] = []
@@ -219,6 +153,15 @@ class StarterProcess:
         if host not in self.statuses and STARTER not in self.statuses:
             with contextlib.suppress(WorkerDiedError):
                 await self._send(Kill(host=host, signal=number))
+
+    def kill_now(self, host: str) -> None:
+        """SIGKILL, if the process still lives, without asking the starter, which may be busy."""
+        if (pidfd := self._pidfds.get(host)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        elif host in self._pids and host not in self.statuses:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pids[host], signal.SIGKILL)
 
     def last_words(self, host: str) -> tuple[str, ...]:
         """The last lines `host` wrote, oldest first."""
@@ -253,6 +196,7 @@ class StarterProcess:
                 process.kill()
                 process.wait()
             for host, pidfd in self._pidfds.items():  # of a starter that could not end them itself
+                self._watch_no_more(pidfd)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 gone = select.poll()
@@ -331,13 +275,17 @@ class StarterProcess:
         if isinstance(report, Exited):
             self.statuses[report.host] = report.status
             if (pidfd := self._pidfds.pop(report.host, None)) is not None:
+                self._watch_no_more(pidfd)
                 os.close(pidfd)
             self._on_exit(report.host, report.status)
             return
         host = STARTER if isinstance(report, Loaded) else report.host
-        if isinstance(report, Forked) and report.num_fds:
-            (self._pidfds[host],) = reader.take_fds(report.num_fds)
+        if isinstance(report, Forked):
             self._pids[host] = report.pid
+            if report.num_fds:
+                (pidfd,) = reader.take_fds(report.num_fds)
+                self._pidfds[host] = pidfd
+                self._loop.add_reader(pidfd, self._on_pidfd, host, pidfd)
         answer = self._answers.get(host)
         if answer is None or answer.done():  # its caller was cancelled
             return
@@ -345,6 +293,14 @@ class StarterProcess:
             answer.set_exception(WorkerDiedError(host, f"could not be forked: {report.error}"))
         else:
             answer.set_result(report.pid if isinstance(report, Forked) else report.num_threads)
+
+    def _on_pidfd(self, host: str, pidfd: int) -> None:
+        self._watch_no_more(pidfd)  # it stays readable
+        self._on_gone(host)
+
+    def _watch_no_more(self, pidfd: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.remove_reader(pidfd)
 
     def _on_broken_line(self, error: Exception) -> None:
         """What the starter says cannot be read any more: whoever waits hears why, and the run ends as if the starter had."""

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrt.cluster.choose import host_name, num_threads, usable_cores
-from flowrt.cluster.forked import StarterProcess, exit_text
+from flowrt.cluster.forked import StarterProcess
 from flowrt.cluster.starter import CONTROL_LIMITS, WorkerMain, fault_of
-from flowrt.errors import WorkerDiedError
+from flowrt.cluster.words import exit_text
+from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import GATEWAY, STARTER, Graph
 from flowrt.seams import Seams
 from transports.contract import Channel, Identity
@@ -35,19 +36,31 @@ class Placed:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(frozen=True)
+class _Fork:
+    """What an OS process was made of, to make it again."""
+
+    workers: tuple[str, ...]
+    worker: str
+    threads: int
+    log_level: str
+
+
 class Hosts:
     """The hosts of one run. `exits[host]` becomes how the host ended ("was killed by SIGKILL"); STARTER is one of them."""
 
     def __init__(self, run_id: str, incarnations: Mapping[str, str], on_line: Callable[[str, str], None]) -> None:
         self._run_id, self._incarnations, self._on_line = run_id, incarnations, on_line
         self._starter: StarterProcess | None = None
+        self._forks: dict[str, _Fork] = {}
         self.exits: dict[str, asyncio.Future[str]] = {}
         self.on_exit: Callable[[str, str], None] = lambda host, how: None
+        self.on_gone: Callable[[str], None] = lambda host: None  # sooner than on_exit, and not everywhere
 
     async def start(self, preload: Sequence[str], seconds: float) -> int:
         """Start the starter; its number of threads. Raises WorkerDiedError when it fails or gives no word for `seconds`."""
         self.exits[STARTER] = asyncio.get_running_loop().create_future()
-        starter = self._starter = StarterProcess(self._run_id, self._on_line, self._note_exit)
+        starter = self._starter = StarterProcess(self._run_id, self._on_line, self._note_exit, self._note_gone)
         try:
             async with asyncio.timeout(seconds):
                 return await starter.start(preload)
@@ -57,19 +70,39 @@ class Hosts:
 
     async def fork_all(self, graph: Graph, hosts: Sequence[Sequence[str]], worker: str, log_level: str) -> AsyncIterator[Placed]:
         """One OS process per list of workers, each worker running `worker` ("module:function")."""
-        assert self._starter is not None
         cores = usable_cores()
         for workers in hosts:
-            host = host_name(workers)
-            self.exits[host] = asyncio.get_running_loop().create_future()
-            threads = num_threads(graph, workers, hosts, cores)
-            pid, lines = await self._starter.fork(host, workers, worker, threads, log_level)
-            channels = [  # all at once: a line without a channel would be closed by nobody
-                await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name, self._incarnations[name]))
-                for name, line in zip(workers, lines, strict=True)
-            ]
-            for name, channel in zip(workers, channels, strict=True):
-                yield Placed(name, host, pid, channel)
+            fork = self._forks[host_name(workers)] = _Fork(tuple(workers), worker, num_threads(graph, workers, hosts, cores), log_level)
+            for placed in await self._fork(fork):
+                yield placed
+
+    async def fork_again(self, host: str) -> list[Placed]:
+        """A new life for a host that has ended, or is planned: its workers, under the incarnations that they have now."""
+        return await self._fork(self._forks[host])
+
+    def plan_beside(self, name: str, worker: str, log_level: str) -> None:
+        """A worker that is none of the graph's, for a process of its own: `fork_again` makes it."""
+        self._forks[name] = _Fork((name,), worker, 1, log_level)
+
+    def workers_of(self, host: str) -> tuple[str, ...]:
+        """The workers in an OS process of ours; () for a worker in this loop."""
+        fork = self._forks.get(host)
+        return fork.workers if fork is not None else ()
+
+    async def _fork(self, fork: _Fork) -> list[Placed]:
+        assert self._starter is not None
+        host = host_name(fork.workers)
+        exited = self.exits[host] = asyncio.get_running_loop().create_future()
+        try:
+            pid, lines = await self._starter.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
+        except (WorkerDiedError, UserError):
+            exited.set_result("could not be forked")
+            raise
+        channels = [  # all at once: a line without a channel would be closed by nobody
+            await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name, self._incarnations[name]))
+            for name, line in zip(fork.workers, lines, strict=True)
+        ]
+        return [Placed(name, host, pid, channel) for name, channel in zip(fork.workers, channels, strict=True)]
 
     def place_here(self, tasks: asyncio.TaskGroup, name: str, worker: WorkerMain, seams: Seams) -> Placed:
         """Run a worker as a task of this loop."""
@@ -92,9 +125,8 @@ class Hosts:
             if not self.exits[name].done():
                 self.exits[name].set_result(how)
 
-    @property
-    def any_exited(self) -> bool:
-        return any(exited.done() for exited in self.exits.values())
+    def has_exited(self, host: str) -> bool:
+        return host in self.exits and self.exits[host].done()
 
     def last_words(self, host: str) -> tuple[str, ...]:
         """The last lines of an OS process; nothing of a worker in this loop, whose stderr is ours."""
@@ -103,6 +135,11 @@ class Hosts:
     async def kill(self, host: str, number: int) -> None:
         if self._starter is not None:
             await self._starter.kill(host, number)
+
+    def kill_now(self, host: str) -> None:
+        """SIGKILL to an OS process that still lives; see StarterProcess.kill_now."""
+        if self._starter is not None and not self.has_exited(host):
+            self._starter.kill_now(host)
 
     async def aclose(self) -> None:
         """End every OS process; see StarterProcess.aclose."""
@@ -113,6 +150,9 @@ class Hosts:
         """As `aclose`, without a turn of the loop; see StarterProcess.end_now."""
         if self._starter is not None:
             self._starter.end_now()
+
+    def _note_gone(self, host: str) -> None:
+        self.on_gone(host)
 
     def _note_exit(self, host: str, status: int) -> None:
         how = exit_text(status)

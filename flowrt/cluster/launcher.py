@@ -1,36 +1,38 @@
 """The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
 
 Here: `Launcher` and the order of a run's life. Not here: forking (forked.py, starter.py), which worker shares a process and which transport
-an edge uses (choose.py), requests and tokens (gateway.py), what a worker does (named as "module:function", never imported here
-unless `processes: one`). Called by the api and the cli.
+an edge uses (choose.py), deaths that a run outlives (revival.py), requests and tokens (gateway.py), what a worker does (named as
+"module:function", never imported here unless `processes: one`). Called by the api and the cli.
 
-A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails, or a callback
-of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed. In each case
-the processes, sockets and tasks are gone when `async with` is left.
+A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails that may not die,
+or a callback of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed.
+In each case the processes, sockets and tasks are gone when `async with` is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from flowrt.actors.control import Control, LinkLost, Peers, Start, Statistics
+from flowrt.actors.control import Beat, Control, Late, LinkLost, Statistics
 from flowrt.cluster import events
 from flowrt.cluster.choose import available_transports, choose_transports, pack
 from flowrt.cluster.descriptors import check_descriptors, is_too_few, too_few_descriptors
+from flowrt.cluster.ending import close_all, end_all, kill_all, see_end, tell_all
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
+from flowrt.cluster.introduction import Introduction
+from flowrt.cluster.revival import EXPLAINED_SECONDS, Revival
 from flowrt.cluster.starter import WorkerMain, load_worker
 from flowrt.cluster.verdict import Kind, Verdict, named_error
+from flowrt.cluster.watching import Watching
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.json_form import to_json
-from flowrt.graph.model import STARTER, Graph
+from flowrt.graph.model import MONITOR, STARTER, Graph
 from flowrt.seams import Seams
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 
@@ -38,9 +40,7 @@ WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
-_TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
 _STATUS_SECONDS = 10.0  # from the end of a control line to the exit status of its process, at most
-_EXPLAINED_SECONDS = 2.0  # from a lost link, or the end of a process, to the end of the control line that explains it
 _KEY_BYTES = 32
 
 
@@ -91,16 +91,20 @@ class Launcher:
         self._on_line = on_line or _write_line
         self._hosted = dict(hosted or {})
         self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
-        self._answer_seconds, self._stop_seconds = answer_seconds, stop_seconds
+        self._stop_seconds = stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
-        if len({*names, STARTER}) <= len(names):
-            raise ValueError(f"two workers of one name, or one called {STARTER}, among {names}")
+        if len({*names, STARTER, MONITOR}) <= len(names) + 1:
+            raise ValueError(f"two workers of one name, or one called {STARTER} or {MONITOR}, among {names}")
         self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
-        self._workers: dict[str, WorkerLine] = {}
+        self.workers: dict[str, WorkerLine] = {}
         self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
         self._hosts.on_exit = self._on_exit
+        self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.last_words)
+        self._revival = Revival(self.graph, self, self._hosts, self._introduction)
+        self._hosts.on_gone = self._revival.on_gone
+        self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
         self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -135,9 +139,10 @@ class Launcher:
         """Tell one worker; waits while its control line is full. Raises the failure that ended the run, or NotRunningError."""
         self._check_running()
         try:
-            await self._workers[worker].send(control)
-        except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone: the run is about to say why
-            await self.wait_failed()
+            await self.workers[worker].send(control)
+        except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
+            if not self._revival.outlives(self.workers[worker].host):
+                await self.wait_failed()  # the run is about to say why
             raise NotRunningError(f"{worker} has stopped") from None
 
     async def wait_failed(self) -> None:
@@ -147,11 +152,10 @@ class Launcher:
         self._raise_failure()
 
     async def statistics(self) -> dict[str, Statistics]:
-        """Ask every worker now. Raises as `send`."""
+        """Ask every worker now; one that is down is told of as far as is known. Raises as `send`."""
         self._check_running()
-        answers = {name: await worker.ask_statistics() for name, worker in self._workers.items()}
-        await self._wait_all(answers.values())
-        return {name: answer.result() for name, answer in answers.items()}
+        await self._wait_all([await worker.ask_statistics() for worker in self._graph_workers() if not worker.is_over])
+        return self._statistics()
 
     async def drain(self, workers: Iterable[str] | None = None) -> None:
         """Have workers (default: those that mint tags, the attention workers) finish what runs and admit nothing new; wait for them all.
@@ -160,7 +164,7 @@ class Launcher:
         """
         self._check_running()
         names = list(workers) if workers is not None else self._minting()
-        await self._wait_all([await self._workers[name].ask_drain() for name in names])
+        await self._wait_all([await self.workers[name].ask_drain() for name in names])
 
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
@@ -178,7 +182,13 @@ class Launcher:
         self._raise_failure()
         if not self._task.cancelled():
             self._task.result()
-        return {worker.name: worker.statistics for worker in self._workers.values()}
+        return self._statistics()
+
+    def _statistics(self) -> dict[str, Statistics]:
+        return {worker.name: self._revival.statistics(worker.name) for worker in self._graph_workers()}
+
+    def _graph_workers(self) -> list[WorkerLine]:
+        return [worker for name, worker in self.workers.items() if name != MONITOR]
 
     # The run.
 
@@ -189,6 +199,10 @@ class Launcher:
                 judge = tasks.create_task(self._judge(), name="judge")
                 own = [judge]
                 await self._start(tasks, own)
+                self._revival.begin()
+                own.append(tasks.create_task(self._revival.run(), name="revival"))
+                if self.graph.reliability.detector and any(map(self._revival.outlives, self._hosts.exits)):
+                    own.append(tasks.create_task(self._watching.run(self._log_level), name="watching"))
                 self._ready.set_result(None)
                 await self._stop_wanted.wait()
                 await self._stop(judge)
@@ -208,56 +222,50 @@ class Launcher:
         here = dict(self._hosted)
         if forked:
             check_descriptors(len(forked))
-            self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._answer_seconds)))
+            self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._introduction.answer_seconds)))
             async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
-                self._add(placed)
+                self.add(placed)
         else:
             here = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | here
             set_own_threads(self.graph)
         for name, worker in here.items():
-            placed = self._hosts.place_here(tasks, name, worker, self.seams)
-            self._add(placed)
+            self.add(placed := self._hosts.place_here(tasks, name, worker, self.seams))
             assert placed.task is not None
             own.append(placed.task)
-        graph = to_json(self.graph)
-        for each in self._workers.values():
-            own.append(tasks.create_task(self._follow(each), name=f"line of {each.name}"))
-            incarnation = self.incarnations[each.name]
-            await each.tell(Start(name=each.name, incarnation=incarnation, graph=graph, key=self.key, log_level=self._log_level))
-        await self._wait_words("loading", {worker.name: worker.listening for worker in self._workers.values()})
-        addresses = {worker.name: worker.listening.result().addresses for worker in self._workers.values()}
-        for each in self._workers.values():
-            await each.tell(Peers(addresses=addresses, incarnations=self.incarnations))
-        await self._wait_words("connecting", {worker.name: worker.connected for worker in self._workers.values()})
+        lines = list(self.workers.values())
+        for each in lines:
+            own.append(tasks.create_task(self.follow(each), name=f"line of {each.name}"))
+            await self._introduction.start(each)
+        if not (await self._introduction.wait_loaded(lines) and await self._introduction.wait_connected(lines)):
+            await own[0]  # the judge, who says who has ended
         self._on_event(events.Ready(self._now() - begun))
 
-    def _add(self, placed: Placed) -> None:
-        self._workers[placed.name] = WorkerLine(placed, self)
+    def renew(self, name: str) -> None:
+        """A new life of `name` is about to begin."""
+        self.incarnations[name] = self.seams.new_incarnation()
+
+    def add(self, placed: Placed) -> WorkerLine:
+        line = self.workers[placed.name] = WorkerLine(placed, self, self.incarnations[placed.name])
         self.pids[placed.name] = placed.pid
-        self._on_event(events.WorkerStarted(placed.name, placed.pid))
+        self.on_event(events.WorkerStarted(placed.name, placed.pid))
+        return line
 
     async def _stop(self, judge: asyncio.Task[None]) -> None:
-        if self._verdict.any_accused or self._hosts.any_exited or any(worker.ended.done() for worker in self._workers.values()):
+        await self._revival.stop()
+        needed = [worker for worker in self.workers.values() if not self._revival.outlives(worker.host)]
+        hosts = [STARTER, *(worker.host for worker in needed)]
+        if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
             await judge  # somebody has ended unasked: it raises, once it is known who
         self._stopping = True
         deadline = self._now() + self._stop_seconds
-        async with asyncio.TaskGroup() as group:
-            for worker in self._workers.values():
-                group.create_task(worker.tell_stop(deadline))
-        if self._verdict.any_accused or not all(worker.told_to_stop for worker in self._workers.values()):
+        lines = [worker for worker in self.workers.values() if not worker.is_over]
+        await tell_all(lines, deadline)
+        if self._verdict.any_accused or not all(worker.told_to_stop for worker in needed):
             await judge
-        await _wait_until([worker.ended for worker in self._workers.values()], deadline)
-        left = {host: ended for host, ended in self._hosts.exits.items() if host != STARTER}
-        await _wait_until(left.values(), deadline)
-        late = [worker for worker in self._workers.values() if not left[worker.host].done()]
+        late = await end_all(lines, self._hosts, deadline)
         for worker in late:
             self._on_event(events.Straggler(worker.name, self._stop_seconds))
-            if worker.placed.task is not None:
-                worker.placed.task.cancel()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for host in {worker.host for worker in late if worker.placed.task is None and not left[worker.host].done()}:
-                await self._hosts.kill(host, number)
-            await _wait_until(left.values(), self._now() + _TERM_SECONDS)
+        await kill_all(late, self._hosts)
 
     async def _clear(self, orderly: bool) -> None:
         """Leave nothing behind: processes first, so that no close waits for a peer."""
@@ -269,33 +277,23 @@ class Launcher:
             cancelled = error
         finally:
             self._hosts.end_now()
-        for worker in self._workers.values():
-            try:
-                await worker.aclose()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await close_all(self.workers.values(), cancelled)
 
     async def _end_now(self) -> None:
-        """Cancel the run and see it end, however often the caller is cancelled meanwhile."""
+        """Cancel the run and see it end."""
         assert self._task is not None
-        cancelled: asyncio.CancelledError | None = None
         self._task.cancel()
-        while not self._task.done():
-            try:
-                await asyncio.wait({self._task})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await see_end(self._task)
 
     # Words from workers.
 
-    async def _follow(self, worker: WorkerLine) -> None:
-        """Hear a worker until its line ends, which is the run's end unless it was told to stop."""
+    async def follow(self, worker: WorkerLine) -> None:
+        """Hear a worker until its line ends, which is the run's end unless it was told to stop or may die."""
         await worker.listen()
         if worker.told_to_stop:
+            return
+        if self._revival.outlives(worker.host):
+            self._revival.on_line_end(worker)
             return
         ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -307,52 +305,61 @@ class Launcher:
     # What worker lines tell their owner; see worker_line.Owner.
 
     def on_event(self, event: events.Event) -> None:
-        self._on_event(event)
+        if not isinstance(event, events.WorkerStarted | events.WorkerListening) or event.name != MONITOR:
+            self._on_event(event)
 
-    def on_control(self, name: str, control: Control) -> None:
-        self._on_control(name, control)
+    def on_control(self, line: WorkerLine, control: Control) -> None:
+        if line.name == MONITOR:
+            self._watching.on_control(line, control)
+        else:
+            self._on_control(line.name, control)
+
+    def on_connected(self, line: WorkerLine) -> None:
+        self._watching.on_connected(line)
+        if line.name != MONITOR:
+            self._on_event(events.WorkerConnected(line.name))
+
+    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
+        self._watching.on_sign(line, sign)
 
     def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
         """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
+        if self._revival.on_link_lost(line, lost):
+            return
         reason = f"lost its link to {lost.peer}: {lost.reason}"
-        asyncio.get_running_loop().call_later(_EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
+        asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
 
     def _fail_if_unexplained(self, line: WorkerLine, reason: str) -> None:
-        if not any(worker.ended.done() for worker in self._workers.values()):  # else that one is about to be accused
+        if not any(worker.ended.done() for worker in self.workers.values()):  # else that one is about to be accused
             self.accuse(Kind.COMPLAINED, line, reason)
 
     def _on_exit(self, host: str, how: str) -> None:
         if host == STARTER:
             self.accuse(Kind.DIED, None, how)
             return
+        if self._revival.outlives(host):
+            self._revival.on_exit(host, how)
+            return
         loop = asyncio.get_running_loop()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
-                loop.call_later(_EXPLAINED_SECONDS, self._fail_if_open, worker, how)
+                loop.call_later(EXPLAINED_SECONDS, self._fail_if_open, worker, how)
 
     def _fail_if_open(self, worker: WorkerLine, how: str) -> None:
         if not worker.ended.done():
             self.accuse(Kind.DIED, worker, how)
 
     def accuse(self, kind: Kind, line: WorkerLine | None, reason: str) -> None:
-        """Hold a worker, or the starter, to be why the run ends, unless it has been told to end."""
+        """Hold a worker, or the starter, to be why the run ends, unless it may die, or has been told to end."""
+        if line is not None and self._revival.outlives(line.host):
+            self._revival.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
+            return
         if not self._stopping or (line is not None and not line.told_to_stop):
             name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
             self._verdict.accuse(kind, name, host, reason)
 
     async def _judge(self) -> None:
         raise await self._verdict.wait_error()
-
-    async def _wait_words(self, doing: str, answers: Mapping[str, asyncio.Future[Any]]) -> None:
-        """Wait for all answers; a worker that gives no word at all for too long has failed."""
-        begun = self._now()
-        while waiting := {name: answer for name, answer in answers.items() if not answer.done()}:
-            silent = min(waiting, key=lambda name: self._workers[name].last_word_seconds)
-            left = max(begun, self._workers[silent].last_word_seconds) + self._answer_seconds - self._now()
-            if left <= 0:
-                reason = f"gave no word for {self._answer_seconds:g} s while {doing}"
-                raise WorkerDiedError(silent, reason, self._hosts.last_words(self._workers[silent].host))
-            await asyncio.wait(waiting.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
         """Wait for every answer, or for the end of the run, which raises."""
@@ -387,12 +394,6 @@ class Launcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-async def _wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
-    waiting = [future for future in futures if not future.done()]
-    if waiting:
-        await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
 def _write_line(name: str, line: str) -> None:

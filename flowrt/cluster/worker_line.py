@@ -13,11 +13,13 @@ import msgspec
 
 from flowrt.actors.control import (
     Ask,
+    Beat,
     Connected,
     Control,
     Drain,
     Drained,
     Failed,
+    Late,
     LinkLost,
     Listening,
     Progress,
@@ -26,10 +28,14 @@ from flowrt.actors.control import (
     as_message,
     from_message,
 )
+from flowrt.actors.mailbox import Mailbox
 from flowrt.cluster import events
 from flowrt.cluster.hosts import Placed
 from flowrt.cluster.verdict import Kind
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from transports.message import Message
+
+MOST_POSTED = 1 << 12  # deaths and lives that a worker has not been told of: one so far behind has been stopped for long
 
 T = TypeVar("T")
 
@@ -38,26 +44,36 @@ class Owner(Protocol):
     """Who is told what a worker says."""
 
     def on_event(self, event: events.Event) -> None: ...
-    def on_control(self, name: str, control: Control) -> None: ...
+    def on_control(self, line: WorkerLine, control: Control) -> None: ...
+    def on_connected(self, line: WorkerLine) -> None: ...
     def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None: ...
+    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None: ...
     def accuse(self, kind: Kind, line: WorkerLine, reason: str) -> None: ...
 
 
 class WorkerLine:
-    """The control line of one worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death."""
+    """The control line of one life of a worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death.
 
-    def __init__(self, placed: Placed, owner: Owner) -> None:
+    `is_known_over`: those that used this life have been told that it is over.
+    """
+
+    def __init__(self, placed: Placed, owner: Owner, incarnation: str = "") -> None:
         loop = asyncio.get_running_loop()
-        self.placed, self._owner = placed, owner
+        self.placed, self._owner, self.incarnation = placed, owner, incarnation
         self.name, self.host, self._control = placed.name, placed.host, placed.control
         self.listening: asyncio.Future[Listening] = loop.create_future()
         self.connected: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.told_to_stop = False
+        self.told_to_stop = self.is_known_over = False
         self.last_word_seconds = loop.time()
         self.statistics = Statistics()
         self._asked: list[asyncio.Future[Statistics]] = []
         self._draining: list[asyncio.Future[None]] = []
+        self._posted: Mailbox[Message] = Mailbox(MOST_POSTED)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_known_over or self.ended.done()
 
     async def send(self, control: Control) -> None:
         """Waits while the line is full. Raises TransportError when the worker is gone."""
@@ -67,6 +83,18 @@ class WorkerLine:
         """As `send`. A dead worker is for `listen` to notice, not for the speaker."""
         with contextlib.suppress(TransportError):
             await self.send(control)
+
+    def post(self, control: Control) -> None:
+        """Tell it now, or as soon as the line takes it, in the order posted. Does not wait; a dead worker is for `listen` to notice."""
+        message = as_message(control)
+        with contextlib.suppress(TransportError, OverflowError):
+            if self._posted.items or not self._control.send_nowait(message):
+                self._posted.post(message)
+
+    def try_tell(self, control: Control) -> None:
+        """Tell it now or never."""
+        with contextlib.suppress(TransportError):
+            self._control.send_nowait(as_message(control))
 
     async def tell_stop(self, deadline: float) -> None:
         """Send Stop, unless the worker is gone already. One that leaves no room for it until `deadline` (loop time) counts as told."""
@@ -95,6 +123,24 @@ class WorkerLine:
 
     async def listen(self) -> None:
         """Take what the worker says until its line ends."""
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(self._send_posted(), name=f"notices to {self.name}")
+            await self._hear_all()
+            sender.cancel()
+        self.ended.set_result(None)
+
+    def answer_for_it(self) -> None:
+        """It is dead and the run goes on: whoever waits for its answer gets what is known."""
+        _answer(self._asked, self.statistics)
+        _answer(self._draining, None)
+
+    async def _send_posted(self) -> None:
+        with contextlib.suppress(TransportError):
+            while True:
+                await self._control.send(await self._posted.wait_item())
+                self._posted.take_nowait()
+
+    async def _hear_all(self) -> None:
         clock = asyncio.get_running_loop()
         try:
             while True:
@@ -108,13 +154,15 @@ class WorkerLine:
                 self._hear(control)
         except (EndOfChannel, BrokenChannelError, ClosedChannelError):
             pass
-        self.ended.set_result(None)
 
     async def aclose(self) -> None:
         await self._control.aclose()
 
     def _hear(self, control: Control) -> None:
         match control:
+            case Beat() | Late():
+                self._owner.on_sign(self, control)
+                return
             case Progress():
                 self._owner.on_event(events.WorkerLoading(self.name, control.text, control.done, control.total))
                 return
@@ -126,7 +174,7 @@ class WorkerLine:
             case Connected():
                 if not self.connected.done():
                     self.connected.set_result(None)
-                    self._owner.on_event(events.WorkerConnected(self.name))
+                    self._owner.on_connected(self)
                 return
             case Statistics():
                 self.statistics = control
@@ -137,7 +185,7 @@ class WorkerLine:
                 self._owner.on_link_lost(self, control)
             case Failed():
                 self._owner.accuse(Kind.BAD_INPUT if control.user else Kind.COMPLAINED, self, control.error)
-        self._owner.on_control(self.name, control)
+        self._owner.on_control(self, control)
 
 
 def _answer(waiting: list[asyncio.Future[T]], value: T) -> None:

@@ -1,13 +1,13 @@
-"""Which processes of a graph may die while the run goes on. Pure.
+"""Which processes of a graph may die while the run goes on, and who must hear of it. Pure.
 
-Here: `may_die`. Not here: who is alive (the detector), what is done when one dies (flowrt/cluster, flowrt/workers). Called by the
-launcher, and by workers to know whose loss they outlive: all of them come to the same answer from the same graph.
+Here: `may_die`, `neighbours`. Not here: who is alive (the detector), what is done when one dies (flowrt/cluster, flowrt/workers). Called
+by the launcher, and by workers to know whose loss they outlive: all of them come to the same answer from the same graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 _STATELESS = frozenset({"experts"})  # operators that keep nothing between two calls: another copy gives the same answer
 
@@ -25,11 +25,22 @@ class Node(Protocol):
     def process(self) -> str: ...
 
 
+class Edge(Protocol):
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def target(self) -> str: ...
+
+
 class Graph(Protocol):
     """What is asked of a graph here (flowrt.graph imports this room, so this room cannot import it)."""
 
     @property
-    def nodes(self) -> Mapping[str, Any]: ...
+    def nodes(self) -> Mapping[str, Node]: ...
+
+    @property
+    def edges(self) -> Iterable[Edge]: ...
 
     @property
     def reliability(self) -> Settings: ...
@@ -43,3 +54,14 @@ def may_die(graph: Graph) -> frozenset[str]:
     for node in graph.nodes.values():
         operators.setdefault(node.process, set()).add(node.operator)
     return frozenset(process for process, held in operators.items() if held <= _STATELESS)
+
+
+def neighbours(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """process -> the others that share an edge with it, in the graph's order; a process without any is left out."""
+    found: dict[str, dict[str, None]] = {}
+    for edge in graph.edges:
+        source, target = graph.nodes[edge.source].process, graph.nodes[edge.target].process
+        if source != target:
+            found.setdefault(source, {})[target] = None
+            found.setdefault(target, {})[source] = None
+    return {process: tuple(others) for process, others in found.items()}

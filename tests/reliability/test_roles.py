@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowrt.graph.model import Graph, Node, ReliabilitySettings
-from flowrt.reliability.roles import may_die
+from flowrt.graph.model import Edge, Graph, Node, ReliabilitySettings
+from flowrt.reliability.roles import may_die, neighbours
 
 
 def graph_of(**operators: tuple[str, ...]) -> Graph:
@@ -26,3 +26,9 @@ def test_nobody_may_in_a_graph_of_own_operators() -> None:
 def test_nobody_may_without_failover() -> None:
     graph = graph_of(attention=("source",), one=("experts",))
     assert may_die(replace(graph, reliability=ReliabilitySettings(failover=False))) == frozenset()
+
+
+def test_neighbours_are_those_that_share_an_edge() -> None:
+    nodes = {name: Node(name, "ops:x", process) for name, process in (("a", "one"), ("b", "two"), ("c", "two"), ("d", "three"))}
+    edges = [Edge(number, source, "y", target, "x") for number, (source, target) in enumerate(("ab", "ba", "bc", "ac", "da"))]
+    assert neighbours(Graph(nodes, edges)) == {"one": ("two", "three"), "two": ("one",), "three": ("one",)}

@@ -1,0 +1,76 @@
+"""The monitor as the launcher sees it: started beside the run, given everybody's signs of life, heard when it condemns.
+
+Here: `Watching`. Not here: the verdicts (flowrt/reliability/detector.py, in the monitor's process), what follows from a death (revival.py,
+which starts the monitor again, too). A run goes on without its monitor, and nothing that is told to it ever waits.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowrt.actors.beats import send_beats
+from flowrt.actors.control import Beat, Cleared, Condemned, Control, Joined, Late, Suspected
+from flowrt.cluster import events
+from flowrt.cluster.hosts import Hosts
+from flowrt.cluster.revival import Revival, Run
+from flowrt.cluster.worker_line import WorkerLine
+from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.seams import Clock, Running
+
+MONITOR_WORKER = "flowrt.workers.monitor:run_monitor"
+
+
+class _OwnSigns:
+    """What the launcher's own beats tell: that its loop turns, and so how far silence on its lines means anything."""
+
+    num_firings = map_version = 0
+    running: Running | None = None
+
+    def __init__(self, run_id: str) -> None:
+        self.incarnation = run_id
+
+
+class Watching:
+    """The monitor of one run."""
+
+    def __init__(self, run: Run, hosts: Hosts, revival: Revival, clock: Clock, run_id: str) -> None:
+        self._run, self._hosts, self._revival, self._clock, self._run_id = run, hosts, revival, clock, run_id
+
+    async def run(self, log_level: str) -> None:
+        """Have the monitor started, and tell it that we live, until cancelled."""
+        self._hosts.plan_beside(MONITOR, MONITOR_WORKER, log_level)
+        self._revival.bring(MONITOR)
+        await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, process=GATEWAY)
+
+    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
+        """A sign of life, or its lack, from a worker: for the monitor."""
+        if line.connected.done() and not line.is_known_over and line.name != MONITOR:
+            self._relay(msgspec.structs.replace(sign, **{"process" if isinstance(sign, Beat) else "by": line.name}))
+
+    def on_control(self, line: WorkerLine, control: Control) -> None:
+        """What the monitor says."""
+        if not isinstance(control, Suspected | Cleared | Condemned) or line.name != MONITOR:
+            return
+        accused = self._run.workers.get(control.process)
+        if accused is None or accused.is_known_over or accused.incarnation != control.incarnation:
+            return
+        match control:
+            case Suspected():
+                self._run.on_event(events.WorkerSuspected(control.process, control.why))
+            case Cleared():
+                self._run.on_event(events.WorkerCleared(control.process, control.why))
+            case Condemned():
+                is_killed = self._revival.outlives(accused.host)
+                self._run.on_event(events.WorkerCondemned(control.process, control.why, is_killed))
+                self._revival.condemn(accused, f"was held for dead ({control.why})")
+
+    def on_connected(self, line: WorkerLine) -> None:
+        """A life of the monitor is there: it learns who else is."""
+        for other in self._run.workers.values():
+            if line.name == MONITOR and other is not line and other.connected.done() and not other.is_over and other.placed.task is None:
+                line.post(Joined(other.name, other.incarnation, {}))
+
+    def _relay(self, sign: Control) -> None:
+        monitor = self._run.workers.get(MONITOR)
+        if monitor is not None and monitor.connected.done() and not monitor.is_over:
+            monitor.try_tell(sign)

@@ -1,0 +1,92 @@
+"""What OS processes say at their end: their last lines, and their exit status in words.
+
+Here: `Words`, `exit_text`. Not here: starting processes (forked.py, which calls this).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+
+NUM_LAST_WORDS = 50
+_MAX_LINE_CHARACTERS = 4096
+
+
+def exit_text(status: int) -> str:
+    """ "was killed by SIGKILL" or "exited with status 3"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class Words:
+    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last NUM_LAST_WORDS kept."""
+
+    def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
+        self._name, self._on_line = name, on_line
+        self._loop = asyncio.get_running_loop()
+        self._last: deque[str] = deque(maxlen=NUM_LAST_WORDS)
+        self._rest = b""
+        self._fd, self.write_end = os.pipe()
+        os.set_blocking(self._fd, False)
+        self._loop.add_reader(self._fd, self._read)
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The last lines, oldest first, with all that has been written until now."""
+        while self._fd >= 0 and self._read():
+            pass
+        return (*self._last, self._rest.decode(errors="replace")) if self._rest else tuple(self._last)
+
+    def given_away(self) -> None:
+        """Forget the write end: another process has it now."""
+        os.close(self.write_end)
+        self.write_end = -1
+
+    def close(self) -> None:
+        """Read what is there, hand on an unfinished line, close. Idempotent."""
+        if self._fd < 0:
+            return
+        while self._read():
+            pass
+        if self._rest:
+            self._take(self._rest)
+            self._rest = b""
+        self._close_read_end()
+        if self.write_end >= 0:
+            self.given_away()
+
+    def _read(self) -> bool:
+        """Read once; False when nothing is there or nobody writes any more."""
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._fd)  # the end stays readable: without this the loop would spin
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._rest) > _MAX_LINE_CHARACTERS:
+            self._take(self._rest)
+            self._rest = b""
+        return True
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")[:_MAX_LINE_CHARACTERS]
+        self._last.append(text)
+        self._on_line(self._name, text)
+
+    def _close_read_end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = -1
