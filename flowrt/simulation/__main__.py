@@ -18,7 +18,7 @@ from flowrt.graph.scenario_file import load_scenario
 from flowrt.reliability.scenario import KINDS, AnyFault
 from flowrt.simulation.campaign import Failure, Tally, campaign, fails
 from flowrt.simulation.cases import Case, Kept, draw
-from flowrt.simulation.cluster import Served
+from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.world import Outcome
 from operators.model_config import ModelError, read_model_config

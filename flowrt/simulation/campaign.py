@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from flowrt.graph.model import Graph
 from flowrt.reliability.scenario import KINDS, Scenario
 from flowrt.simulation.cases import Case, Kept, draw, run_case
-from flowrt.simulation.cluster import Served
 from flowrt.simulation.errors import DeadlockError, ForeignThreadError, InvariantError, LivelockError, UnhandledError
+from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
 
 _NAMES: tuple[tuple[type[BaseException], str], ...] = (

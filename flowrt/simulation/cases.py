@@ -17,7 +17,8 @@ from typing import cast
 import msgspec
 
 from flowrt.cluster.gateway import Gateway, Parameters, Placed
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.reliability.roles import may_die
 from flowrt.reliability.scenario import (
     AnyFault,
     Crash,
@@ -34,9 +35,10 @@ from flowrt.reliability.scenario import (
     Stall,
     TinyQueues,
 )
-from flowrt.simulation.cluster import Served, SimulatedRequest, serve
+from flowrt.simulation.cluster import serve
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
+from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.weather import CALM, NetworkConditions
 from flowrt.simulation.world import Outcome, run
@@ -79,9 +81,11 @@ class Kept:
 
 
 def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True) -> Case:
-    """The case of a seed. `scenario` takes the place of drawn faults."""
+    """The case of a seed. `scenario` takes the place of drawn faults, and leaves the graph's reliability settings as they are written."""
     chance = random.Random(f"case {seed}")
     graph = graphs[chance.randrange(len(graphs))]
+    if scenario is None:
+        graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions = NetworkConditions(
         most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
@@ -108,6 +112,22 @@ def run_case(case: Case) -> Outcome[Served]:
     references = [reference_of(case, request) for request in case.requests]
     check(case.graph, case.scenario, case.requests, outcome.result, references)
     return outcome
+
+
+def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
+    """Often without beats, which take more steps than all the rest; sometimes nobody may die."""
+    return replace(
+        graph,
+        reliability=replace(
+            graph.reliability,
+            detector=chance.random() < 0.3,
+            failover=chance.random() < 0.9,
+            lost_expert_seconds=chance.choice((0.1, 1.0, 5.0)),
+            restarts=chance.choice((0, 1, 3, 3)),
+            restart_window_seconds=chance.choice((0.5, 30.0)),
+            hedge=chance.random() < 0.7,
+        ),
+    )
 
 
 # Requests
@@ -173,7 +193,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
 
 def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedRequest, ...]:
     pool = _pool(graph)
-    apart = chance.choice((0.0, 2e-3, 30e-3))
+    apart = chance.choice((0.0, 2e-3, 30e-3, 0.5))
     drawn = []
     for _ in range(chance.choice((2, 3, 4, 5))):
         patience = chance.uniform(0.0, 0.1) if chance.random() < 0.15 else None
@@ -185,20 +205,32 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 12,
 }  # fmt: skip
 
 
 def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     count = chance.choice((0, 1, 1, 2, 2, 3, 5))
     names = list(graph.process_names())
+    mortal = sorted(may_die(graph))
     process_of = {node.name: node.process for node in graph.nodes.values()}
     pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges}
     links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
+    if mortal and graph.reliability.detector:
+        names.append(MONITOR)
     faults: list[AnyFault] = []
     for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
-        faults += _draw_fault(chance, kind, names, links)
+        faults += _draw_deaths(chance, mortal) if kind == "deaths" else _draw_fault(chance, kind, names, links)
     return faults
+
+
+def _draw_deaths(chance: random.Random, mortal: list[str]) -> list[AnyFault]:
+    """Servers that die one after another, or all at once, or one again and again."""
+    if not mortal:
+        return []
+    at, apart = 10 ** chance.uniform(-3.3, -0.5), chance.choice((0.0, 1e-3, 30e-3, 0.3))
+    victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
+    return [Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)]
 
 
 def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:

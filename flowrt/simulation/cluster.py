@@ -2,8 +2,9 @@
 
 Here: `serve`, which starts the workers, introduces them to each other over simulated control lines, places the requests while the
 scenario's faults happen, waits for every end, heals everything, looks for what is left and stops all. Not here: faults (faults.py),
-whether what came out is right (invariants.py). The launcher's own part of the protocol is short and tied to processes, so it is said
-again here (lines.py); what is decided about requests, and who is to blame for a failed run, is the real gateway's and verdict's.
+whether what came out is right (invariants.py), its result (served.py). The launcher's own part of the protocol is short and tied to
+processes, so it is said again here (lines.py, servers.py); what is decided about requests, and who is to blame for a failed run, is the
+real gateway's and verdict's.
 """
 
 from __future__ import annotations
@@ -11,64 +12,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
-from flowrt.actors.control import Control, Ended, Peers, Start, Statistics, Submit, Tokens
+from flowrt.actors.control import Control, Ended, LinkLost, Peers, Start, Submit, Tokens
 from flowrt.cluster.choose import choose_transports
-from flowrt.cluster.gateway import EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.cluster.gateway import EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.cluster.verdict import Verdict
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.reliability.scenario import Scenario
-from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside, credit_faults
 from flowrt.simulation.lines import Line, WorkerMain
+from flowrt.simulation.outages import Outages, holders_of
+from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.servers import Servers
 from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World
 from operators.model_config import ModelConfig, read_model_config
 from transports.registry import known_schemes
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
+MONITORS = "flowrt.workers.monitor"
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all that is on its way gets there
 STOP_SECONDS = 10.0  # to end in, once told
-
-
-@dataclass(frozen=True)
-class SimulatedRequest:
-    """What a client asks, as token ids; when it comes after the one before (None: the seed says), and when it loses patience."""
-
-    prompt_token_ids: tuple[int, ...]
-    parameters: Parameters = Parameters()
-    after_seconds: float | None = None
-    cancel_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Served:
-    """What clients saw: per request its tokens, how it ended and with which error; and each worker's last statistics.
-
-    `choices` has the tokens of every choice, `token_ids` those of the first. `num_ends` counts a request's terminal events. `failed` is
-    the process that the run failed for, `failure` the text, `failed_seconds` the time since the first request; None in a good run.
-    """
-
-    choices: tuple[tuple[tuple[int, ...], ...], ...]
-    finish_reasons: tuple[str, ...]
-    errors: tuple[str | None, ...]
-    num_ends: tuple[int, ...]
-    indexes: tuple[tuple[tuple[int, ...], ...], ...]  # of each choice's token events, in the order told
-    statistics: dict[str, Statistics]
-    failed: str | None = None
-    failure: str | None = None
-    failed_seconds: float | None = None
-
-    @property
-    def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(choices[0] if choices else () for choices in self.choices)
+NEWS_SECONDS = 0.3  # for so long a group may not know that an expert is back
+SLOWED_SECONDS = 10.0  # the same where a fault may slow it, or the news, down
+SETTLE_SECONDS = 30.0  # from healing everything to the last new life
+STUCK_SECONDS = 20.0  # without a firing, a token or a new life while no fault lasts: beats never end, so a deadlock would not be seen
 
 
 async def serve(
@@ -119,7 +95,11 @@ class _Cluster:
         self._world = world
         self._graph = choose_transports(graph, dict.fromkeys(sorted(_schemes())))
         self._worker, self._exact = worker, exact
-        self._lines: dict[str, Line] = {}
+        self._scenario = scenario
+        slowed = any(fault.ends_seconds > fault.at_seconds for fault in scenario.faults)
+        self._late_seconds = SLOWED_SECONDS if slowed else NEWS_SECONDS
+        self.lines: dict[str, Line] = {}
+        world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         self._seams = world.seams(GATEWAY)
         self._faults = Faults(world, scenario, self._inside_of)
         self._verdict = Verdict(self._seams.clock, lambda _: ())
@@ -136,25 +116,35 @@ class _Cluster:
             eos_token_ids=config.eos_token_ids,
         )
         self._indices: list[int] = []
+        self._outages = Outages(holders_of(self._graph, config))
+        self._placed: dict[int, tuple[str, float]] = {}  # by request: its group, and since when an outage may end it
+        self._outage_seconds: dict[int, float] = {}  # by request that has ended
+        self._servers = Servers(world, self._graph, self, self._outages, self._seams.clock)
+        self._rules: list[asyncio.Task[None]] = []
+        self._progress, self._progress_seconds = 0, world.loop.time()
+        world.deaths.append(self._servers.on_death)
         world.loop.accounts.append(self.account)
-        world.loop.watch(self.check_pages)
+        world.loop.watch(self.look)
 
     # the run, from first to last
 
     async def work(self, tasks: asyncio.TaskGroup, lines: AsyncExitStack, requests: Sequence[SimulatedRequest]) -> None:
+        self._tasks, self._open_lines = tasks, lines
+        self._text, self._key = to_json(self._graph), self._world.new_key()
         for name in self._graph.process_names():
-            self._lines[name] = line = Line(self._world, self._verdict, name, self, self._worker, self._exact)
-            lines.push_async_callback(line.aclose)
-            tasks.create_task(line.follow(), name=f"line of {name}")
-        graph, key = to_json(self._graph), self._world.new_key()
-        for name, line in self._lines.items():
-            await line.tell(Start(name=name, incarnation=line.incarnation, graph=graph, key=key))
-        addresses = {name: (await line.listening).addresses for name, line in self._lines.items()}
-        incarnations = {name: line.incarnation for name, line in self._lines.items()}
-        for line in self._lines.values():
+            self.begin(name)
+        for line in self.lines.values():
+            await line.tell(self.start_of(line))
+        addresses = {name: (await line.listening).addresses for name, line in self.lines.items()}
+        incarnations = {name: line.incarnation for name, line in self.lines.items()}
+        for line in self.lines.values():
             await line.tell(Peers(addresses=addresses, incarnations=incarnations))
-        for line in self._lines.values():
+        for line in self.lines.values():
             await line.connected
+        for name in self._servers.mortal:
+            self._rules.append(tasks.create_task(self._servers.rule(name), name=f"lives of {name}"))
+        if MONITOR in self._servers.mortal:
+            self._rules.append(tasks.create_task(self._servers.beat(), name="beats of the launcher"))
         self._first_seconds = self._world.loop.time()
         self._faults.begin()
         await self._submit(tasks, requests)
@@ -169,19 +159,21 @@ class _Cluster:
 
     async def stop(self) -> None:
         """Whatever happened: end what has not ended, heal everything, and let every worker that lives end in order."""
+        for rule in self._rules:
+            rule.cancel()
         self._faults.heal()
         self._world.network.conditions = CALM
-        for line in self._lines.values():
+        for line in self.lines.values():
             await line.stop()
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                for line in self._lines.values():
+                for line in self.lines.values():
                     await line.ended.wait()
         except TimeoutError:
-            late = [name for name, line in self._lines.items() if not line.ended.is_set()]
+            late = [name for name, line in self.lines.items() if not line.ended.is_set()]
             account = self._world.loop.describe_waiting()
             raise InvariantError("I8", f"{', '.join(late)} did not end within {STOP_SECONDS} s of being told to:\n{account}") from None
-        for line in self._lines.values():
+        for line in self.lines.values():
             await line.aclose()
 
     def served(self) -> Served:
@@ -200,11 +192,27 @@ class _Cluster:
                 )
                 for log in logs
             ),
-            {name: line.statistics for name, line in self._lines.items()},
+            {name: line.statistics for name, line in self.lines.items() if name != MONITOR},
             None if failure is None else getattr(failure, "process", ""),
             None if failure is None else str(failure),
             None if failure is None else self._failed_seconds - self._first_seconds,
+            tuple(self._outage_seconds.get(index, 0.0) for index in self._indices),
         )
+
+    # lives
+
+    def begin(self, name: str) -> Line:
+        monitor = import_module(MONITORS).run_monitor if name == MONITOR else None
+        self.lines[name] = line = Line(self._world, self._verdict, name, self, monitor or self._worker, self._exact)
+        self._open_lines.push_async_callback(line.aclose)
+        self._tasks.create_task(line.follow(), name=f"line of {name}")
+        return line
+
+    def start_of(self, line: Line) -> Start:
+        return Start(name=line.name, incarnation=line.incarnation, graph=self._text, key=self._key)
+
+    def has_befallen(self, process: str) -> bool:
+        return self._faults.silenced(process)
 
     # what lines tell
 
@@ -217,10 +225,19 @@ class _Cluster:
         return [(decision.group, decision.cancel) for decision in decisions if isinstance(decision, SendCancel)]
 
     async def tell(self, name: str, control: Control) -> None:
-        await self._lines[name].tell(control)
+        await self.lines[name].tell(control)
 
     def explains(self) -> bool:
-        return any(line.ended.is_set() for line in self._lines.values())
+        return any(line.ended.is_set() for line in self.lines.values())
+
+    def outlives(self, line: Line) -> bool:
+        return line.name in self._servers.mortal and not line.told_to_stop
+
+    def on_word(self, line: Line, word: Control) -> None:
+        self._servers.on_word(line, word)
+
+    def on_link_lost(self, line: Line, lost: LinkLost) -> bool:
+        return self._servers.on_link_lost(line, lost)
 
     # what is looked at
 
@@ -228,21 +245,33 @@ class _Cluster:
         """Who waits for what."""
         logs = [self._gateway.log(index) for index in self._indices]
         lines = [f"gateway: {log.id} at {log.group} has {log.token_ids} of {log.max_tokens}" for log in logs if log.end is None]
+        lines += self._servers.account()
         return lines + [text for inside in self._insides() for text in inside.waiting()]
 
-    def check_pages(self) -> None:
+    def look(self) -> None:
+        """While it runs."""
         for inside in self._insides():
             if inside.late_firings:
                 raise InvariantError("I2", inside.late_firings[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
+        self._servers.look(self._insides())
+        self._look_for_progress()
+
+    def _look_for_progress(self) -> None:
+        now = self._world.loop.time()
+        progress = sum(inside.num_firings for inside in self._insides()) + self._servers.counts.total()
+        if progress != self._progress or now < self._first_seconds + self._scenario.ends_seconds:
+            self._progress, self._progress_seconds = progress, now
+        elif now > self._progress_seconds + STUCK_SECONDS and self._submitted and self._gateway.num_unfinished:
+            raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but beats:\n{self._world.loop.describe_waiting()}")
 
     def _inside_of(self, name: str) -> Inside | None:
-        line = self._lines.get(name)
+        line = self.lines.get(name)
         return None if line is None or line.ended.is_set() else line.inside
 
     def _insides(self) -> list[Inside]:
-        return [line.inside for line in self._lines.values() if line.inside is not None and not line.ended.is_set()]
+        return [line.inside for line in self.lines.values() if line.inside is not None and not line.ended.is_set()]
 
     # inside
 
@@ -253,6 +282,7 @@ class _Cluster:
             placed = self._gateway.admit(request.prompt_token_ids, request.parameters)
             if isinstance(placed, Placed):
                 self._indices.append(placed.index)
+                self._placed[placed.index] = placed.group, self._world.loop.time() - self._late_seconds
                 await self.tell(placed.group, Submit(placed.request))
                 if request.cancel_seconds is not None:
                     tasks.create_task(self._cancel_later(placed.index, request.cancel_seconds), name=f"client of request {placed.index}")
@@ -269,14 +299,21 @@ class _Cluster:
         self._look_for_the_end()
 
     async def _quieten(self) -> None:
-        """Heal everything, let what is on its way arrive, and look at what is left."""
+        """Heal everything, let what is on its way arrive and who is to live again begin, and look at what is left."""
         self._faults.heal()
         self._world.network.conditions = CALM
+        healed = self._world.loop.time()
         await self._seams.clock.sleep(QUIET_SECONDS)
+        while not self._servers.settled and not self._verdict.any_accused:
+            if self._world.loop.time() > healed + SETTLE_SECONDS:
+                raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(self._servers.account())}")
+            await self._seams.clock.sleep(QUIET_SECONDS)
         if self._verdict.any_accused:
             await asyncio.get_running_loop().create_future()  # the verdict is on its way
         insides = self._insides()
-        self.check_pages()
+        self.look()
+        self._servers.check_in_use(insides)
+        self._world.num_faults.update(self._servers.counts)
         for inside in insides:
             self._world.num_faults.update(inside.branches())
         if left := [text for inside in insides for text in inside.leftovers()]:
@@ -285,5 +322,9 @@ class _Cluster:
             raise InvariantError("I4", "; ".join(wrong))
 
     def _look_for_the_end(self) -> None:
+        now = self._world.loop.time()
+        for index, (group, since) in self._placed.items():
+            if index not in self._outage_seconds and self._gateway.log(index).end is not None:
+                self._outage_seconds[index] = self._outages.longest(group, since, now)
         if self._submitted and not self._gateway.num_unfinished:
             self._all_ended.set()

@@ -48,6 +48,7 @@ class Faults:
         self._scenario = scenario
         self._parks: Counter[str] = Counter()
         self._ends: dict[int, _End] = {}  # of faults that have begun, by their number
+        self._begun: list[AnyFault] = []
         self._over = False
         for fault in scenario.faults:
             if isinstance(fault, TinyQueues):
@@ -55,6 +56,11 @@ class Faults:
                 world.num_faults[fault.kind] += 1
             elif isinstance(fault, Crash | Slow | Hang | Skew) and fault.process == GATEWAY:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
+
+    def silenced(self, process: str) -> bool:
+        """Whether one has begun after which others may take the process for dead: it stood still, its word to the launcher was late or
+        connections of it were lost."""
+        return any(process in fault.processes and _silences(fault) for fault in self._begun)
 
     def begin(self) -> None:
         loop = self._world.loop
@@ -69,6 +75,7 @@ class Faults:
     def _begin(self, number: int, fault: AnyFault) -> None:
         if self._over:
             return
+        self._begun.append(fault)
         end = self._befall(fault)
         if end is not None:
             self._ends[number] = end
@@ -171,3 +178,7 @@ class Faults:
             return OUTSIDE
         process = self._world.processes.get(name)
         return name if process is None else process.node
+
+
+def _silences(fault: AnyFault) -> bool:
+    return isinstance(fault, Pause | Stall | Hang | Reset) or (isinstance(fault, Cut | SlowLink) and GATEWAY in fault.between)

@@ -2,7 +2,7 @@
 
 Here: Inside, the only code outside those rooms that reads their private parts, so that a change there has one place to mend here. Not
 here: what is right (invariants.py). It changes nothing, but for the model that a worker computes with, before it loads, and for
-roll-backs, which the engine and the runner can do and nobody asks for yet.
+roll-backs at any time, which outside follow only from lost experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import Counter
 from importlib import import_module
 from typing import Any
 
-EXACT_MODEL = "flowrt.workers.exact_nodes"  # brings torch, so it is imported when it is used
+EXACT_MODEL = "flowrt.workers.exact_nodes"  # these bring torch, so they are imported when they are used
+DISPATCH, FAILOVER = "flowrt.exchange.dispatch", "flowrt.exchange.failover"
 
 
 class Inside:
@@ -20,20 +21,44 @@ class Inside:
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
         self._worker = worker
+        self._left_during: float | None = None  # since when the call computes in which the group began its epoch
         self.late_firings: list[str] = []
 
     def use_exact_model(self) -> None:
         """Numbers instead of weights. To be called before the worker loads."""
         worker = self._worker
-        build = import_module(EXACT_MODEL).build_exact_nodes
-        worker._load = lambda: {node: self._checked(function) for node, function in build(worker._graph, self.name).items()}
+        build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
+
+        def load() -> dict[str, Any]:
+            functions = build(worker._graph, self.name, worker._seams.clock.now)
+            for node, function in functions.items():
+                if isinstance(function, dispatch):
+                    worker._failover = import_module(FAILOVER).Failover(worker._graph, node, function.client)
+            checked = {node: self._checked(function) for node, function in functions.items()}
+            return checked if worker._emulated is None else dict(worker._emulated.charged(checked))
+
+        worker._load = load
+
+    def watch_epochs(self) -> None:
+        """From when the worker has its engine."""
+        if (engine := self._engine) is not None and "roll_back" not in vars(engine):
+            roll_back, worker = engine.roll_back, self._worker
+
+            def noted() -> Any:
+                running = worker._compute.running
+                self._left_during = None if running is None else running.since_seconds
+                return roll_back()
+
+            engine.roll_back = noted
 
     def _checked(self, function: Any) -> Any:
-        """I2: a group computes nothing of an epoch that it has left."""
+        """I2: a group computes nothing of an epoch that it has left, but for what was being computed then."""
 
         def run(firings: Any) -> Any:
-            engine = self._engine
-            if engine is not None and (old := [firing for firing in firings if firing.tag.epoch < engine.epoch]):
+            self.watch_epochs()
+            engine, running = self._engine, self._worker._compute.running
+            old = [] if engine is None else [firing for firing in firings if firing.tag.epoch < engine.epoch]
+            if old and (running is None or running.since_seconds != self._left_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
             return function(firings)
 
@@ -45,6 +70,32 @@ class Inside:
         return None if group is None else group._engine
 
     @property
+    def num_firings(self) -> int:
+        runner = self._worker._runner
+        return 0 if runner is None else int(runner.statistics.num_firings)
+
+    # expert servers, as an attention worker sees them
+
+    @property
+    def servers(self) -> list[str]:
+        """The processes that it asks."""
+        failover = self._worker._failover
+        return [] if failover is None else sorted(failover.processes)
+
+    def holds_for_dead(self, server: str, incarnation: str) -> bool:
+        survival = self._worker._survival
+        return survival is not None and (server, incarnation) in survival._over
+
+    def asks(self, server: str, incarnation: str) -> bool:
+        """Whether this life of it gets its share of the parts."""
+        failover, links = self._worker._failover, self._worker._links
+        if failover is None or links is None or self.holds_for_dead(server, incarnation):
+            return False
+        numbers = failover._servers[server]
+        peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
+        return peers == {incarnation} and not any(number in failover._client._lost for number in numbers)
+
+    @property
     def has_engine(self) -> bool:
         return self._engine is not None
 
@@ -53,10 +104,7 @@ class Inside:
         worker = self._worker
         if worker._compute.running is not None:
             return False
-        group, engine = worker._group, self._engine
-        decisions = engine.roll_back()
-        worker._runner.roll_back(group._source, engine.epoch)
-        group._carry_out(decisions)
+        worker._group.roll_back()
         return True
 
     def waiting(self) -> list[str]:
@@ -104,6 +152,9 @@ class Inside:
             found["preempted"] = engine.statistics().num_preemptions
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
+        if (failover := self._worker._failover) is not None:
+            found["part asked again"] = failover.num_again
+            found["part asked twice"] = failover._client.steering.num_hedged
         if links is not None:
             found["channel was full"] = sum(link.statistics().sends_waited for link in links.values())
             found["repeated message dropped"] = sum(link.statistics().messages_dropped for link in links.values())
@@ -124,6 +175,8 @@ class Inside:
             if len(runner._table):
                 left.append(f"runner: {len(runner._table)} rows or held firings")
             left += [f"runner: {len(firings)} firings of {node} never fired" for node, firings in runner._ready.items()]
+        if worker._failover is not None:
+            left += [f"parts of {tag}" for tag in worker._failover._client.tags]
         if worker._links is not None:
             left += [f"outbox to {link.peer.name}: {len(link._outbox)} messages" for link in worker._links.values() if len(link._outbox)]
         if worker._compute.running is not None:

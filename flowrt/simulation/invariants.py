@@ -12,22 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrt.graph.model import Graph
-from flowrt.reliability.scenario import AnyFault, Scenario
-from flowrt.simulation.cluster import Served, SimulatedRequest
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.reliability.roles import may_die
+from flowrt.reliability.scenario import AnyFault, Scenario, Skew
 from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.served import Served, SimulatedRequest
 
 # (kind of fault, role of a process it befalls) that a run outlives with all its tokens, although it does not heal by itself. Whoever
-# builds a recovery adds its line here, and every drawn and written scenario asks for it from then on.
-SURVIVED: frozenset[tuple[str, str]] = frozenset()
+# builds a recovery adds its line here, and every drawn and written scenario asks for it from then on. A lost connection is outlived when
+# either of its ends is.
+SURVIVED: frozenset[tuple[str, str]] = frozenset({("crash", "experts"), ("reset", "experts"), ("crash", "monitor"), ("reset", "monitor")})
+
+LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
+LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
 
 def role_of(graph: Graph, process: str) -> str:
-    """ "attention" or "experts" for a worker of a model graph, "gateway" otherwise."""
-    operators = {node.operator for node in graph.nodes_of(process)}
-    return "attention" if "attention" in operators else "experts" if "experts" in operators else "gateway"
+    """ "experts" for an expert server that may die, "attention" for any other worker of a model graph, "monitor" or "gateway"."""
+    if process in may_die(graph):
+        return "experts"
+    return process if process in (GATEWAY, MONITOR) else "attention"
 
 
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
@@ -36,12 +42,13 @@ def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
 
 
 def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
-    return not fault.heals and not all((fault.kind, role_of(graph, name)) in SURVIVED for name in fault.processes)
+    return not fault.heals and not any((fault.kind, role_of(graph, name)) in SURVIVED for name in fault.processes)
 
 
 def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest], served: Served, references: Sequence[Reference]) -> None:
     """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names who
-    failed, in time, with all requests ended and all tokens given till then right."""
+    failed, in time, with all requests ended and all tokens given till then right. A request may end with an error alone only when an
+    expert had no copy for as long as the graph says."""
     if served.failure is not None:
         culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
         if served.failed not in culprits:
@@ -56,10 +63,19 @@ def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest]
             raise InvariantError("I5", f"request {index} ended {served.num_ends[index]} times")
         reason = served.finish_reasons[index]
         broken_off = reason == "cancelled" and request.cancel_seconds is not None
-        broken_off = broken_off or (reason == "error" and served.failure is not None and bool(served.errors[index]))
+        told = served.errors[index] or ""
+        broken_off = broken_off or (reason == "error" and served.failure is not None and bool(told))
+        broken_off = broken_off or (reason == "error" and LOST_TEXT in told and _lost_long_enough(graph, scenario, served, index))
         if not broken_off and reason not in ("length", "stop"):
             raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {served.errors[index]}")
         _check_tokens(index, choices, served.indexes[index], reference, whole=not broken_off)
+
+
+def _lost_long_enough(graph: Graph, scenario: Scenario, served: Served, index: int) -> bool:
+    """Whether an expert had no copy for so long that the request may have ended for it; by a clock that may have run too fast."""
+    fastest = max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
+    lost_seconds = fastest * (served.outage_seconds[index] + LOOKED_SECONDS)
+    return scenario.expect != "tokens" and lost_seconds >= graph.reliability.lost_expert_seconds
 
 
 def _check_tokens(index: int, choices: Reference, told: Sequence[Sequence[int]], reference: Reference, whole: bool) -> None:

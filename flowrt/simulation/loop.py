@@ -22,8 +22,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
@@ -67,6 +68,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._watchers: list[Callable[[], None]] = []
         self._num_jumps = 0
         self.accounts: list[Callable[[], list[str]]] = []  # who waits for what, for the text of a deadlock or livelock
+        self._from_thread: list[VirtualHandle] | None = None  # what a call that passes for another thread's has handed over
 
     # what callers of a run ask
 
@@ -104,6 +106,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Not for a dead node. Idempotent."""
         if node not in self._dead and node in self._parked:
             self._revive(node)
+
+    def is_parked(self, node: str) -> bool:
+        return node in self._parked
 
     def kill(self, node: str) -> None:
         """A power cut: nothing of `node` runs ever again, no `finally`, no cancellation. Its tasks are kept, so that no destructor runs
@@ -148,7 +153,27 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise ForeignThreadError(
                 f"{name_of(callback)} from thread {threading.current_thread().name}: nothing orders it against the seed"
             )
-        return self.call_soon(callback, *args, context=context)
+        if self._from_thread is None:
+            return self.call_soon(callback, *args, context=context)
+        context = copy_context() if context is None else context
+        handle = VirtualHandle(self._now, context.get(current_node, OUTSIDE), callback, args, context)
+        self._from_thread.append(handle)
+        return handle
+
+    @contextmanager
+    def on_a_thread(self) -> Iterator[list[VirtualHandle]]:
+        """What is called within passes for another thread's: what it hands to the loop is kept in the list given, for `hand_over`."""
+        given: list[VirtualHandle] = []
+        self._from_thread = given
+        try:
+            yield given
+        finally:
+            self._from_thread = None
+
+    def hand_over(self, handle: VirtualHandle) -> None:
+        """Now the loop hears of it."""
+        if not handle.cancelled():
+            self._make_ready(handle)
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None

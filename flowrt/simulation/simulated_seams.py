@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from flowrt.seams import Running
+from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running
 from flowrt.simulation.loop import VirtualLoop
+from flowrt.simulation.waitables import VirtualHandle
 
 T = TypeVar("T")
 
@@ -20,11 +21,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ComputeCost:
     """Virtual seconds a call takes, drawn between these. After each call one label in `short_one_in` passes for short: its next call
-    takes no time and gives way to nobody. 0: none ever does."""
+    takes no time and gives way to nobody. One worker in `beside_one_in` computes beside its loop: what a call of it gives before its
+    end comes to the loop meanwhile, at times drawn. 0: none ever does."""
 
     least_seconds: float = 50e-6
     most_seconds: float = 2e-3
     short_one_in: int = 3
+    beside_one_in: int = 2
 
 
 class SimulatedClock:
@@ -46,50 +49,63 @@ class SimulatedClock:
 
 
 class SimulatedCompute:
-    """Makes the call on the loop, and lets virtual time pass before or after it: nothing says when a thread looks at its input.
+    """Makes the call on the loop, and lets virtual time pass before and after it: nothing says when a thread looks at its input. What
+    the call hands to the loop comes there while the time after it passes.
 
     The time passes on a node of its own, `thread_of` the process's: a blocked loop does not stop its thread, nor a hung thread its
     loop. The largest of `slow_factors` multiplies what calls take from now on.
     """
 
-    def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeCost) -> None:
+    def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeCost, clock: SimulatedClock) -> None:
         self._loop = loop
+        self._clock = clock
         self._thread = thread_of(node)
+        self.beside_loop = cost.beside_one_in > 0 and chance.randrange(cost.beside_one_in) == 0
         self.slow_factors: list[float] = []
         self._random = chance
         self._cost = cost
         self._running: Running | None = None
+        self._computed_seconds = 0.0
         self._closed = False
         self._short: dict[str, bool] = {}  # label -> whether its next call passes for short
 
     @property
     def running(self) -> Running | None:
-        return self._running
+        """Its processor time goes on, seen from one look to the next, unless its thread stands still."""
+        running = self._running
+        if running is None or running.bound_seconds != BOUND_SECONDS:
+            return running
+        if not self._loop.is_parked(self._thread):
+            self._computed_seconds = self._clock.now()
+        return replace(running, computed_seconds=self._computed_seconds, still_seconds=STILL_SECONDS)
 
     def is_short(self, label: str) -> bool:
         return self._running is None and self._short.get(label, False)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        self._begin(label, 60.0)
+        self._begin(label, BOUND_SECONDS)
         try:
             return call()
         finally:
             self._end(label)
 
-    async def run(self, label: str, call: Callable[[], T], bound_seconds: float = 60.0) -> T:
+    async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         short = self.is_short(label)
-        self._begin(label, bound_seconds)
+        self._begin(label, BOUND_SECONDS if bound_seconds is None else bound_seconds)
         try:
             if short:
                 return call()
             seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
-            late = self._random.random() < 0.5
-            if late:
-                await self._pass(seconds)
-            result = call()
-            if not late:
-                await self._pass(seconds)
-            return result
+            before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
+            if before:
+                await self._pass(before, [])
+            given: list[VirtualHandle] = []
+            try:
+                with self._loop.on_a_thread() as given:
+                    return call()
+            finally:
+                if given or before < seconds:
+                    await self._pass(seconds - before, given)
         finally:
             self._end(label)
 
@@ -98,7 +114,7 @@ class SimulatedCompute:
             raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
         if self._closed:
             raise RuntimeError(f"{label} after the end of this worker's computing")
-        self._running = Running(label, self._loop.time(), bound_seconds)
+        self._running = Running(label, self._clock.now(), bound_seconds)
 
     def _end(self, label: str) -> None:
         self._running = None
@@ -108,9 +124,14 @@ class SimulatedCompute:
     async def aclose(self) -> None:
         self._closed = True
 
-    async def _pass(self, seconds: float) -> None:
-        done: asyncio.Future[None] = self._loop.create_future()
-        timer = self._loop.call_at_node(self._loop.time() + seconds, self._thread, _set, done)
+    async def _pass(self, seconds: float, given: Sequence[VirtualHandle]) -> None:
+        """Let time pass on the thread; on the way, at times drawn and in order, what it has given comes to the loop."""
+        loop, now = self._loop, self._loop.time()
+        done: asyncio.Future[None] = loop.create_future()
+        moments = sorted(seconds * self._random.random() for _ in given)
+        for moment, handle in zip(moments, given, strict=True):
+            loop.call_at_node(now + moment, self._thread, loop.hand_over, handle)
+        timer = loop.call_at_node(now + seconds, self._thread, _set, done)
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:

@@ -23,6 +23,7 @@ from flowrt.simulation.simulated_seams import ComputeCost, SimulatedClock, Simul
 from flowrt.simulation.transport import SimulatedNetwork
 from flowrt.simulation.waitables import OUTSIDE, current_node
 from flowrt.simulation.weather import NetworkConditions
+from flowrt.timer import LoopTimer
 
 T = TypeVar("T")
 
@@ -50,7 +51,9 @@ class World:
         self.loop = loop
         loop.tick_seconds = conditions.tick_seconds
         self.network = SimulatedNetwork(loop, seed, conditions)
+        self.one_clock = False  # all processes are on one machine, whose clock they share; to be said before they start
         self.processes: dict[str, Process] = {}  # the latest life of each name
+        self.deaths: list[Callable[[Process], None]] = []  # called in the moment of a `kill`, which nobody in the world hears of yet
         self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
         self._cost = cost
         self._num_incarnations = 0
@@ -60,11 +63,12 @@ class World:
     def seams(self, node: str) -> Seams:
         """The seams for one process of the run."""
         chance = random.Random(f"node {node} {self.seed}")
-        clock = SimulatedClock(self.loop, chance.uniform(0.0, 1000.0))
+        offset = chance.uniform(0.0, 1000.0)
+        clock = SimulatedClock(self.loop, 0.0 if self.one_clock else offset)
         process = next((each for each in self.processes.values() if each.node == node), None)
 
         def new_compute(name: str) -> SimulatedCompute:
-            compute = SimulatedCompute(self.loop, node, random.Random(f"compute {name} {node} {self.seed}"), self._cost)
+            compute = SimulatedCompute(self.loop, node, random.Random(f"compute {name} {node} {self.seed}"), self._cost, clock)
             if process is not None:
                 process.compute = compute
             return compute
@@ -77,6 +81,7 @@ class World:
             new_seed=lambda: chance.getrandbits(63),
             new_compute=new_compute,
             transport=self.network.transport,
+            new_timer=LoopTimer,
             resident_bytes=lambda: 0,
             random=chance,
         )
@@ -90,6 +95,10 @@ class World:
     def new_incarnation(self) -> str:
         self._num_incarnations += 1
         return f"{self._num_incarnations:04x}"
+
+    def random_of(self, what: str) -> random.Random:
+        """A chooser of its own, so that what one part of a run draws changes nothing of the others'."""
+        return random.Random(f"{what} {self.seed}")
 
     def new_key(self) -> bytes:
         """The key of a run: as good as any, here."""
@@ -125,6 +134,8 @@ class World:
         for node in process.nodes:
             self.loop.kill(node)
         self.network.lose(process.node)
+        for hear in self.deaths:
+            hear(process)
         self._tell_exit(process, OUTSIDE, "was killed by signal 9")
         return True
 

@@ -1,6 +1,6 @@
 """The planted bugs: what could be wrong with mechanisms that exist today, one at a time. See planting.py and plant.py.
 
-Mechanisms to come (failover, map versions, hand-over) bring their bugs with them.
+Mechanisms to come (hand-over, balance) bring their bugs with them.
 """
 
 # ruff: noqa: E501  (code within strings)
@@ -14,7 +14,12 @@ PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
 REGION = "flowrt.dataflow.region"
 MAILBOX = "flowrt.actors.mailbox"
+LINK = "flowrt.actors.link"
 LINKS = "flowrt.actors.links"
+LIVES = "flowrt.actors.lives"
+BEATS = "flowrt.actors.beats"
+DEPARTURES = "flowrt.dataflow.departures"
+CREDITS = "flowrt.dataflow.credits"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
 PAGES = "flowrt.engine.page_allocator"
@@ -24,6 +29,11 @@ GROUP = "flowrt.workers.group"
 PROCESS = "flowrt.workers.process"
 SERVICE = "flowrt.exchange.expert_service"
 DISPATCH = "flowrt.exchange.dispatch"
+CLIENT = "flowrt.exchange.expert_client"
+FAILOVER = "flowrt.exchange.failover"
+SURVIVAL = "flowrt.workers.survival"
+DETECTOR = "flowrt.reliability.detector"
+MONITOR = "flowrt.workers.monitor"
 CUT = "operators.dispatch"
 COMBINE = "operators.combine"
 GATEWAY = "flowrt.cluster.gateway"
@@ -68,23 +78,28 @@ BUGS: tuple[Bug, ...] = (
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
         CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
-        CUT, "cut", "for server, count in enumerate(torch.bincount(server_P, minlength=copies.num_servers).tolist()):",
-        "for server, count in enumerate(torch.bincount(server_P, minlength=copies.num_servers).tolist()):\n        count -= count > 6")),
+        CUT, "_by_server", "(on_host_P == server + NOWHERE).nonzero()[0]",
+        "(on_host_P == server + NOWHERE).nonzero()[0]\n        chosen = pairs = chosen[:len(chosen) - (len(chosen) > 6)]")),
     # credits and epochs in the runner
     bug("credit-lost", "an answer does not bring its request's credit back", (
-        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "pass")),
+        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "pass")),
     bug("credit-doubled", "an answer brings two credits back", (
-        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "self._release(edge.answers, 2)")),
+        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "self._departures.release(edge.answers, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
-        RUNNER, "Runner._emit", "window.free -= 1", "window.free -= 0")),
+        DEPARTURES, "Departures.take", "window.free -= 1", "window.free -= 0")),
     bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
         RUNNER, "Runner._consumed", "if answered and (edge_id, firing.tag) in answered:", "if False:")),
     bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._release(edge.answers, 1)", "self._is_stale(tag) or self._release(edge.answers, 1)")),
+        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "self._is_stale(tag) or self._departures.release(edge.answers, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are taken", (
         RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
+    bug("leaves-before-its-plan", "what leaves early goes without what was given before it, as the plan that counts its answers", (
+        REGION, "Region.run", "if output.edge.answers is None]", "if output.edge.id in self._crossing]"), (
+        REGION, "Region.run", "if output.edge.answers is not None]", "if output.edge.id not in self._crossing]")),
+    bug("leaves-twice", "what left early leaves again at the end", (
+        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.answers is not None]", "pass")),
     # waking up
     bug("missed-wakeup-of-mint", "minting does not wake the runner", (
         RUNNER, "Runner.mint", "self._wake()", "pass")),
@@ -102,9 +117,9 @@ BUGS: tuple[Bug, ...] = (
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
     bug("outbox-lost", "a message that found the channel full is forgotten", (
-        LINKS, "Link.post", "self._outbox.post(message)", "pass")),
+        LINK, "Link.post", "self._outbox.post(message)", "pass")),
     bug("unpaused", "messages taken in one go are not settled", (
-        LINKS, "Link._read", "on_pause()", "pass")),
+        LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-untold", "a worker keeps a lost peer to itself", (
         PROCESS, "Worker._run_links", "self._send(LinkLost(lost.peer, lost.reason))", "pass")),
     bug("repeats-taken", "a message that arrives twice is taken twice", (
@@ -115,6 +130,87 @@ BUGS: tuple[Bug, ...] = (
         WINDOW, "SendWindow.update", "self.taken_messages = taken_messages", "pass")),
     bug("stop-unheard", "a worker told to stop before it has nothing to do goes on", (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
+    # servers that die and come back
+    bug("parts-not-cut-anew", "parts of a dead server are not asked of others", (
+        FAILOVER, "Failover.lost", "self._ask_again(frozenset(servers))", "pass")),
+    bug("map-keeps-the-dead", "a dead server stays in its client's map", (
+        FAILOVER, "Failover.lost", "self._client.lose(server)", "pass")),
+    bug("map-never-regains", "a server that is back stays out of the map", (
+        FAILOVER, "Failover.joined", "self._client.regain(server)", "pass")),
+    bug("edges-stay-open", "edges to a dead server are not closed: what is sent there is swallowed", (
+        FAILOVER, "Failover.lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
+    bug("edges-stay-closed", "edges to a server that is back are not opened", (
+        FAILOVER, "Failover.joined", "self._runner.open_edges(self._edges.get(process, []))", "pass")),
+    bug("unsent-forgotten", "a part cut for a server that died before it was sent is forgotten", (
+        FAILOVER, "Failover.on_unsent", "self._again(output.tag, part)", "pass")),
+    bug("parked-forgotten", "parts that wait for an expert are not asked when it is back", (
+        FAILOVER, "Failover.joined", "self._ask_again(frozenset({NOWHERE}))", "pass"), (
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+    bug("parked-while-cut", "parts cut by the map of before, while the server came back, wait for ever", (
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+    bug("window-not-renewed", "a new life begins with the credits that the old one left", (
+        CREDITS, "Window.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
+    bug("pending-survives", "what waited for a credit of a dead server waits for its next life", (
+        CREDITS, "Window.renew", "self.pending: deque[Output] = deque()", "self.pending = getattr(self, 'pending', None) or deque()")),
+    bug("superseded-twice", "a part and the parts in its place are both added up", (
+        PARTS, "Cover._values_of", "return [self._arrived[part]]",
+        "return [self._arrived[part], *(self._arrived[new] for new in self._replaced_by.get(part, ()) if new in self._arrived)]")),
+    bug("half-a-cover", "one of the parts in the place of another counts for all of them", (
+        PARTS, "Cover._values_of", "if values is None:\n            return None\n        chosen.extend(values)", "chosen.extend(values or ())"), (
+        PARTS, "Cover._values_of", "return chosen", "return chosen or None")),
+    bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
+        DISPATCH, "Combine._add", "if numbers != list(range(len(where))):", "if numbers != list(range(len(where))) and len(numbers) != len(where):")),
+    bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
+        CUT, "cut_again", "_by_server(server_P, part.pair_P, part.expert_P", "_by_server(server_P, None, part.expert_P")),
+    bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
+        CUT, "_by_server", "weight_P.index_select(0, chosen_P)", "weight_P[:len(chosen_P)]")),
+    bug("map-version-stands", "the map of a server that is back has the version of before", (
+        CLIENT, "ExpertClient.regain", "version = self._map.version + 1", "version = self._map.version")),
+    bug("others-regained", "with one server back, others that are down are in the map again", (
+        CLIENT, "ExpertClient.regain", "left = left.without(lost)", "left = left")),
+    bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (
+        CLIENT, "Tables.of", "or servers for servers in copies", "for servers in copies")),
+    bug("hedge-to-nowhere", "a late part is asked of others although they do not hold all that it needs", (
+        CLIENT, "ExpertClient.hedge", "(others.servers_EB[part.expert_P, 0] == NOWHERE).any() or not self.steering.spend()", "not self.steering.spend()"), (
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+    bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
+        FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
+    bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (
+        CLIENT, "ExpertClient.ask", "if tag.epoch >= self._epochs.get(tag.source, 0):", "if True:")),
+    bug("asked-before-linked", "a new life is asked before its link is up", (
+        SURVIVAL, "Survival._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._failover.joined(joined.process)",
+        "if self._failover is not None:\n        self._failover.joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
+    bug("left-unheard", "a worker that is told of a death drops the link and keeps the server", (
+        SURVIVAL, "Survival.on_control", "self._end(control.process, control.incarnation)", "pass")),
+    bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (
+        SURVIVAL, "Survival.on_lost", "self._end(peer.name, peer.incarnation)", "self._over.add((peer.name, peer.incarnation))")),
+    bug("never-refused", "requests that need a lost expert wait for ever", (
+        SURVIVAL, "Survival._watch", "now - self._lost_since >= self._lost_expert_seconds", "False")),
+    bug("refused-at-once", "requests end as soon as an expert is lost", (
+        SURVIVAL, "Survival._watch", "now - self._lost_since >= self._lost_expert_seconds", "True")),
+    bug("refused-for-ever", "requests are refused although the expert is back", (
+        GROUP, "Group.accept", "self._refusal = None", "pass")),
+    bug("lost-time-adds-up", "the time without an expert is not counted anew when it is lost again", (
+        SURVIVAL, "Survival._end", "was_whole and (self._failover.refusal() is not None)", "(self._failover.refusal() is not None) and (not self._watching)")),
+    bug("refused-and-running", "requests that end for a lost expert keep their steps", (
+        GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
+    bug("old-life-read", "messages of a life that is over are read on", (
+        LINKS, "Links._end", "reader.cancel()", "pass"), (
+        LINKS, "Links._end", "link.end()", "pass")),
+    bug("any-life-will-do", "the address of a new life is taken for that life, whoever answers", (
+        LIVES, "Lives.end", "self._current.get(life.name) != life.incarnation", "life.name not in self._current")),
+    # beats and the monitor
+    bug("beats-of-the-dead", "beats of an old life count for the new one", (
+        DETECTOR, "Detector.beat", "incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence", "life.state is State.DEAD")),
+    bug("own-lag-unseen", "a monitor that stood still takes all others for silent", (
+        DETECTOR, "Detector._note_lag", "if lag_seconds <= LAG_SECONDS:\n        return", "return")),
+    bug("path-unseen", "silence of the launcher is taken for the workers'", (
+        DETECTOR, "Detector._silence", "(now if self._path_at is None else self._path_at) - life.heard_at", "now - life.heard_at"), (
+        DETECTOR, "Detector._judge", "silence > dead_seconds and trusted", "silence > dead_seconds")),
+    bug("new-life-silent", "a new life is judged by when the old one was heard last", (
+        DETECTOR, "Detector._begin", "Life(incarnation, now)", "Life(incarnation, before.heard_at if before is not None else now)")),
+    bug("busy-is-hung", "an operation that takes long is taken for one that hangs", (
+        BEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
         ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",

@@ -1,0 +1,85 @@
+"""When an expert had no copy that a group could ask. Pure: ends and beginnings of servers in, stretches of time out.
+
+Here: Outages, `holders_of`. Not here: what follows from an outage (invariants.py), who tells of ends and beginnings (servers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from flowrt.graph.model import Graph
+from flowrt.graph.placement import expert_map_of
+from operators.model_config import ModelConfig
+
+Stretch = tuple[float, float]
+Holders = frozenset[frozenset[str]]  # the sets of processes each of which holds a copy of one and the same expert
+
+
+def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
+    """By group: for every expert of every layer the processes that it may be asked of. Those that need nobody else are left out."""
+    found: dict[str, Holders] = {}
+    for node in graph.nodes.values():
+        if node.operator != "dispatch":
+            continue
+        ports = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges if edge.source == node.name}
+        expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
+        tables = [expert_map.table(layer) for layer in config.moe_layers]
+        holders = {frozenset(ports[f"server{server}"] for server in servers) for table in tables for servers in table if servers}
+        found[node.process] = frozenset(each for each in holders if node.process not in each)
+    return found
+
+
+class Outages:
+    """`down` and `up` in the order of their times. A server that is down, or up, already may be said to be so again."""
+
+    def __init__(self, holders: Mapping[str, Holders]) -> None:
+        self._holders = holders
+        self._down: dict[tuple[str, str], list[Stretch]] = {}  # (group, server) -> over and done
+        self._since: dict[tuple[str, str], float] = {}
+
+    def down(self, server: str, now: float, by: str | None = None) -> None:
+        """From now on its life cannot be asked, by the group `by` or by anybody."""
+        for group in self._holders if by is None else (by,):
+            self._since.setdefault((group, server), now)
+
+    def is_down(self, group: str, server: str) -> bool:
+        return (group, server) in self._since
+
+    def up(self, group: str, server: str, now: float) -> None:
+        """The group can ask it, in a new life."""
+        since = self._since.pop((group, server), None)
+        if since is not None:
+            self._down.setdefault((group, server), []).append((since, now))
+
+    def stretches(self, group: str, now: float) -> list[Stretch]:
+        """Until now, the times at which all holders of an expert were down, of one expert or another."""
+        found: list[Stretch] = []
+        for holders in self._holders.get(group, ()):
+            common: list[Stretch] = [(float("-inf"), float("inf"))]
+            for server in holders:
+                own = list(self._down.get((group, server), ()))
+                if (since := self._since.get((group, server))) is not None:
+                    own.append((since, now))
+                common = _common(common, own)
+            found += common
+        return _merged(found)
+
+    def longest(self, group: str, since: float, now: float) -> float:
+        """Of those that were not over by `since`."""
+        return max((end - begin for begin, end in self.stretches(group, now) if end >= since), default=0.0)
+
+
+def _merged(stretches: Iterable[Stretch]) -> list[Stretch]:
+    merged: list[Stretch] = []
+    for begin, end in sorted(stretches):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _common(ones: Iterable[Stretch], others: Iterable[Stretch]) -> list[Stretch]:
+    others = list(others)
+    both = [(max(one[0], other[0]), min(one[1], other[1])) for one in ones for other in others]
+    return [(begin, end) for begin, end in both if begin < end]

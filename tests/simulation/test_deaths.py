@@ -1,0 +1,140 @@
+"""Expert servers that die in virtual time: every token is right while a copy is left, and they are used again when they are back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowrt.cluster.gateway import Parameters
+from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
+from flowrt.simulation.cases import draw, reference_of
+from flowrt.simulation.cluster import serve
+from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.invariants import check, may_fail
+from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.world import Outcome, run
+from operators.model_config import read_model_config
+
+GRAPHS = Path(__file__).resolve().parent / "graphs"
+SEEDS = range(4)
+
+
+def load(name: str, **settings: object) -> Graph:
+    graph = load_graph(GRAPHS / name, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
+    return replace(graph, reliability=replace(graph.reliability, **{"detector": False, **settings}))
+
+
+def requests(count: int, apart: float = 0.1) -> list[SimulatedRequest]:
+    parameters = Parameters(max_tokens=6, ignore_eos=True)
+    return [SimulatedRequest((5 + number, 6, 7, 8), parameters, after_seconds=apart) for number in range(count)]
+
+
+def serve_under(seed: int, graph: Graph, asked: list[SimulatedRequest], *faults: AnyFault, expect: str | None = None) -> Outcome[Served]:
+    scenario = Scenario(faults=faults, expect=expect)
+    outcome = run(seed, lambda world: serve(world, graph, asked, scenario=scenario, exact=True))
+    check(graph, scenario, asked, outcome.result, [reference_of(draw(0, [graph]), request) for request in asked])
+    return outcome
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
+    graph = load("2x3.yaml")
+    asked = requests(8)
+    outcome = serve_under(seed, graph, asked, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
+    assert outcome.result.failure is None
+    assert outcome.result.finish_reasons == ("length",) * len(asked)
+    assert outcome.num_faults["crash"] == outcome.num_faults["started again"] == 1
+
+
+def test_servers_that_die_one_after_another_cost_no_token() -> None:
+    graph = load("2x3.yaml", restarts=9)
+    asked = requests(30, apart=0.15)
+    again = 0
+    for seed in range(2):
+        faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 1.3 * number) for number in range(4)]
+        outcome = serve_under(seed, graph, asked, *faults)
+        assert outcome.result.finish_reasons == ("length",) * len(asked)
+        assert outcome.num_faults["started again"] >= 3
+        again += outcome.num_faults["part asked again"]
+    assert again > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_copy_is_waited_for(seed: int) -> None:
+    graph = load("tight.yaml")
+    outcome = serve_under(seed, graph, requests(5), Crash(process="experts.1", at_seconds=0.05), expect="tokens")
+    assert outcome.result.finish_reasons == ("length",) * 5
+    assert max(outcome.result.outage_seconds) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_requests_end_when_the_last_copy_does_not_come_back(seed: int) -> None:
+    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5)
+    outcome = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05))
+    served = outcome.result
+    assert served.failure is None
+    assert served.finish_reasons[-1] == "error"
+    assert "experts.1 went down and is not back" in (served.errors[-1] or "")
+    assert outcome.num_faults["stayed down"] == 1
+
+
+def test_without_failover_a_death_ends_the_run() -> None:
+    graph = load("2x3.yaml", failover=False)
+    crash = Crash(process="experts.1", at_seconds=0.05)
+    assert may_fail(graph, Scenario(faults=(crash,))) == {"experts.1"}
+    served = serve_under(0, graph, requests(4), crash).result
+    assert served.failed == "experts.1"
+    assert "was killed by signal 9" in (served.failure or "")
+
+
+def test_a_server_that_dies_too_often_stays_down() -> None:
+    graph = load("2x3.yaml", restarts=1, restart_window_seconds=30.0)
+    faults = [Crash(process="experts.0", at_seconds=at) for at in (0.02, 1.6)]
+    for seed in range(2):
+        outcome = serve_under(seed, graph, requests(13, apart=0.2), *faults)
+        assert outcome.result.finish_reasons == ("length",) * 13
+        assert (outcome.num_faults["started again"], outcome.num_faults["stayed down"]) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_server_that_the_launcher_has_lost_is_started_again(seed: int) -> None:
+    outcome = serve_under(seed, load("2x3.yaml"), requests(5), Reset(between=("gateway", "experts.2"), at_seconds=0.05))
+    assert outcome.result.finish_reasons == ("length",) * 5
+    assert outcome.num_faults["started again"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "condemned", "started_again"),
+    [
+        (Pause(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
+        (Stall(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
+        (Hang(process="experts.0", at_seconds=0.02, for_seconds=4.0), 1, 1),
+        (Pause(process="experts.0", at_seconds=0.02, for_seconds=0.3), 0, 0),
+        (Slow(process="experts.0", at_seconds=0.02, for_seconds=3.0, factor=50.0), 0, 0),  # who beats is not dead, however slow
+        (Pause(process="attention.0", at_seconds=0.02, for_seconds=2.0), 1, 0),  # may not die: told, and no more
+        (Pause(process="gateway", at_seconds=0.02, for_seconds=3.0), 0, 0),  # hears nobody, for which nobody else is to blame
+        (Pause(process="monitor", at_seconds=0.5, for_seconds=0.9), 0, 0),
+        (Crash(process="monitor", at_seconds=0.5), 0, 1),
+    ],
+    ids=lambda value: f"{value.kind}-{'-'.join(value.processes)}" if isinstance(value, Fault) else str(value),
+)
+def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: int) -> None:
+    graph = load("2x3.yaml", detector=True)
+    outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
+    assert outcome.result.finish_reasons == ("length",) * 8
+    assert (outcome.num_faults["condemned"], outcome.num_faults["started again"]) == (condemned, started_again)
+
+
+def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
+    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5)
+    asked = requests(8, apart=0.2)
+    outcome = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05))
+    references = [reference_of(draw(0, [graph]), request) for request in asked]
+    shorter = Served(**{**vars(outcome.result), "outage_seconds": (0.3,) * len(asked)})
+    with pytest.raises(InvariantError, match="I1"):
+        check(graph, Scenario(), asked, shorter, references)
+    with pytest.raises(InvariantError, match="I1"):
+        check(graph, Scenario(expect="tokens"), asked, outcome.result, references)
