@@ -118,18 +118,18 @@ async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path
     assert outcomes[0][0] != outcomes[0][1]
 
 
-async def test_a_killed_worker_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
+async def test_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 2}})
 
     async def run() -> None:
         async with flowrt.open(graph) as running:
-            os.kill(running.pids["experts.1"], signal.SIGKILL)
+            os.kill(running.pids["attention.1"], signal.SIGKILL)
             async with asyncio.timeout(30):
                 await running.complete(served.prompts[5], flowrt.Parameters(max_tokens=64, ignore_eos=True))
 
-    with pytest.raises(flowrt.WorkerDiedError, match=r"experts\.1 was killed by SIGKILL") as caught:
+    with pytest.raises(flowrt.WorkerDiedError, match=r"attention\.1 was killed by SIGKILL") as caught:
         await run()
-    assert caught.value.process == "experts.1"
+    assert caught.value.process == "attention.1"
 
 
 async def test_a_server_loads_only_what_it_holds(tmp_path: Path) -> None:
