@@ -39,7 +39,8 @@ class Beside:
             await answered.wait()
             faults.cancel()
         killed = [deed for deed in self.watch.deeds if deed.kind == "crash" and not deed.missed]
-        await self.watch.wait_until(lambda: all(self.watch.back_seconds(deed) < math.inf for deed in killed), BACK_SECONDS)
+        watch = self.watch
+        await watch.wait_until(lambda: all(watch.back_seconds(deed) < math.inf or watch.is_given_up(deed) for deed in killed), BACK_SECONDS)
 
     def sentences(self, num_requests: int, num_complete: int) -> list[str]:
         """For people: what befell whom, and what came of it."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 BIN_SECONDS = 0.1
 WINDOW_SECONDS = 10.0  # after a fault, in which throughput is looked at
 STALL_SECONDS = 2.0  # after a fault, in which a gap between tokens is put down to it
-_SHORTEST_WINDOW_SECONDS = 0.5
+SHORTEST_WINDOW_SECONDS = 0.5
 
 
 class Came(NamedTuple):
@@ -152,12 +152,25 @@ def curve(tolds: Iterable[Told], begin: float, end: float, width: float = BIN_SE
     return [counts[place] / width for place in range(num_bins)]
 
 
-def window_ratios(tolds: Sequence[Told], faults: Sequence[float], end: float, usual: float) -> list[tuple[float, float]]:
-    """Of each fault (seconds looked at, throughput in them as a part of `usual`): up to the next fault, the end, or WINDOW_SECONDS."""
-    ordered = sorted(faults)
+class Window(NamedTuple):
+    """A fault and the throughput around it, in tokens per second. `before` is nan when there was too little time before it."""
+
+    seconds: float  # looked at after the fault
+    after: float
+    before: float
+
+
+def windows(tolds: Sequence[Told], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[Window]:
+    """`faults`: (when, when all was well again) in order. After: up to the next fault or the end. Before: from when all was well again
+    after the fault before. Both at most WINDOW_SECONDS; a fault with too little time after it is left out."""
     found = []
-    for at, following in zip(ordered, [*ordered[1:], math.inf], strict=True):
+    well = begun
+    for number, (at, whole) in enumerate(faults):
+        following = faults[number + 1][0] if number + 1 < len(faults) else math.inf
         until = min(at + WINDOW_SECONDS, following, end)
-        if until - at >= _SHORTEST_WINDOW_SECONDS and usual > 0:
-            found.append((until - at, throughput(tolds, at, until) / usual))
+        since = max(well, at - WINDOW_SECONDS)
+        well = max(well, at, whole if math.isfinite(whole) else at)
+        if until - at >= SHORTEST_WINDOW_SECONDS:
+            before = throughput(tolds, since, at) if at - since >= SHORTEST_WINDOW_SECONDS else math.nan
+            found.append(Window(until - at, throughput(tolds, at, until), before))
     return found

@@ -64,10 +64,12 @@ class Injector:
         await self._watch.wait_until(lambda: self._watch.held.keys() >= set(names), seconds)
 
     async def _is_back(self, deed: Deed) -> bool:
-        back = await self._watch.wait_until(lambda: self._watch.back_seconds(deed) < math.inf, BACK_SECONDS)
-        if not back and not self._watch.failed:
-            self._say(f"{deed.process} is not back after {BACK_SECONDS:g} s")
-        return back
+        watch = self._watch
+        await watch.wait_until(lambda: watch.back_seconds(deed) < math.inf or watch.is_given_up(deed), BACK_SECONDS)
+        is_back = watch.back_seconds(deed) < math.inf
+        if not is_back and not watch.failed:
+            self._say(f"{deed.process} {'stays down' if watch.is_given_up(deed) else f'is not back after {BACK_SECONDS:g} s'}")
+        return is_back
 
     async def _befall(self, fault: AnyFault, begun: float) -> None:
         await self._watch.wait_failed(begun + fault.at_seconds - self._clock.now())
@@ -79,7 +81,7 @@ class Injector:
         pid = self._graph.pids.get(name, 0)
         incarnation = self._graph.launcher.incarnations.get(name, "")
         seconds = fault.ends_seconds - fault.at_seconds
-        deed = Deed(told(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds)
+        deed = Deed(told(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:]))
         self._watch.deeds.append(deed)
         try:
             descriptor = os.pidfd_open(pid) if is_alive(pid) else None

@@ -23,12 +23,13 @@ from flowrt.chaos.plan import load_plan
 from flowrt.chaos.watch import Deed, Watch
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
+from flowrt.reliability.roles import may_die
 from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
 from operators.model_config import read_model_config
 
 SETTLE_SECONDS = 1.0  # for what is on its way when the last request has ended
-AFTER_SECONDS = 10.0  # of load behind the last fault
+AFTER_SECONDS = 10.0  # of load behind the last fault, at most as long as without any
 Say = Callable[[str], None]
 
 
@@ -99,8 +100,9 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
         raise UserError(
             f"{options.graph}: all workers share one process, and nothing can befall one alone; use --set deploy.processes=many"
         )
-    if options.kills and not expert_servers(graph):
-        raise UserError(f"{options.graph}: no process holds experts alone, so there is none to kill; use --set deploy.experts.servers=3")
+    if options.kills and not may_die(graph):
+        hint = "use --set deploy.experts.servers=3" if graph.reliability.failover else "use --set reliability.failover=true"
+        raise UserError(f"{options.graph}: no process of it may die, so there is none to kill; {hint}")
     vocab_size = read_model_config(Path(graph.model.path)).vocab_size
     asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
     return graph, load_plan(options.plan, graph) if options.plan is not None else None, asked
@@ -128,7 +130,9 @@ async def measure(options: Options, say: Say) -> Found:
             await _disturbed(found, running, injector, asked, scenario, options, seams, say)
             if found.failure is None:
                 found.after = await _look(found, running, injector, seams)
-                found.leaks += leaks_between(found.before, found.after) + unreturned(watch.held)
+                relinked = {name for deed in found.deeds if deed.kind == "reset" for name in (deed.process, deed.other)}
+                before = {name: holding for name, holding in found.before.items() if name not in relinked}  # these use other sockets now
+                found.leaks += leaks_between(before, found.after) + unreturned(watch.held)
     except WorkerDiedError as error:
         found.failure = found.failure or str(error)
     found.leaks += await _left(outside, seams)
@@ -173,9 +177,10 @@ async def _disturbed(
         if scenario is not None:
             await injector.run(scenario, found.begun)
         else:
-            servers = expert_servers(found.graph)
-            found.not_back = not await injector.kill_randomly(servers, options.kills, options.seed, options.apart_seconds)
-        rest = max(found.begun + options.seconds, seams.clock.now() + AFTER_SECONDS) - seams.clock.now()
+            found.not_back = not await injector.kill_randomly(
+                sorted(may_die(found.graph)), options.kills, options.seed, options.apart_seconds
+            )
+        rest = max(found.begun + options.seconds - seams.clock.now(), min(AFTER_SECONDS, options.seconds))
         assert found.watch is not None
         await found.watch.wait_failed(rest)
         found.ended = seams.clock.now()

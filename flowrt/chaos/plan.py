@@ -7,16 +7,16 @@ Here: `parse_words`, `load_plan`, and which faults real processes can be made to
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
-from flowrt.graph.model import GATEWAY, Graph
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.reliability.roles import may_die
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of
 
-MONITOR = "monitor"
 DONE = (Crash, Pause, Stall, Hang, Slow, Reset)  # the kinds that befall real processes
 OBEYED = (Stall, Hang, Slow, Reset)  # those that the process does to itself, when told to
 EXAMPLE = "kill:experts.1@2s, pause:experts.0@1s+500ms, slow:experts.0@1s+5sx4, reset:attention.0-experts.1@1s"
@@ -50,7 +50,7 @@ def load_plan(path: Path, graph: Graph) -> Scenario:
 
 def victims(graph: Graph) -> frozenset[str]:
     """Whom a fault may befall: every process of the graph, and the monitor where there is one."""
-    monitors = {MONITOR} if graph.reliability.detector else set()
+    monitors = {MONITOR} if graph.reliability.detector and may_die(graph) else set()
     return frozenset({*graph.process_names(), *monitors})
 
 
@@ -125,6 +125,3 @@ def _number(text: str, word: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is no factor; such as x5") from None
-
-
-__all__: Sequence[str] = ("DONE", "EXAMPLE", "MONITOR", "OBEYED", "load_plan", "needs_obedience", "parse_words", "told", "victims")

@@ -18,6 +18,8 @@ from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, Told
 from flowrt.chaos.measure import Found
 from flowrt.chaos.watch import Deed, Watch
+from flowrt.cluster import events
+from flowrt.graph.model import MONITOR
 from flowrt.observe import duration_text
 
 NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
@@ -102,7 +104,7 @@ def lost_without_cause(found: Found) -> list[str]:
     return [
         event.name
         for at, event in found.watch.seen
-        if type(event).__name__ == "WorkerLost" and not any(deed.explains(event.name, at, dead_seconds) for deed in found.deeds)
+        if isinstance(event, events.WorkerLost) and not any(deed.explains(event.name, at, dead_seconds) for deed in found.deeds)
     ]
 
 
@@ -114,9 +116,9 @@ def _stalls(found: Found, done: Sequence[Deed]) -> list[Row]:
     usual = compare.usual_gaps(found.undisturbed)
     stalls = compare.extra_stalls(found.told, usual, [deed.at for deed in done])
     noise = compare.extra_stalls(found.undisturbed, usual)
-    kills = all(deed.kind == "crash" for deed in done)
+    kills = bool(done) and all(deed.kind == "crash" for deed in done)
     return [
-        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills and done else None),
+        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills else None),
         _durations("the same where nothing befell", noise, None),
     ]
 
@@ -125,13 +127,16 @@ def _times(found: Found, done: Sequence[Deed]) -> list[Row]:
     """A standstill shorter than the detector waits is none of this: nobody is to notice."""
     watch, rows = found.watch, []
     assert watch is not None
-    kills = [deed for deed in done if deed.kind == "crash"]
+    kills = [deed for deed in done if deed.kind == "crash" and deed.process != MONITOR]
+    monitors = [deed for deed in done if deed.kind == "crash" and deed.process == MONITOR]
     long = [deed for deed in done if deed.kind in STANDSTILLS and deed.for_seconds >= found.graph.reliability.dead_seconds]
     for deeds, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
         if deeds:
             rows.append(_durations(f"{name} to no client using it", [watch.left_seconds(deed) for deed in deeds], bound))
             rows.append(_durations(f"{name} to the launcher's knowing", [watch.lost_seconds(deed) for deed in deeds], None))
             rows.append(_durations(f"{name} to its return", [watch.back_seconds(deed) for deed in deeds], None))
+    if monitors:
+        rows.append(_durations("the monitor's death to its return", [watch.back_seconds(deed) for deed in monitors], None))
     return rows
 
 
@@ -159,16 +164,24 @@ def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
             values={"tokens_per_second": under, "ratio": under / usual},
         ),
     ]
-    ratios = compare.window_ratios(found.told, [deed.at for deed in done], found.ended, usual)
-    if ratios:
-        values = [ratio for _, ratio in ratios]
-        median, least = compare.percentile(values, 0.5), min(values)
-        window = compare.percentile([seconds for seconds, _ in ratios], 0.5)
-        rest = OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
-        target = f">= {WITH_SPARE:g} with spare capacity, >= {rest:.3f} without"
-        shown = f"median {median:.3f}, least {least:.3f} ({len(values)} faults, {window:.1f} s after each)"
-        told = {"median": median, "least": least, "window_seconds": window}
-        rows.append(Row("throughput after a fault, to undisturbed", shown, target, median >= rest, told))
+    assert found.watch is not None
+    faults = sorted((deed.at, deed.at + found.watch.back_seconds(deed)) for deed in done)
+    windows = compare.windows(found.told, faults, found.begun, found.ended)
+    if not windows:
+        return rows
+    seconds = compare.percentile([window.seconds for window in windows], 0.5)
+    to_before = [window.after / window.before for window in windows if window.before > 0]
+    to_usual = [window.after / usual for window in windows if usual > 0]
+    named = ((f"throughput in {seconds:.1f} s after a fault, to before it", to_before), ("the same, to undisturbed", to_usual))
+    rest = OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
+    for name, ratios in named:
+        if ratios:
+            median, least = compare.percentile(ratios, 0.5), min(ratios)
+            shown = f"median {median:.3f}, least {least:.3f} ({len(ratios)})"
+            told = {"median": median, "least": least, "window_seconds": seconds}
+            held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
+            target = f">= {rest:.3f}, of {found.num_servers} servers; >= {WITH_SPARE:g} with spare capacity" if held else ""
+            rows.append(Row(name, shown, target, median >= rest if held else None, told))
     return rows
 
 
@@ -196,7 +209,7 @@ def _details(found: Found, watch: Watch) -> dict[str, Any]:
         "bin_seconds": compare.BIN_SECONDS,
         "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.told, found.begun, found.ended)],
         "undisturbed_tokens_per_second": [round(rate, 1) for rate in compare.curve(found.undisturbed, *found.undisturbed_span)],
-        "events": [{"seconds": since(at), "event": type(event).__name__, **_plain(event)} for at, event in watch.seen],
+        "events": [{"at_seconds": since(at), "event": type(event).__name__, **_plain(event)} for at, event in watch.seen],
         "requests": [_request(told, found.begun) for told in found.told if told.failed],
         "before": {name: holding.as_json() for name, holding in found.before.items()},
         "after": {name: holding.as_json() for name, holding in found.after.items()},

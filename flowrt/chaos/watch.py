@@ -9,11 +9,19 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from flowrt.chaos.orders import Note, note_of
 from flowrt.cluster import events
 from flowrt.seams import Clock
+
+Told = (
+    events.WorkerLost
+    | events.WorkerRestarted
+    | events.WorkerGivenUp
+    | events.WorkerSuspected
+    | events.WorkerCleared
+    | events.WorkerCondemned
+)
 
 
 @dataclass
@@ -27,6 +35,7 @@ class Deed:
     pid: int = 0
     incarnation: str = ""
     for_seconds: float = 0.0
+    other: str = ""  # the process at the far end, of those that befall a link
     missed: str = ""
     is_noted: bool = False  # the process has said itself when it began
 
@@ -43,14 +52,14 @@ class Watch:
 
     clock: Clock
     deeds: list[Deed] = field(default_factory=list)
-    seen: list[tuple[float, Any]] = field(default_factory=list)  # events of deaths and lives
+    seen: list[tuple[float, Told]] = field(default_factory=list)  # events of deaths and lives
     notes: list[tuple[str, Note]] = field(default_factory=list)
     held: dict[str, dict[str, int]] = field(default_factory=dict)
     failed: bool = False  # the run
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_event(self, event: events.Event) -> None:
-        if type(event).__name__ in _TELLING:
+        if isinstance(event, Told):
             self.seen.append((self.clock.now(), event))
             self._ring()
         if isinstance(event, events.RunFailed):
@@ -87,18 +96,22 @@ class Watch:
 
     def lost_seconds(self, deed: Deed) -> float:
         """From the deed to the launcher's knowing that the process is gone; inf when it never did."""
-        return self._first("WorkerLost", deed)
+        return self._first(events.WorkerLost, deed)
 
     def back_seconds(self, deed: Deed) -> float:
         """From the deed to the moment at which the process works again; inf when it never does."""
-        return self._first("WorkerRestarted", deed)
+        return self._first(events.WorkerRestarted, deed)
+
+    def is_given_up(self, deed: Deed) -> bool:
+        """Whether the process will not be started again."""
+        return self._first(events.WorkerGivenUp, deed) < math.inf
 
     def left_seconds(self, deed: Deed) -> float:
         """From the deed until the last of its clients used the process no more; inf when none said so."""
         left: dict[str, float] = {}
+        until = self._until(deed)
         for process, note in self.notes:
-            same = note.incarnation == deed.incarnation if deed.incarnation else note.at >= deed.at
-            if note.what == "left" and note.peer == deed.process and same:
+            if note.what == "left" and (note.peer, note.incarnation) == (deed.process, deed.incarnation) and note.at < until:
                 left[process] = min(left.get(process, math.inf), note.at)
         return max(left.values()) - deed.at if left else math.inf
 
@@ -106,9 +119,15 @@ class Watch:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _first(self, kind: str, deed: Deed) -> float:
-        times = [at for at, event in self.seen if type(event).__name__ == kind and event.name == deed.process and at >= deed.at]
+    def _first(self, kind: type[Told], deed: Deed) -> float:
+        until = self._until(deed)
+        times = [at for at, event in self.seen if isinstance(event, kind) and event.name == deed.process and deed.at <= at < until]
         return min(times, default=math.inf) - deed.at
+
+    def _until(self, deed: Deed) -> float:
+        """When the next fault befell the same process: what is seen from then on comes of that one."""
+        later = (each.at for each in self.deeds if each.process == deed.process and each.at > deed.at and not each.missed)
+        return min(later, default=math.inf)
 
     def _correct(self, process: str, note: Note) -> None:
         """A worker begins to suffer when it has the order, not when it was sent."""
@@ -116,6 +135,3 @@ class Watch:
             if deed.process == process and deed.kind == note.what and deed.at <= note.at and not deed.is_noted:
                 deed.at, deed.is_noted = note.at, True
                 return
-
-
-_TELLING = ("WorkerLost", "WorkerRestarted", "WorkerSuspected", "WorkerCondemned", "WorkerGivenUp")

@@ -75,12 +75,28 @@ def test_answers_that_differ_undisturbed_are_told() -> None:
     assert num_different == 1
 
 
-def test_throughput_after_a_fault_is_looked_at_until_the_next_one() -> None:
-    fast = [Told(0, 0.0, [Came(place, 1, 0.1 * place) for place in range(100)], "length")]  # 10 per second for 10 s
-    slow = [Told(0, 10.0, [Came(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")]  # 5 per second for 10 s
-    assert compare.throughput(fast, 0.0, 10.0) == pytest.approx(10.0)
-    ratios = compare.window_ratios([*fast, *slow], [5.0, 10.0, 19.9], 20.0, 10.0)
-    assert ratios == [(5.0, pytest.approx(1.0)), (pytest.approx(9.9), pytest.approx(0.5, abs=0.02))]  # the last one is too near the end
+def test_throughput_is_looked_at_up_to_the_next_fault_and_back_to_when_all_was_well() -> None:
+    fast = Told(0, 0.0, [Came(place, 1, 0.1 * place) for place in range(100)], "length")  # 10 per second for 10 s
+    slow = Told(0, 10.0, [Came(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")  # 5 per second for 10 s
+    assert compare.throughput([fast], 0.0, 10.0) == pytest.approx(10.0)
+    found = compare.windows([fast, slow], [(4.99, 6.0), (9.99, 12.0), (15.0, math.inf), (19.9, math.inf)], 0.0, 20.0)
+    assert [window.seconds for window in found] == [
+        pytest.approx(5.0),
+        pytest.approx(5.01),
+        pytest.approx(4.9),
+    ]  # the last one is too near the end
+    assert [window.after for window in found] == [pytest.approx(10.0, rel=0.05), pytest.approx(5.0, rel=0.05), pytest.approx(5.0, rel=0.05)]
+    assert [window.before for window in found] == [
+        pytest.approx(10.0, rel=0.05),
+        pytest.approx(10.0, rel=0.05),
+        pytest.approx(5.0, rel=0.05),
+    ]
+
+
+def test_without_time_before_a_fault_there_is_no_throughput_before_it() -> None:
+    (window,) = compare.windows([], [(0.2, 1.0)], 0.0, 5.0)
+    assert math.isnan(window.before)
+    assert window.after == 0.0
 
 
 def test_the_curve_counts_by_bins() -> None:

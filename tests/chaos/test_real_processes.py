@@ -1,0 +1,164 @@
+"""Faults on real processes: each kind befalls whom it should and nobody else, answers stay right, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.report import Machine
+from flowrt.chaos.beside import Beside
+from flowrt.chaos.inject import Injector
+from flowrt.chaos.leaks import is_alive
+from flowrt.chaos.measure import Found, Options, measure
+from flowrt.chaos.plan import parse_words
+from flowrt.chaos.report import report_of
+from flowrt.chaos.watch import Watch
+from flowrt.cluster import events
+from flowrt.cluster.gateway import Parameters
+from flowrt.seams import Seams
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=strict")
+PLENTY_SECONDS = 60.0
+
+
+async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0) -> Found:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
+    options = Options(
+        graph=QUICKSTART,
+        plan=plan,
+        overrides=(*SMALL, *overrides),
+        num_requests=4,
+        concurrency=4,
+        seconds=seconds,
+        prompt_tokens=8,
+        new_tokens=12,
+    )
+    async with asyncio.timeout(PLENTY_SECONDS):
+        return await measure(options, print)
+
+
+def assert_right(found: Found) -> None:
+    report = report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0))
+    assert report.answers_right, report.notes
+    assert found.leaks == []
+    assert found.failure is None
+    assert len(found.told) >= 4
+
+
+async def test_short_standstills_change_no_token_and_end_nobody(tmp_path: Path) -> None:
+    faults = (
+        "{fault: pause, process: experts.0, at_seconds: 0.1, for_seconds: 0.2}, "
+        "{fault: stall, process: experts.1, at_seconds: 0.4, for_seconds: 0.2}, "
+        "{fault: hang, process: experts.0, at_seconds: 0.7, for_seconds: 0.2}, "
+        "{fault: stall, process: attention.0, at_seconds: 1.0, for_seconds: 0.2}, "
+        "{fault: slow, process: experts.1, at_seconds: 1.3, for_seconds: 0.2, factor: 3}"
+    )
+    found = await found_of(tmp_path, faults)
+    assert_right(found)
+    assert found.watch is not None
+    assert [deed.missed for deed in found.deeds] == [""] * 5
+    said = {note.what for _, note in found.watch.notes}
+    assert {"stall", "hang", "slow"} <= said
+    assert not any(isinstance(event, events.WorkerLost) for _, event in found.watch.seen)
+
+
+async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
+    found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=2.0)
+    assert_right(found)
+    assert found.watch is not None
+    (deed,) = found.deeds
+    assert found.watch.lost_seconds(deed) < math.inf
+    assert found.watch.left_seconds(deed) < math.inf
+    assert found.watch.back_seconds(deed) < math.inf
+
+
+@asynccontextmanager
+async def running(words: str) -> AsyncIterator[tuple[RunningGraph, Injector, Watch]]:
+    """A small graph, and who lets `words` befall it."""
+    seams = Seams()
+    watch = Watch(seams.clock)
+    graph = open_graph(
+        QUICKSTART,
+        overrides=SMALL,
+        seams=seams,
+        on_event=watch.on_event,
+        on_line=lambda name, line: print(watch.takes_line(name, line), line),
+    )
+    injector = Injector(graph, watch, seams.clock)
+    async with asyncio.timeout(PLENTY_SECONDS), graph:
+        yield graph, injector, watch
+
+
+async def test_a_pause_is_taken_back_when_it_is_cancelled() -> None:
+    async with running("") as (graph, injector, watch):
+        pid = graph.pids["experts.1"]
+        task = asyncio.create_task(injector.run(parse_words("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
+        await until_state(pid, "T")
+        task.cancel()
+        await asyncio.wait([task])
+        assert state(pid) != "T"
+        assert [deed.text for deed in watch.deeds] == ["pause experts.1 for 60 s"]
+
+
+async def until_state(pid: int, letter: str) -> None:
+    while state(pid) != letter:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
+    async with running("") as (graph, injector, watch):
+        before = dict(graph.pids)
+        await injector.run(parse_words("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
+        assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
+        completion = await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
+        assert len(completion.token_ids) == 8
+        assert graph.pids["attention.0"] == before["attention.0"]
+
+
+async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
+    async with running("") as (graph, injector, watch):
+        await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
+        await injector.look(graph.graph.process_names())
+        assert watch.held.keys() == set(graph.graph.process_names())
+        assert watch.held["attention.0"]["pages held"] == 0
+        assert all(counts["rows"] == 0 for counts in watch.held.values())
+
+
+async def test_what_is_not_there_is_missed() -> None:
+    async with running("") as (graph, injector, watch):
+        words = parse_words("kill:experts.1@0s", graph.graph)
+        graph.launcher.pids["experts.1"] = 1 << 22
+        await injector.run(words, Seams().clock.now())
+        assert watch.deeds[0].missed == "experts.1 is not there"
+
+
+async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
+    seams = Seams()
+    graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_line=lambda name, line: None)
+    beside = Beside("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, print)
+    async with asyncio.timeout(PLENTY_SECONDS), graph:
+        pid = graph.pids["experts.0"]
+        answered = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(beside.run(answered))
+            await asyncio.sleep(0.2)
+            answered.set()
+        assert is_alive(pid)
+    lines = beside.sentences(8, 8)
+    assert lines[0].startswith("chaos: pause experts.1 for 0.05 s (pid ")
+    assert lines[1:] == ["chaos: 1 of 2 faults left out: all answers had ended before their time", "chaos: all 8 answers are complete"]
+    assert beside.sentences(8, 7)[-1] == "chaos: 7 of 8 answers are complete"
+    assert not is_alive(pid)
+    assert os.getpid() not in graph.pids.values()

@@ -1,0 +1,152 @@
+"""What the table of `flowrt chaos` says of a run, its exit code, and that its picture can be drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowrt.api import read_graph
+from flowrt.bench.report import Machine
+from flowrt.chaos.compare import Came, Told
+from flowrt.chaos.measure import Found
+from flowrt.chaos.orders import Note
+from flowrt.chaos.plot import smoothed
+from flowrt.chaos.report import Report, print_report, report_of
+from flowrt.chaos.watch import Deed, Watch
+from flowrt.cluster import events
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75)
+TOKENS = (11, 12, 13, 14)
+
+
+class StillClock:
+    def now(self) -> float:
+        return 2.0
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+def answers(begin: float, num: int, tokens: tuple[int, ...] = TOKENS) -> list[Told]:
+    """One after another, a token every 10 ms."""
+    made = []
+    for number in range(num):
+        start = begin + 0.05 * number
+        came = [Came(place, token_id, start + 0.01 * (place + 1)) for place, token_id in enumerate(tokens)]
+        made.append(Told(number % 2, start, came, "length", None, start + 0.04))
+    return made
+
+
+def found_of(told: list[Told], seconds: float = 4.0) -> Found:
+    """A server is killed one second after the first request; its client notices after 5 ms, the launcher says so at 2.0."""
+    watch = Watch(StillClock())
+    watch.deeds.append(Deed("kill experts.1", "crash", "experts.1", 1.5, 10, "one"))
+    watch.takes_line("attention.0", Note("left", 1.505, "experts.1", "one").as_line())
+    watch.on_event(events.WorkerLost("experts.1", "was killed by SIGKILL"))
+    watch.on_event(events.WorkerRestarted("experts.1", 12, 0.5))
+    graph = replace(read_graph(ROOT / "examples" / "quickstart.yaml"), numerics="strict")
+    return Found(graph, 3, answers(-9.5, 180), (-9.5, -0.5), told, 0.5, 0.5 + seconds, watch.deeds, watch)
+
+
+def rows_of(report: Report) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.shown, row.verdict) for row in report.rows}
+
+
+def test_a_run_in_which_nothing_was_lost_is_right() -> None:
+    report = report_of(found_of(answers(0.5, 80)), MACHINE)
+    rows = rows_of(report)
+    assert report.answers_right
+    assert report.notes == []
+    for name in ("requests failed", "tokens lost", "tokens doubled", "tokens changed", "processes lost without cause", "left behind"):
+        assert rows[name][1] == "met", name
+    assert rows["kill to no client using it"] == ("p50 5.0 ms, p99 5.0 ms, most 5.0 ms (1)", "met")
+    assert rows["kill to its return"][0].startswith("p50 500.0 ms")
+    assert rows["throughput in 3.0 s after a fault, to before it"] == ("median 1.000, least 1.000 (1)", "met")
+    assert rows["the same, to undisturbed"] == ("median 1.000, least 1.000 (1)", "")
+
+
+def test_each_wrong_answer_makes_the_run_wrong() -> None:
+    dropped, doubled, changed, late, failed = (answers(0.5, 80) for _ in range(5))
+    del dropped[3].tokens[1]
+    doubled[3].tokens.insert(2, doubled[3].tokens[1])
+    changed[3].tokens[3] = changed[3].tokens[3]._replace(token_id=99)
+    late[3].num_late = 1
+    failed[3].finish_reason, failed[3].error = "error", "expert 3 has no copy left"
+    for told, name in (
+        (dropped, "tokens lost"),
+        (doubled, "tokens doubled"),
+        (changed, "tokens changed"),
+        (late, "tokens after the end"),
+        (failed, "requests failed"),
+    ):
+        report = report_of(found_of(told), MACHINE)
+        assert not report.answers_right, name
+        assert [row.name for row in report.rows if row.verdict == "not met"] == [name]
+    assert "failed: expert 3 has no copy left" in report.notes
+    assert report_of(found_of(failed), MACHINE, tolerates_errors=True).answers_right
+    assert not report_of(found_of(changed), MACHINE, tolerates_errors=True).answers_right
+
+
+def test_a_run_that_broke_off_is_wrong_and_says_why() -> None:
+    found = found_of(answers(0.5, 80))
+    found.failure = "experts.1 was killed by SIGKILL"
+    report = report_of(found, MACHINE)
+    assert not report.answers_right
+    assert report.notes == ["the run ended before its time: experts.1 was killed by SIGKILL"]
+
+
+def test_a_stall_and_lower_throughput_are_not_met() -> None:
+    told = answers(0.5, 80)
+    for each in told:  # all stand still from 1.5 to 2.5
+        each.tokens = [came._replace(at=came.at + 1.0) if came.at > 1.52 else came for came in each.tokens]
+    rows = rows_of(report_of(found_of(told), MACHINE))
+    assert rows["extra stall of requests met by a fault"][1] == "not met"
+    assert rows["throughput in 3.0 s after a fault, to before it"] == ("median 0.667, least 0.667 (1)", "met")  # 2 of 3 servers are left
+
+
+def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
+    found = found_of(answers(0.5, 80))
+    found.leaks.append("launcher: 11 descriptors, 10 before")
+    assert found.watch is not None
+    found.watch.on_event(events.WorkerLost("experts.2", "was killed by SIGKILL"))
+    report = report_of(found, MACHINE)
+    rows = rows_of(report)
+    assert rows["left behind"] == ("1", "not met")
+    assert rows["processes lost without cause"] == ("1", "not met")
+    assert report.notes == ["left behind: launcher: 11 descriptors, 10 before"]
+
+
+def test_the_record_is_json_and_the_table_can_be_printed() -> None:
+    report = report_of(found_of(answers(0.5, 80)), MACHINE)
+    record = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert record["details"]["faults"][0]["back_seconds"] == 0.5
+    assert len(record["details"]["tokens_per_second"]) == 40
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        print_report(report, console)
+    assert "kill to no client using it" in console.export_text()
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    """In a process of its own: matplotlib keeps the files of its fonts open."""
+    script = (
+        "import sys, test_report as t; from flowrt.chaos.plot import plot_chaos; "
+        "plot_chaos(t.report_of(t.found_of(t.answers(0.5, 80)), t.MACHINE), sys.argv[1])"
+    )
+    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "t.svg")], env={**os.environ, "PYTHONPATH": folders}, check=True)
+    text = (tmp_path / "t.svg").read_text()
+    assert "kill experts.1" in text
+    assert "until it was back" in text
+
+
+@pytest.mark.parametrize(("rates", "mean"), [([], []), ([4.0], [4.0]), ([0.0, 3.0, 6.0], [1.5, 3.0, 4.5])])
+def test_smoothing_is_a_mean_of_neighbours(rates: list[float], mean: list[float]) -> None:
+    assert smoothed(rates, 3) == mean

@@ -1,0 +1,159 @@
+"""What is seen of deaths and returns, and of what processes hold: notes among lines, times of one life, leaks read off /proc."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks_between
+from flowrt.chaos.measure import unreturned
+from flowrt.chaos.orders import Note, note_of
+from flowrt.chaos.watch import Deed, Watch
+from flowrt.cluster import events
+
+
+@dataclass
+class HandClock:
+    seconds: float = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_a_note_is_read_back_and_other_lines_are_not_taken() -> None:
+    note = Note("left", 12.5, "experts.1", "a1b2")
+    assert note_of(note.as_line()) == note
+    watch = Watch(HandClock())
+    for line in ("Traceback (most recent call last):", "@chaos ", "@chaos {}", '@chaos {"what": 1, "why": 2}', "@chaos [1]"):
+        assert note_of(line) is None
+        assert not watch.takes_line("experts.0", line)
+    assert watch.takes_line("attention.0", note.as_line())
+    assert watch.notes == [("attention.0", note)]
+
+
+def test_times_are_those_of_the_life_that_was_ended() -> None:
+    """The last of the clients counts, each with its first word; words of another life do not."""
+    clock = HandClock()
+    watch = Watch(clock)
+    first, second = (
+        Deed("kill experts.1", "crash", "experts.1", 1.0, 10, "one"),
+        Deed("kill experts.1", "crash", "experts.1", 5.0, 11, "two"),
+    )
+    watch.deeds += [first, second]
+    for process, at, incarnation in (
+        ("attention.0", 1.002, "one"),
+        ("attention.1", 1.005, "one"),
+        ("attention.1", 1.500, "one"),
+        ("attention.0", 5.003, "two"),
+    ):
+        watch.takes_line(process, Note("left", at, "experts.1", incarnation).as_line())
+    for at, event in (
+        (1.001, events.WorkerLost("experts.1", "was killed by SIGKILL")),
+        (2.0, events.WorkerRestarted("experts.1", 11, 1.0)),
+        (5.001, events.WorkerLost("experts.1", "was killed by SIGKILL")),
+    ):
+        clock.seconds = at
+        watch.on_event(event)
+    assert watch.left_seconds(first) == pytest.approx(0.005)
+    assert watch.lost_seconds(first) == pytest.approx(0.001)
+    assert watch.back_seconds(first) == pytest.approx(1.0)
+    assert watch.left_seconds(second) == pytest.approx(0.003)
+    assert watch.back_seconds(second) == math.inf
+
+
+def test_an_order_begins_when_the_worker_says_so() -> None:
+    watch = Watch(HandClock())
+    watch.deeds += [Deed("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
+    watch.takes_line("experts.0", Note("stall", 1.25).as_line())
+    watch.takes_line("experts.0", Note("stall", 4.5).as_line())
+    assert [deed.at for deed in watch.deeds] == [1.25, 4.5]
+
+
+def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
+    clock = HandClock()
+    watch = Watch(clock)
+    short, long = (Deed("pause experts.0", "pause", "experts.0", at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0)))
+    watch.deeds += [short, long]
+    watch.takes_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
+    clock.seconds = 6.1
+    watch.on_event(events.WorkerLost("experts.0", "was held for dead"))
+    assert (watch.left_seconds(short), watch.lost_seconds(short)) == (math.inf, math.inf)
+    assert (watch.left_seconds(long), watch.lost_seconds(long)) == (pytest.approx(1.0), pytest.approx(1.1))
+
+
+@pytest.mark.parametrize(
+    ("deed", "explained"),
+    [
+        (Deed("kill", "crash", "experts.1", 1.0), True),
+        (Deed("reset", "reset", "experts.1", 1.0), True),
+        (Deed("long pause", "pause", "experts.1", 1.0, for_seconds=2.0), True),
+        (Deed("short pause", "pause", "experts.1", 1.0, for_seconds=0.3), False),
+        (Deed("slow", "slow", "experts.1", 1.0, for_seconds=9.0), False),
+        (Deed("another", "crash", "experts.0", 1.0), False),
+        (Deed("later", "crash", "experts.1", 3.0), False),
+        (Deed("missed", "crash", "experts.1", 1.0, missed="it is not there"), False),
+    ],
+    ids=lambda value: value.text if isinstance(value, Deed) else "",
+)
+def test_a_loss_without_cause_is_told_from_one_with(deed: Deed, explained: bool) -> None:
+    assert deed.explains("experts.1", 2.0, dead_seconds=1.0) == explained
+
+
+async def test_waiting_ends_with_what_is_waited_for_with_time_and_with_the_run() -> None:
+    watch = Watch(HandClock())
+    assert await watch.wait_until(lambda: True, 60.0)
+    assert not await watch.wait_until(lambda: False, 0.0)
+    watch.on_event(events.RunFailed(RuntimeError("over")))
+    assert not await watch.wait_until(lambda: False, 60.0)
+
+
+def test_what_a_process_holds_is_counted() -> None:
+    before = holding_of(os.getpid())
+    descriptor = os.memfd_create("planted")
+    try:
+        after = holding_of(os.getpid())
+    finally:
+        os.close(descriptor)
+    assert after.descriptors == before.descriptors + 1
+    assert before.threads >= 1
+    assert before.resident_bytes > 1 << 20
+    assert holding_of(1 << 30) == Holding()
+
+
+def test_children_are_counted_with_theirs_while_they_live() -> None:
+    script = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        grandchild = int(child.stdout.readline())
+        try:
+            assert {child.pid, grandchild} <= children_of(os.getpid())
+        finally:
+            os.kill(grandchild, 9)
+            child.kill()
+    assert child.pid not in children_of(os.getpid())
+    assert not is_alive(child.pid)
+
+
+def test_leaks_are_what_is_held_more_of() -> None:
+    before = {"launcher": Holding(10, 2), "experts.0": Holding(5, 1), "experts.1": Holding(5, 1)}
+    after = {"launcher": Holding(11, 2), "experts.0": Holding(4, 3), "experts.1": Holding(5, 1), "monitor": Holding(9, 9)}
+    assert leaks_between(before, after) == ["launcher: 11 descriptors, 10 before", "experts.0: 3 maps of memory, 1 before"]
+
+
+def test_slots_and_credits_that_do_not_come_back_are_told() -> None:
+    whole = {"attention.0": {"credits away": 3, "rows": 0, "sequences": 0}, "experts.0": {"credits kept back": 3, "rows": 0}}
+    assert unreturned(whole) == []
+    lost = {"attention.0": {"credits away": 4, "rows": 1, "pages held": 2}, "experts.0": {"credits kept back": 3}}
+    assert unreturned(lost) == [
+        "attention.0: 1 rows left",
+        "attention.0: 2 pages held left",
+        "4 credits are away, 3 are kept back by who has to return them",
+    ]
