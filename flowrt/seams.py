@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import secrets
 import threading
@@ -33,7 +34,7 @@ _LONG_SECONDS = 5e-3  # a call this long is believed at once
 # When a call counts as hung; docs/reliability.md says why so.
 BOUND_SECONDS = 60.0  # of a call for which nothing is declared ...
 _TIMES_LONGEST = 20.0  # ... or so many times what the longest of its label took, if that is more
-STILL_SECONDS = 0.75  # computing needs a processor: a call that has had none for so long waits for something that does not come
+STILL_SECONDS = 0.75  # computing needs a processor: who has not even wanted one for so long waits for something that does not come
 FIRST_STILL_SECONDS = 5.0  # the first of a label may read from disks
 
 
@@ -44,12 +45,17 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
 
+def _nobody() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Running:
     """The operation computing now: what, since when (Clock.now), and the most it may take before it counts as hung.
 
     `computed_seconds` is a count of processor time that grows while it computes, and stands while it waits; None where there is no
-    such count. It counts as hung too when that has stood for `still_seconds`.
+    such count. It counts as hung too when that has stood for `still_seconds`, and at every look meanwhile `wants_processor` said no:
+    on a busy machine one that computes may have to wait for its turn.
     """
 
     label: str
@@ -57,6 +63,7 @@ class Running:
     bound_seconds: float
     computed_seconds: float | None = None
     still_seconds: float = math.inf
+    wants_processor: Callable[[], bool] = _nobody
 
 
 class Compute(Protocol):
@@ -122,6 +129,7 @@ class ThreadCompute:
             max(BOUND_SECONDS, _TIMES_LONGEST * self._longest_seconds.get(label, 0.0)),
             None if clock is None else time.clock_gettime(clock),
             STILL_SECONDS if label in self._expected_seconds else FIRST_STILL_SECONDS,
+            other_threads_want_processor,
         )
 
     def is_short(self, label: str) -> bool:
@@ -191,6 +199,23 @@ class ThreadCompute:
         else:
             expected += _WEIGHT_OF_SHORTER * (seconds - expected)
         self._expected_seconds[label] = expected
+
+
+def other_threads_want_processor() -> bool:
+    """Whether a thread of this process but the calling one runs, could run if it had its turn, or waits for a disk.
+
+    All of them: a call computes on several, and the one that began it sleeps when another one is late. True where nothing is known.
+    """
+    own = str(threading.get_native_id())
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            if thread != own:
+                with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+                    if file.read().rpartition(b") ")[2][:1] in (b"R", b"D"):  # behind the name, which may hold anything
+                        return True
+    except OSError:  # the system has no such list, or a thread has just ended
+        return True
+    return False
 
 
 def resident_bytes() -> int:

@@ -69,9 +69,9 @@ async def send_beats(
 class OperationWatch:
     """For how long the running operation has run, and for how long at most it should, by what it has computed from look to look.
 
-    An operation may run up to its bound. If it gets no processor time, it stands still, and that may take `still_seconds` at most:
-    then its bound is what it had run until it stood still, and those. Time counts as standing still only when it was looked at: a
-    process that was stopped itself, or had no processor, has not looked.
+    An operation may run up to its bound. If it uses no processor and wants none, it stands still, and that may take `still_seconds` at
+    most: then its bound is what it had run until it stood still, and those. Time counts as standing still only when it was looked at:
+    a process that was stopped itself, or had no processor, has not looked.
     """
 
     def __init__(self, look_seconds: float = BEAT_SECONDS) -> None:
@@ -92,7 +92,7 @@ class OperationWatch:
             self._still = 0.0
         else:
             passed = min(now - self._looked, self._most_between)
-            if computed - self._computed > STILL_SHARE * passed:
+            if computed - self._computed > STILL_SHARE * passed or running.wants_processor():
                 self._still = 0.0
             else:
                 self._still += passed
