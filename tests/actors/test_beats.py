@@ -161,7 +161,7 @@ async def test_a_thread_that_waits_stands_still_and_one_that_computes_does_not()
 
     async def until(condition: Callable[[], bool]) -> None:
         """For what comes to be sooner or later; the test's own time limit ends what does not."""
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async with asyncio.TaskGroup() as group:
