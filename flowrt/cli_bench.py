@@ -1,4 +1,4 @@
-"""`flowrt bench hop|transports|m2n|links|start|decode|...`: the figures that flowrt publishes, measured where you are.
+"""`flowrt bench hop|transports|m2n|links|start|detector|decode|...`: the figures that flowrt publishes, measured where you are.
 
 Here: the subcommands as a cyclopts App, which the main command line mounts. Not here: what they measure (flowrt/bench).
 """
@@ -85,6 +85,20 @@ def start(
     from flowrt.bench.commands import start as measure
 
     measure(graph, runs, json, model)
+
+
+@bench_app.command
+def detector(
+    *,
+    tries: Annotated[int, Parameter(help="Of each kind of standstill, each about three seconds.")] = 20,
+    seconds: Annotated[float, Parameter(help="How long processes that are only slow are watched; the claim is for an hour.")] = 120.0,
+    workers: Annotated[int | None, Parameter(help="How many are watched. [default: four per core]")] = None,
+    json: JsonFile = None,
+) -> None:
+    """How soon a process that stands still is condemned, and how often one that is only slow wrongly is."""
+    from flowrt.bench.commands import detector as measure
+
+    measure(tries, seconds, workers, json)
 
 
 @bench_app.command

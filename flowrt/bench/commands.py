@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flowrt.bench import detector as detector_benchmark
 from flowrt.bench import hop as hop_benchmark
 from flowrt.bench import links as links_benchmark
 from flowrt.bench import m2n as m2n_benchmark
@@ -54,6 +55,10 @@ def m2n(num_senders: int, num_receivers: int, num_bytes: int, num_pairs: int, tr
 
 def links(profile: str, dilation: float | None, num_rounds: int, transport: str, json: str | None) -> None:
     _measure_and_tell(f"links, {profile}", links_benchmark.measure(profile, dilation, num_rounds, transport), json)
+
+
+def detector(num_tries: int, seconds: float, num_workers: int | None, json: str | None) -> None:
+    _measure_and_tell("detector", detector_benchmark.measure(num_tries, seconds, num_workers), json)
 
 
 def need_xxhash() -> None:

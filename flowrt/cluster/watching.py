@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowrt.actors.beats import send_beats
+from flowrt.actors.beats import LAUNCHER_BEAT_SECONDS, send_beats
 from flowrt.actors.control import Beat, Cleared, Condemned, Control, Joined, Late, Suspected
 from flowrt.cluster import events
 from flowrt.cluster.hosts import Hosts
@@ -40,7 +40,7 @@ class Watching:
         """Have the monitor started, and tell it that we live, until cancelled."""
         self._hosts.plan_beside(MONITOR, MONITOR_WORKER, log_level)
         self._revival.bring(MONITOR)
-        await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, process=GATEWAY)
+        await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_BEAT_SECONDS, GATEWAY)
 
     def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
         """A sign of life, or its lack, from a worker: for the monitor."""

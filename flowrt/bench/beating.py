@@ -1,0 +1,79 @@
+"""A worker that computes and beats and does nothing else: what the detector's benchmark stops, blocks and hangs.
+
+Here: `run_beating`, started by the benchmark (detector.py) as any worker is. No torch: its calls hash, in the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+
+import msgspec
+
+from flowrt.actors.beats import send_beats
+from flowrt.actors.control import Start, as_message, from_message
+from flowrt.actors.links import Link
+from flowrt.seams import Running, Seams
+from transports.contract import Channel
+from transports.message import Message
+
+HANG, BLOCK = "bench.hang", "bench.block"  # orders: the next call waits for ever; the loop sleeps
+_HASHED_BYTES = 4 << 20
+_BLOCKED_SECONDS = 5.0
+
+
+class Habits(msgspec.Struct):
+    """What a worker does between faults; travels where a graph would."""
+
+    rest_seconds: float = 0.02  # between two calls; 0: it computes all the time
+
+
+class Beating:
+    """The sources of its beats."""
+
+    def __init__(self, start: Start, seams: Seams) -> None:
+        self.incarnation, self.num_firings, self.map_version = start.incarnation, 0, 0
+        self.hangs = False
+        self.compute = seams.new_compute(start.name)
+        self._rest_seconds = msgspec.json.decode(start.graph, type=Habits).rest_seconds
+        self._bytes = bytes(_HASHED_BYTES)
+
+    @property
+    def running(self) -> Running | None:
+        return self.compute.running
+
+    async def work(self) -> None:
+        while True:
+            await self.compute.run("experts", self._call)
+            self.num_firings += 1
+            await asyncio.sleep(self._rest_seconds)
+
+    def on_message(self, message: Message) -> None:
+        if message.kind == HANG:
+            self.hangs = True
+        elif message.kind == BLOCK:
+            time.sleep(_BLOCKED_SECONDS)
+
+    def _call(self) -> None:
+        if self.hangs:
+            threading.Event().wait()
+        hashlib.sha256(self._bytes).digest()
+
+
+async def run_beating(control: Channel, seams: Seams) -> None:
+    """Until the control line ends."""
+    start = from_message(await control.recv())
+    assert isinstance(start, Start)
+    beating = Beating(start, seams)
+    line = Link(control, 1 << 10, beating.on_message)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(beating.work(), name="work"),
+            group.create_task(send_beats(beating, seams.clock, lambda beat: line.post(as_message(beat))), name="beats"),
+        ]
+        await line.run()
+        for task in tasks:
+            task.cancel()
+    await beating.compute.aclose()

@@ -1,0 +1,239 @@
+"""How soon a process that stands still is condemned, and how often a slow one wrongly is: `flowrt bench detector`.
+
+Here: real processes (beating.py) and a real monitor, with a stand-in for the launcher that passes beats on, as the launcher does. Not
+here: the detector (flowrt/reliability/detector.py) and what a run makes of its verdicts (`flowrt chaos` measures that).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from flowrt.actors.beats import LAUNCHER_BEAT_SECONDS, send_beats
+from flowrt.actors.control import Beat, Condemned, Control, Joined, Left, Start, Stop, Suspected, as_message, from_message
+from flowrt.actors.links import LOST
+from flowrt.bench.beating import BLOCK, HANG, Habits
+from flowrt.bench.report import Figure
+from flowrt.cluster.choose import usable_cores
+from flowrt.cluster.forked import StarterProcess
+from flowrt.cluster.starter import CONTROL_LIMITS
+from flowrt.graph.model import GATEWAY
+from flowrt.seams import RealClock, Running
+from transports.contract import Channel, Identity
+from transports.message import Message
+from transports.stream import StreamChannel
+
+STALL_SECONDS, STALL_EVERY_SECONDS, OVERSUBSCRIBED = 0.3, 10.0, 4
+TARGET_SECONDS = 1.2  # p99, from the fault to the verdict
+_PATIENCE_SECONDS = 30.0
+_WORKER, _MONITOR = "flowrt.bench.beating:run_beating", "flowrt.workers.monitor:run_monitor"
+_FAULTS = {"pause": "loop stopped by SIGSTOP", "block": "loop blocked", "hang": "operation hung"}
+
+
+@dataclass
+class _Life:
+    name: str
+    incarnation: str
+    host: str
+    pid: int
+    channel: StreamChannel
+    relay: asyncio.Task[None] | None = None
+    heard_at: float = 0.0
+
+
+class _Own:
+    """The sources of this process's own beats."""
+
+    incarnation, num_firings, map_version = "bench", 0, 0
+    running: Running | None = None
+
+
+class Nursery:
+    """Workers that beat, a monitor that listens, and this process between them."""
+
+    def __init__(self, starter: StarterProcess, tasks: asyncio.TaskGroup, habits: Habits) -> None:
+        self._starter, self._tasks = starter, tasks
+        self._graph = msgspec.json.encode(habits)
+        self._monitor: StreamChannel | None = None
+        self._own: list[asyncio.Task[None]] = []
+        self._num_lives = 0
+        self.lives: dict[str, _Life] = {}
+        self.verdicts: asyncio.Queue[tuple[float, Condemned]] = asyncio.Queue()
+        self.counts: Counter[str] = Counter()
+        self.longest_gap_seconds = 0.0
+
+    async def begin(self, names: Sequence[str]) -> None:
+        life = await self._fork("monitor", _MONITOR, b"{}")
+        self._monitor = life.channel
+        self._own = [
+            self._tasks.create_task(self._hear(life.channel), name="monitor"),
+            self._tasks.create_task(send_beats(_Own(), RealClock(), self._pass_on, LAUNCHER_BEAT_SECONDS, GATEWAY), name="own beats"),
+        ]
+        for name in names:
+            await self.give_birth(name)
+
+    async def give_birth(self, name: str) -> None:
+        life = self.lives[name] = await self._fork(name, _WORKER, self._graph)
+        life.heard_at = time.monotonic()
+        life.relay = self._tasks.create_task(self._relay(life), name=f"relay of {name}")
+        await self._tell(Joined(name, life.incarnation, {}))
+
+    async def bury(self, name: str) -> None:
+        """Kill this life, and tell the monitor."""
+        life = self.lives.pop(name)
+        assert life.relay is not None
+        life.relay.cancel()
+        await self._tell(Left(name, life.incarnation, "replaced"))
+        await self._starter.kill(life.host, signal.SIGKILL)
+        await life.channel.aclose()
+
+    async def order(self, name: str, fault: str) -> None:
+        if fault == "pause":
+            os.kill(self.lives[name].pid, signal.SIGSTOP)
+        else:
+            await self.lives[name].channel.send(Message(HANG if fault == "hang" else BLOCK))
+
+    async def end(self) -> None:
+        for task in (*self._own, *(life.relay for life in self.lives.values() if life.relay is not None)):
+            task.cancel()
+        await self._tell(Stop())
+        for channel in (self._monitor, *(life.channel for life in self.lives.values())):
+            if channel is not None:
+                await channel.aclose()
+
+    async def _fork(self, name: str, worker: str, graph: bytes) -> _Life:
+        self._num_lives += 1
+        host = f"{name}.{self._num_lives}"
+        pid, (line,) = await self._starter.fork(host, [name], worker, 1, "warning")
+        channel = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name))
+        incarnation = f"{self._num_lives:x}"
+        await channel.send(as_message(Start(name, incarnation, graph, b"")))
+        return _Life(name, incarnation, host, pid, channel)
+
+    async def _relay(self, life: _Life) -> None:
+        with contextlib.suppress(*LOST):
+            while True:
+                beat = from_message(await life.channel.recv())
+                assert isinstance(beat, Beat)
+                now = time.monotonic()
+                self.longest_gap_seconds = max(self.longest_gap_seconds, now - life.heard_at)
+                life.heard_at = now
+                self._pass_on(msgspec.structs.replace(beat, process=life.name))
+
+    async def _hear(self, channel: Channel) -> None:
+        with contextlib.suppress(*LOST):
+            while True:
+                word = from_message(await channel.recv())
+                self.counts[word.kind] += 1
+                if isinstance(word, Condemned):
+                    self.verdicts.put_nowait((time.monotonic(), word))
+
+    def _pass_on(self, beat: Control) -> None:
+        """Never waits: a beat that finds no room is of no use later."""
+        if self._monitor is not None:
+            self._monitor.send_nowait(as_message(beat))
+
+    async def _tell(self, control: Control) -> None:
+        assert self._monitor is not None
+        await self._monitor.send(as_message(control))
+
+
+@asynccontextmanager
+async def nursery(names: Sequence[str], habits: Habits) -> AsyncIterator[Nursery]:
+    """Ends, and ends them all, with the block."""
+    starter = StarterProcess(f"bench-detector-{os.getpid()}", lambda host, line: print(f"[{host}] {line}"), lambda host, status: None)
+    try:
+        await starter.start([_WORKER.partition(":")[0], _MONITOR.partition(":")[0]])
+        async with asyncio.TaskGroup() as tasks:
+            made = Nursery(starter, tasks, habits)
+            await made.begin(names)
+            yield made
+            await made.end()
+    finally:
+        await starter.aclose()
+
+
+async def notice(num_tries: int, num_workers: int = 4) -> dict[str, list[float]]:
+    """Seconds from a fault to its verdict, by kind of fault."""
+    names = [f"experts.{number}" for number in range(num_workers)]
+    seconds: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
+    async with nursery(names, Habits()) as made:
+        for number in range(num_tries):
+            for fault in _FAULTS:
+                name = random.choice(names)
+                await asyncio.sleep(random.uniform(1.0, 1.3))  # it has beaten, and computed, and faults fall into any phase
+                begun = time.monotonic()
+                await made.order(name, fault)
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    at, verdict = await made.verdicts.get()
+                if verdict.process != name:
+                    raise AssertionError(
+                        f"{verdict.process} was condemned ({verdict.why}), and {name} was not well ({fault}, try {number})"
+                    )
+                seconds[fault].append(at - begun)
+                await made.bury(name)
+                await made.give_birth(name)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Wrongly:
+    """A run in which nobody stood still for long: what was said of whom nevertheless."""
+
+    num_workers: int
+    seconds: float
+    num_stalls: int
+    num_suspected: int
+    condemned: list[str]
+    longest_gap_seconds: float  # between two beats of a worker, as they came here
+
+
+async def wrongly(seconds: float, num_workers: int) -> Wrongly:
+    """Everybody computes all the time, and each is stopped for STALL_SECONDS once in STALL_EVERY_SECONDS."""
+    names = [f"experts.{number}" for number in range(num_workers)]
+    num_stalls = 0
+    async with nursery(names, Habits(rest_seconds=0.0)) as made:
+        await asyncio.sleep(1.0)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for name in names:
+                life = made.lives[name]
+                os.kill(life.pid, signal.SIGSTOP)
+                num_stalls += 1
+                await asyncio.sleep(STALL_SECONDS)
+                os.kill(life.pid, signal.SIGCONT)
+                await asyncio.sleep(max(0.0, STALL_EVERY_SECONDS / num_workers - STALL_SECONDS))
+        condemned = []
+        while not made.verdicts.empty():
+            _, verdict = made.verdicts.get_nowait()
+            condemned.append(f"{verdict.process}: {verdict.why}")
+        return Wrongly(num_workers, seconds, num_stalls, made.counts[Suspected.kind], condemned, made.longest_gap_seconds)
+
+
+async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Figure | str]:
+    """What `flowrt bench detector` tells; num_tries or seconds 0: without that part."""
+    if num_tries:
+        for fault, values in (await notice(num_tries)).items():
+            in_order = sorted(values)
+            p50, p99 = (in_order[int(share * (len(in_order) - 1) + 0.5)] for share in (0.5, 0.99))
+            yield Figure.alone(f"{_FAULTS[fault]}, until condemned", "s", values)
+            yield f"{_FAULTS[fault]}: p50 {p50:.3f} s, p99 {p99:.3f} s of {len(values)} (target: {TARGET_SECONDS} s)"
+    if seconds:
+        found = await wrongly(seconds, num_workers or OVERSUBSCRIBED * usable_cores())
+        yield (
+            f"false evictions: {len(found.condemned)} (target: 0) in {found.seconds:.0f} s, {found.num_workers} processes computing on "
+            f"{usable_cores()} cores, {found.num_stalls} stalls of {STALL_SECONDS} s; {found.num_suspected} suspicions, longest gap "
+            f"between two beats {found.longest_gap_seconds:.2f} s"
+        )
+        for each in found.condemned:
+            yield f"wrongly condemned: {each}"
