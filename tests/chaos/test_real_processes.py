@@ -81,24 +81,24 @@ async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) 
 
 
 @asynccontextmanager
-async def running(words: str) -> AsyncIterator[tuple[RunningGraph, Injector, Watch]]:
-    """A small graph, and who lets `words` befall it."""
+async def running() -> AsyncIterator[tuple[RunningGraph, Injector, Watch, list[str]]]:
+    """A small graph, who lets faults befall it, and what its workers say besides."""
     seams = Seams()
     watch = Watch(seams.clock)
-    graph = open_graph(
-        QUICKSTART,
-        overrides=SMALL,
-        seams=seams,
-        on_event=watch.on_event,
-        on_line=lambda name, line: print(watch.takes_line(name, line), line),
-    )
+    lines: list[str] = []
+
+    def on_line(process: str, line: str) -> None:
+        if not watch.takes_line(process, line):
+            lines.append(f"{process}: {line}")
+
+    graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_event=watch.on_event, on_line=on_line)
     injector = Injector(graph, watch, seams.clock)
     async with asyncio.timeout(PLENTY_SECONDS), graph:
-        yield graph, injector, watch
+        yield graph, injector, watch, lines
 
 
 async def test_a_pause_is_taken_back_when_it_is_cancelled() -> None:
-    async with running("") as (graph, injector, watch):
+    async with running() as (graph, injector, watch, _):
         pid = graph.pids["experts.1"]
         task = asyncio.create_task(injector.run(parse_words("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
         await until_state(pid, "T")
@@ -118,17 +118,19 @@ def state(pid: int) -> str:
 
 
 async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
-    async with running("") as (graph, injector, watch):
+    async with running() as (graph, injector, watch, lines):
         before = dict(graph.pids)
         await injector.run(parse_words("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
         assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
         completion = await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
-        assert graph.pids["attention.0"] == before["attention.0"]
+        assert {name: graph.pids[name] for name in before} == before
+    assert any(line.startswith("attention.0: ") and "on the way to experts.0" in line for line in lines), lines
+    assert not any("experts.1" in line for line in lines), lines
 
 
 async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
-    async with running("") as (graph, injector, watch):
+    async with running() as (graph, injector, watch, _):
         await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
         await injector.look(graph.graph.process_names())
         assert watch.held.keys() == set(graph.graph.process_names())
@@ -137,7 +139,7 @@ async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
 
 
 async def test_what_is_not_there_is_missed() -> None:
-    async with running("") as (graph, injector, watch):
+    async with running() as (graph, injector, watch, _):
         words = parse_words("kill:experts.1@0s", graph.graph)
         graph.launcher.pids["experts.1"] = 1 << 22
         await injector.run(words, Seams().clock.now())

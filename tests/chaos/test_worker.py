@@ -1,0 +1,118 @@
+"""What an obedient worker does to itself: orders are taken out of its control line, and computing suffers what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowrt.actors.control import Ask, Left, as_message
+from flowrt.chaos.orders import Note, Order, note_of
+from flowrt.chaos.worker import Obedience, ObeyingChannel
+from flowrt.seams import ThreadCompute
+from transports.contract import Identity, Limits
+from transports.inproc import InprocChannel
+
+LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=0, max_message_bytes=0, capacity_messages=8)
+
+
+async def test_orders_are_obeyed_in_their_place_and_all_else_goes_through() -> None:
+    ours, theirs = InprocChannel.pair(LIMITS, Identity("gateway"), Identity("experts.0"))
+    heard: list[str] = []
+    channel = ObeyingChannel(theirs, lambda order: heard.append(order.what))
+    async with ours, channel:
+        for control in (Order("slow"), Ask(), Order("look"), Order("hang"), Ask()):
+            await ours.send(as_message(control))
+        assert (await channel.recv()).kind == Ask.kind
+        assert heard == ["slow"]
+        message = channel.recv_nowait()
+        assert message is not None
+        assert message.kind == Ask.kind
+        assert heard == ["slow", "look", "hang"]
+        assert channel.recv_nowait() is None
+        await channel.send(as_message(Ask()))
+        assert (await ours.recv()).kind == Ask.kind
+
+
+class FakeWorker(SimpleNamespace):
+    """As much of a worker as obedience touches."""
+
+    def __init__(self) -> None:
+        self.acted: list[str] = []
+        super().__init__(
+            _compute=ThreadCompute("obedient"),
+            _act=lambda message: self.acted.append(message.kind),
+            _on_lost=lambda peer, reason: self.acted.append(f"lost {peer.name}"),
+        )
+
+
+def obedient() -> tuple[Any, Obedience]:
+    worker, obedience = FakeWorker(), Obedience()
+    obedience.begin(worker)  # type: ignore[arg-type]
+    return worker, obedience
+
+
+async def test_a_hang_holds_the_next_call_and_not_the_loop() -> None:
+    worker, obedience = obedient()
+    compute: ThreadCompute = worker._compute
+    for _ in range(5):
+        await compute.run("short", lambda: None)
+    assert compute.is_short("short")
+    obedience.obey(Order("hang", 0.2))
+    assert not compute.is_short("short")  # it must not be the loop that stands still
+    begun = time.monotonic()
+    call = asyncio.create_task(compute.run("short", lambda: time.monotonic()))
+    turns = 0
+    while not call.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert call.result() - begun >= 0.19
+    assert turns > 1  # one, had the call held the loop
+    await compute.aclose()
+
+
+async def test_slow_calls_take_their_factor_wherever_they_run() -> None:
+    worker, obedience = obedient()
+    compute: ThreadCompute = worker._compute
+    obedience.obey(Order("slow", 60.0, factor=4.0))
+    for run in (compute.run("long", lambda: time.sleep(0.02)), None):
+        begun = time.monotonic()
+        if run is not None:
+            await run
+        else:
+            compute.run_inline("long", lambda: time.sleep(0.02))
+        assert time.monotonic() - begun >= 0.079
+    await compute.aclose()
+
+
+async def test_a_stall_blocks_whoever_obeys() -> None:
+    _, obedience = obedient()
+    begun = time.monotonic()
+    obedience.obey(Order("stall", 0.05))
+    assert time.monotonic() - begun >= 0.05
+
+
+async def test_whom_the_worker_gives_up_is_noted_when_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    worker, _ = obedient()
+    worker._act(as_message(Ask()))
+    worker._act(as_message(Left("experts.1", "one", "was killed")))
+    worker._on_lost(Identity("experts.2", "two"), "its channel ended")
+    assert worker.acted == [Ask.kind, Left.kind, "lost experts.2"]
+    notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(note.what, note.peer, note.incarnation) for note in notes if isinstance(note, Note)] == [
+        ("left", "experts.1", "one"),
+        ("left", "experts.2", "two"),
+    ]
+    await worker._compute.aclose()
+
+
+async def test_a_usual_worker_takes_an_order_for_nonsense() -> None:
+    import msgspec
+
+    from flowrt.actors.control import from_message
+
+    with pytest.raises(msgspec.ValidationError, match=r"'control\.chaos' is no control message"):
+        from_message(as_message(Order("stall", 60.0)))
