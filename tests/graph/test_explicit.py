@@ -108,5 +108,5 @@ def test_edges_of_several_groups_may_share_a_port(load) -> None:
 def test_transports_that_packages_bring_may_be_named(load, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(DESIGN.replace("transport: shm", "transport: pigeon"))
     assert load_graph(tmp_path / "g.yaml", schemes=("shm", "pigeon")).edges[1].transport == "pigeon"
-    with pytest.raises(GraphError, match=r"edges\.1\.transport: there is no transport 'pigeon'; known: auto, inproc, shm, zmq"):
+    with pytest.raises(GraphError, match=r"edges\.1\.transport: there is no transport 'pigeon'; known: auto, cuda, inproc, shm, ucx, zmq"):
         load_graph(tmp_path / "g.yaml")
