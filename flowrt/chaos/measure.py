@@ -80,6 +80,16 @@ def expert_servers(graph: Graph) -> list[str]:
     return [name for name in names if {node.operator for node in graph.nodes_of(name)} == {"experts"}]
 
 
+def clients_of(graph: Graph) -> dict[str, set[str]]:
+    """Expert server -> the processes that ask it."""
+    process_of = {node.name: node.process for node in graph.nodes.values()}
+    clients: dict[str, set[str]] = {name: set() for name in expert_servers(graph)}
+    for edge in graph.edges:
+        if (server := process_of[edge.target]) in clients:
+            clients[server].add(process_of[edge.source])
+    return clients
+
+
 def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
     """The graph, the plan, the requests. Raises UserError for what cannot be measured, before anything starts."""
     if (options.plan is None) == (not options.kills):
@@ -112,7 +122,7 @@ async def measure(options: Options, say: Say) -> Found:
     """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault."""
     graph, scenario, asked = prepared(options)
     seams = Seams()
-    watch = Watch(seams.clock)
+    watch = Watch(seams.clock, clients_of(graph))
 
     def on_line(process: str, line: str) -> None:
         if not watch.takes_line(process, line):

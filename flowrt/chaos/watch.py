@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from flowrt.chaos.orders import Note, note_of
@@ -51,6 +51,7 @@ class Watch:
     """Tell it every event (`on_event`), and every line of a worker (`takes_line`)."""
 
     clock: Clock
+    clients: Mapping[str, Set[str]] = field(default_factory=dict)  # process -> who uses it, where that is known
     deeds: list[Deed] = field(default_factory=list)
     seen: list[tuple[float, Told]] = field(default_factory=list)  # events of deaths and lives
     notes: list[tuple[str, Note]] = field(default_factory=list)
@@ -107,13 +108,13 @@ class Watch:
         return self._first(events.WorkerGivenUp, deed) < math.inf
 
     def left_seconds(self, deed: Deed) -> float:
-        """From the deed until the last of its clients used the process no more; inf when none said so."""
+        """From the deed until the last of its clients used the process no more; inf when one of them, or all, never said so."""
         left: dict[str, float] = {}
         until = self._until(deed)
         for process, note in self.notes:
             if note.what == "left" and (note.peer, note.incarnation) == (deed.process, deed.incarnation) and note.at < until:
                 left[process] = min(left.get(process, math.inf), note.at)
-        return max(left.values()) - deed.at if left else math.inf
+        return max(left.values()) - deed.at if left and left.keys() >= self.clients.get(deed.process, set()) else math.inf
 
     def _ring(self) -> None:
         self._changed.set()
