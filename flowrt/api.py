@@ -164,7 +164,7 @@ class RunningGraph:
         whatever happens. Leaving early cancels it.
 
         `prompt` is text or token ids; `chat` puts text through the model's chat template. A request that cannot be served ends
-        with finish_reason "error" and the reason. Raises WorkerDiedError when a process of the graph dies.
+        with finish_reason "error" and the reason. Raises WorkerDiedError when a process dies that may not.
         """
         parameters = Parameters(
             max_tokens=max_tokens,

@@ -52,7 +52,7 @@ class Watching:
         if not isinstance(control, Suspected | Cleared | Condemned) or line.name != MONITOR:
             return
         accused = self._run.workers.get(control.process)
-        if accused is None or accused.is_known_over or accused.incarnation != control.incarnation:
+        if accused is None or accused.is_over or accused.told_to_stop or accused.incarnation != control.incarnation:
             return
         match control:
             case Suspected():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster.test_launcher import LOOPS, held, nothing_left, on_loop
+from cluster.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 
 from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.cluster import events, revival, watching
@@ -95,6 +95,7 @@ def test_a_killed_server_is_told_of_and_comes_back(run: Callable[..., object], t
             assert launcher.pids["server.0"] != pid
             again = launcher.incarnations["server.0"]
             assert again != incarnation
+            await r.until(lambda: all(r.heard(client, "joined") for client in ("client.0", "client.1")))
             for client in ("client.0", "client.1"):
                 notices = [what for who, what in r.told if who == client and what.split()[0] in ("left", "joined")]
                 assert notices == [f"left server.0 {incarnation}", f"joined server.0 {again} fake://server.0/2"]
@@ -140,6 +141,7 @@ async def test_several_die_at_once(tmp_path: Path) -> None:
         dead = {name: r.kill(name)[1] for name in names}
         for name in names:
             await r.until_back(name)
+        await r.until(lambda: len(r.heard("client.0", "joined")) == len(names))
         for name in names:
             assert r.heard("client.0", "left", name) == [f"left {name} {dead[name]}"]
             assert r.heard("client.0", "joined", name) == [f"joined {name} {launcher.incarnations[name]} fake://{name}/2"]
@@ -151,7 +153,7 @@ async def test_a_death_during_a_restart(tmp_path: Path) -> None:
         r.kill("shaky.0")
         await r.until_back("shaky.0")  # its second life ended while it was loading
         assert len(r.of(events.WorkerLost, "shaky.0")) == 2
-        assert launcher.incarnations["shaky.0"] in r.heard("client.0", "joined", "shaky.0")[-1]
+        await r.until(lambda: r.heard("client.0", "joined", "shaky.0", launcher.incarnations["shaky.0"]))
 
         def kill_second(event: events.Event) -> None:
             if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.1")) == 2:
@@ -180,6 +182,21 @@ async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
         await r.until(lambda: r.heard("server.1", "done", "hello"))
         assert set(await launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+async def test_a_former_life_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=100)))
+    async with r.launcher:
+        held_then: list[int] = []
+        for times in range(1, 6):
+            r.kill("server.0")
+            await r.until_back("server.0", times)
+            held_then.append(len(open_fds()))
+            tasks = len(asyncio.all_tasks())
+            if times == 1:
+                first_tasks = tasks
+        assert len(set(held_then)) == 1
+        assert tasks == first_tasks
 
 
 async def test_a_budget_of_none(tmp_path: Path) -> None:
@@ -219,7 +236,7 @@ async def test_servers_that_share_a_process_come_back_together(tmp_path: Path) -
         await r.until_back("server.0")
         await r.until_back("server.2")
         assert launcher.pids["server.0"] == launcher.pids["server.2"] != pid
-        assert len(r.heard("client.0", "left")) == len(r.heard("client.0", "joined")) == 2
+        await r.until(lambda: len(r.heard("client.0", "left")) == len(r.heard("client.0", "joined")) == 2)
 
 
 async def test_stop_while_one_is_started_again(tmp_path: Path) -> None:
@@ -339,6 +356,7 @@ async def test_whom_the_monitor_condemns_is_killed_in_that_life_only(tmp_path: P
         os.kill(launcher.pids["server.0"], signal.SIGSTOP)
         (tmp_path / "verdict").write_text(f"condemn server.0 {former}")
         await r.until_back("server.0")
+        await r.until(lambda: r.heard("client.0", "joined"))
         assert r.heard("client.0", "left") == [f"left server.0 {former}"]
         assert r.of(events.WorkerLost, "server.0") == [
             events.WorkerLost("server.0", "was held for dead (no sign of it); was killed by SIGKILL"),
