@@ -28,7 +28,7 @@ from flowrt.simulation.outages import Outages
 from flowrt.simulation.world import Process, World
 
 NOTICE_SECONDS = 10e-6, 30e-3  # from an end to its being told; drawn between these, short ones as often as long ones
-RESTART_SECONDS = 3e-3, 1.0  # from there to the next life
+RESTART_SECONDS = 0.3e-3, 1.0  # from there to the next life
 
 
 class Owner(Protocol):
@@ -120,11 +120,12 @@ class Servers:
                 if name not in self.mortal:
                     continue
                 line = self._owner.lines[name]
+                lives = not line.over.done() and not line.is_dead
                 if inside.holds_for_dead(name, line.incarnation):
                     self._outages.down(name, now, inside.name)
-                    if not line.over.done() and not line.is_dead and not line.told_to_stop and not self._owner.has_befallen(name):
+                    if lives and not line.told_to_stop and not self._owner.has_befallen(name):
                         self.wrong.append(f"{inside.name} holds {name} for dead, which lives and which nothing befell")
-                elif self._outages.is_down(inside.name, name) and not line.is_dead and inside.asks(name, line.incarnation):
+                elif lives and self._outages.is_down(inside.name, name) and inside.asks(name, line.incarnation):
                     self._outages.up(inside.name, name, now)
         if self.wrong:
             raise InvariantError("I7", self.wrong[0])

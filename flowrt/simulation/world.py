@@ -190,9 +190,21 @@ def run(
     collecting = gc.isenabled()
     gc.disable()
     gc.freeze()  # what was there before is not looked at when the run's own leavings are collected
+    try:
+        return _run(seed, main, conditions or NetworkConditions(), cost or ComputeCost(), max_seconds)
+    finally:
+        gc.collect()  # the loop itself, and what the dead have left, before they are mixed with what was there before
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+
+
+def _run(
+    seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeCost, max_seconds: float
+) -> Outcome[T]:
     loop = VirtualLoop(seed, max_seconds=max_seconds)  # type: ignore[abstract]  # sockets and signals are left out on purpose
     try:
-        world = World(seed, loop, conditions or NetworkConditions(), cost or ComputeCost())
+        world = World(seed, loop, conditions, cost)
         try:
             result = loop.run_until_complete(main(world))
         except BaseException as error:
@@ -211,6 +223,3 @@ def run(
         with contextlib.suppress(Exception):  # the tasks of the dead may end as they like: nothing hears them
             loop.bury()
         loop.close()
-        gc.unfreeze()
-        if collecting:
-            gc.enable()
