@@ -33,12 +33,8 @@ class Callers:
         return self._here.pop(key) if channel is not None and channel.peer == life else None
 
     async def wait(self, life: Identity, scheme: str) -> Channel:
-        """The channel of this very life, once it calls. What another life left here is closed."""
+        """The channel of this very life, once it calls. One of another life stays: it may be a later one, of which we have yet to hear."""
         while (channel := self.take(life, scheme)) is None:
-            stale = self._here.pop((life.name, scheme), None)
-            if stale is not None:
-                await stale.aclose()
-                continue
             if self._changed is None or self._changed.done():
                 self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._changed])  # several may wait, and a cancelled one takes nobody else along

@@ -138,14 +138,14 @@ class Links:
 
     async def join(self, process: str, incarnation: str, addresses: Mapping[str, str]) -> bool:
         """Link up with a new life of a tolerated process, which listens at `addresses` (scheme -> address). True: it is up, and is read
-        from once this task waits for something. False: that life ended meanwhile.
+        from once this task waits for something. False: that life ended meanwhile, or this was told before.
 
         A former life whose end nobody has noticed yet ends now: `on_lost` is told, and its links are closed first.
         """
         life = Identity(process, incarnation)
         former = self._lives.current(process)
         if self._lives.is_over(life) or former == life:
-            return former == life
+            return False
         if former is not None:
             self._lose(former, f"{process} has begun a new life")
         self._lives.begin(life)

@@ -271,6 +271,27 @@ async def test_a_later_life_may_join_while_one_joins() -> None:
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
 
 
+async def test_a_later_life_may_have_called_while_an_earlier_one_joins() -> None:
+    async with world("shm", False) as w:
+        joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
+        await w.serve("b3")
+        await until(lambda: w.client._callers._here)
+        await asyncio.sleep(0.02)
+        assert await w.client.join("b", "b3", {})  # it is still there
+        assert await joining is False
+        await w.exchange("b3")
+
+
+async def test_a_life_joins_once() -> None:
+    async with world("shm", True) as w:
+        w.client.drop("b", "b1")
+        addresses = await w.serve("b2")
+        assert await w.client.join("b", "b2", addresses)
+        assert not await w.client.join("b", "b2", addresses)
+        await w.exchange("b2")
+        assert w.lost == []
+
+
 @SCHEMES
 async def test_one_that_cannot_be_reached_is_lost(scheme: str) -> None:
     async with world(scheme, True) as w:
