@@ -30,7 +30,7 @@ def plot_chaos(report: Report, path: str) -> None:
     for number, fault in enumerate(faults):
         _mark(axes, fault, top, with_label=len(faults) <= _MOST_LABELS, first=number == 0)
     axes.set(xlabel="seconds from the first request under faults", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
-    axes.legend(fontsize="small", loc="lower right")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, frameon=False)
     axes.set_title(str(report.machine), fontsize="x-small", loc="left")
     save_picture(picture, path)
 

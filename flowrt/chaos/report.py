@@ -171,6 +171,8 @@ def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
         return rows
     seconds = compare.percentile([window.seconds for window in windows], 0.5)
     to_before = [window.after / window.before for window in windows if window.before > 0]
+    if 2 * len(to_before) < len(windows):
+        to_before = []  # of too few to speak for all
     to_usual = [window.after / usual for window in windows if usual > 0]
     named = ((f"throughput in {seconds:.1f} s after a fault, to before it", to_before), ("the same, to undisturbed", to_usual))
     rest = OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
