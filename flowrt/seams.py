@@ -206,16 +206,32 @@ def other_threads_want_processor() -> bool:
 
     All of them: a call computes on several, and the one that began it sleeps when another one is late. True where nothing is known.
     """
-    own = str(threading.get_native_id())
+    return _want_processor("self", but=str(threading.get_native_id())) is not False
+
+
+def processor_of(pid: int) -> tuple[bool, float] | None:
+    """Of a process of this machine: whether a thread of it runs, could run if it had its turn, or waits for a disk; and the processor
+    time they have used, to a hundredth of a second. None: the system does not say, or there is no such process."""
+    wants = _want_processor(str(pid))
     try:
-        for thread in os.listdir("/proc/self/task"):
-            if thread != own:
-                with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-                    if file.read().rpartition(b") ")[2][:1] in (b"R", b"D"):  # behind the name, which may hold anything
-                        return True
-    except OSError:  # the system has no such list, or a thread has just ended
-        return True
-    return False
+        words = _words_of_stat(f"/proc/{pid}/stat")
+        return None if wants is None else (wants, (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError):
+        return None
+
+
+def _want_processor(process: str, but: str = "") -> bool | None:
+    """Whether one of its threads does; None when that cannot be told, as when one ends just now."""
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+        return any(_words_of_stat(f"/proc/{process}/task/{each}/stat")[0] in (b"R", b"D") for each in threads if each != but)
+    except (OSError, IndexError):
+        return None
+
+
+def _words_of_stat(path: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        return file.read().rpartition(b") ")[2].split()  # behind the name, which may hold anything
 
 
 def resident_bytes() -> int:

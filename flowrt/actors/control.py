@@ -257,6 +257,7 @@ class Beat(Control, frozen=True):
     incarnation: str = ""
     map_version: int = 0
     process: str = ""  # filled in by the launcher, which relays it
+    pid: int = 0  # the same; 0: not on this machine, or not known
 
 
 class Late(Control, frozen=True):

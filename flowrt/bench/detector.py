@@ -128,7 +128,7 @@ class Nursery:
                 now = time.monotonic()
                 self.longest_gap_seconds = max(self.longest_gap_seconds, now - life.heard_at)
                 life.heard_at = now
-                self._pass_on(msgspec.structs.replace(beat, process=life.name))
+                self._pass_on(msgspec.structs.replace(beat, process=life.name, pid=life.pid))
 
     async def _hear(self, channel: Channel) -> None:
         with contextlib.suppress(*LOST):

@@ -45,7 +45,10 @@ class Watching:
     def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
         """A sign of life, or its lack, from a worker: for the monitor."""
         if line.connected.done() and not line.is_known_over and line.name != MONITOR:
-            self._relay(msgspec.structs.replace(sign, **{"process" if isinstance(sign, Beat) else "by": line.name}))
+            if isinstance(sign, Beat):
+                self._relay(msgspec.structs.replace(sign, process=line.name, pid=line.placed.pid))
+            else:
+                self._relay(msgspec.structs.replace(sign, by=line.name))
 
     def on_control(self, line: WorkerLine, control: Control) -> None:
         """What the monitor says."""

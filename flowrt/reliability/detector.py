@@ -20,13 +20,14 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 LAG_SECONDS = 0.025  # a loop this late has done nothing but its work
 LAG_MEMORY_SECONDS = 10.0  # for so long a lag of the observer stretches its time-outs
 DISTRUST_SECONDS = 2.0  # when nearly all fall silent at once: the observer takes it for its own fault, but no longer than this
 DISTRUST_SHARE = 0.8
+STARVED_SECONDS = 2.0  # so much longer may be silent who stands in line for a processor
 REPORT_SECONDS = 2.0  # for so long a client's complaint keeps a process suspect
 MOST_PAST_LIVES = 64  # remembered per process
 
@@ -97,6 +98,7 @@ class Detector:
         self._lives: dict[str, Life] = {}
         self._lags: deque[tuple[float, float]] = deque()  # the observer's own: (when, how late)
         self._path_at: float | None = None  # when whoever passes the beats on last gave a sign of its own; None: it never does
+        self._starved: frozenset[str] = frozenset()
         self._distrust_began: float | None = None
         self._distrust_until = -math.inf
         self.num_ignored = 0
@@ -174,6 +176,10 @@ class Detector:
             return []
         return [self._suspect(process, life, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
 
+    def starved(self, processes: Collection[str]) -> None:
+        """From now on these, and no others, are seen to stand in line for a processor: slow, which is neither stopped nor hung."""
+        self._starved = frozenset(processes)
+
     # --- time, and the observer itself ----------------------------------------------------------------------------------
 
     def tick(self, now: float, lag_seconds: float = 0.0) -> list[Decision]:
@@ -203,8 +209,9 @@ class Detector:
         self._weigh_own_fault(now, sum(silence > suspect_seconds for _, _, silence in judged), len(judged))
         decisions: list[Decision] = []
         for process, life, silence in judged:
+            patience = dead_seconds + (STARVED_SECONDS if process in self._starved else 0.0)
             trusted = now >= self._distrust_until or silence > dead_seconds + DISTRUST_SECONDS
-            if silence > dead_seconds and trusted:
+            if silence > patience and trusted:
                 decisions.append(self._condemn(process, life, f"no beat for {silence:.2f} s"))
             elif silence > suspect_seconds:
                 if life.state is State.ALIVE:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -39,14 +39,15 @@ from flowrt.actors.control import (
 from flowrt.actors.links import Link, LinkLostError
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.reliability import detector
-from flowrt.reliability.detector import LAG_SECONDS, Detector, Timeouts
-from flowrt.seams import Seams
+from flowrt.reliability.detector import LAG_SECONDS, Detector, State, Timeouts
+from flowrt.seams import Seams, processor_of
 from transports.contract import Channel
 from transports.message import Message
 
 log = logging.getLogger("flowrt.monitor")
 
 TICK_SECONDS = 0.05
+BLOCKED_SHARE = 0.25  # of a processor: a loop that computes for so much of the time is blocked, not starved
 FAREWELL_SECONDS = 2.0
 _MOST_WORDS = 1 << 12  # that the launcher may be behind
 
@@ -55,6 +56,29 @@ class _Settings(msgspec.Struct):
     """What it reads of the graph."""
 
     reliability: ReliabilitySettings = ReliabilitySettings()
+
+
+class Starvation:
+    """Which of the silent processes stand in line for a processor: their loops would turn if they had their turn. `look_at`: as
+    processor_of."""
+
+    def __init__(self, look_at: Callable[[int], tuple[bool, float] | None] = processor_of) -> None:
+        self._look_at = look_at
+        self._first: dict[str, tuple[int, float, float]] = {}  # process -> pid, when it was first looked at, what it had used by then
+
+    def look(self, now: float, silent: Mapping[str, int]) -> list[str]:
+        """`silent`: process -> pid. One that uses the processor and is silent all the same is not starved: its loop is blocked."""
+        self._first = {name: first for name, first in self._first.items() if silent.get(name) == first[0]}
+        starved = []
+        for name, pid in silent.items():
+            standing = self._look_at(pid) if pid else None
+            if standing is None:
+                continue
+            wants, used = standing
+            _, since, used_then = self._first.setdefault(name, (pid, now, used))
+            if wants and used - used_then <= BLOCKED_SHARE * (now - since):
+                starved.append(name)
+        return starved
 
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
@@ -81,6 +105,8 @@ class Monitor:
         self._name, self._seams = start.name, seams
         self._line = Link(control, _MOST_WORDS, self._on_message)
         self._stopped = asyncio.Event()
+        self._pids: dict[str, int] = {}
+        self._starvation = Starvation()
         self._due = seams.clock.now() + TICK_SECONDS  # the next tick
 
     async def run_line(self) -> None:
@@ -111,6 +137,8 @@ class Monitor:
                 self._look(now)
 
     def _look(self, now: float) -> None:
+        silent = [name for name, life in self.detector.lives.items() if life.state is State.SUSPECT]
+        self.detector.starved(self._starvation.look(now, {name: self._pids.get(name, 0) for name in silent}))
         self._tell(self.detector.tick(now, now - self._due))
         self._due += TICK_SECONDS
         if self._due <= now:
@@ -124,6 +152,7 @@ class Monitor:
             case Beat() as beat if beat.process == GATEWAY:
                 self._tell(judge.path_beat(now, beat.lag_seconds))
             case Beat() as beat:
+                self._pids[beat.process] = beat.pid
                 operation = beat.running, beat.running_seconds, beat.bound_seconds
                 self._tell(judge.beat(now, beat.process, beat.incarnation, beat.sequence, *operation))
             case Late() as late:

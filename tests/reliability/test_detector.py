@@ -236,6 +236,20 @@ def test_doubt_puts_nobody_off_for_longer_than_it_may_last() -> None:
     assert condemned == [(3.01, "y")]
 
 
+def test_who_stands_in_line_for_a_processor_has_longer_but_not_for_ever() -> None:
+    detector = Detector()
+    condemned: list[tuple[float, str]] = []
+    for process in "abxy":
+        detector.joined(0.0, process, "1")
+    for tenth in range(60):
+        now = tenth / 10 + 0.05
+        for process in "ab":
+            detector.beat(now, process, "1", tenth)
+        detector.starved({"x"} if now < 5 else ())
+        condemned += [(now, each.process) for each in detector.tick(now) if isinstance(each, Condemned)]
+    assert condemned == [(pytest.approx(1.05), "y"), (pytest.approx(3.05), "x")]
+
+
 def test_silence_counts_only_as_far_as_somebody_could_have_told() -> None:
     """Whoever passes the beats on stands still: all are silent, and nobody is condemned however long it takes."""
     detector = Detector()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -35,11 +36,11 @@ from flowrt.actors.control import (
 from flowrt.actors.links import LOST, Link
 from flowrt.graph.model import GATEWAY
 from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
-from flowrt.seams import Compute, Running, Seams
+from flowrt.seams import Compute, Running, Seams, processor_of
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World, run
-from flowrt.workers.monitor import run_monitor
+from flowrt.workers.monitor import Starvation, run_monitor
 from transports.contract import Channel, Identity, Limits
 from transports.stream import StreamChannel
 
@@ -281,6 +282,35 @@ async def test_it_ends_with_its_line() -> None:
         await say(line, Start("monitor", "m", b"{}", b""))
         assert isinstance(await hear(line), Listening)
         await line.aclose()
+
+
+def test_starved_is_told_from_blocked_stopped_and_unknown() -> None:
+    # pid -> by look: whether it wants a processor, and what it has used
+    seen = {1: (True, 0.05), 2: (True, 0.5), 3: (False, 0.0), 4: None}
+    starvation = Starvation(lambda pid: seen[pid] and (seen[pid][0], 10.0 + seen[pid][1] * looks))
+    for looks in range(20):
+        starved = starvation.look(looks / 2, {"starved": 1, "blocked": 2, "stopped": 3, "gone": 4, "elsewhere": 0})
+    assert starved == ["starved"]
+    assert starvation.look(20.0, {}) == []
+    looks = 100
+    assert starvation.look(21.0, {"starved": 1}) == ["starved"]  # it counts anew
+
+
+def test_what_the_system_tells_of_a_process() -> None:
+    own = processor_of(os.getpid())
+    assert own is not None
+    assert own[0]  # it runs, since it asks
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+    try:
+        assert sleeper.stdout is not None
+        sleeper.stdout.readline()
+        while (standing := processor_of(sleeper.pid)) is not None and standing[0]:
+            pass  # on its way to its sleep
+        assert standing is not None
+    finally:
+        sleeper.kill()
+        sleeper.communicate()
+    assert processor_of(sleeper.pid) is None
 
 
 def test_it_loads_no_torch() -> None:
