@@ -98,14 +98,18 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
 
 
 def lost_without_cause(found: Found) -> list[str]:
-    """Who was lost though nothing had befallen it that need end a process."""
+    """Who was lost though nothing had befallen it, since it was last lost, that need end a process."""
     assert found.watch is not None
     dead_seconds = found.graph.reliability.dead_seconds
-    return [
-        event.name
-        for at, event in found.watch.seen
-        if isinstance(event, events.WorkerLost) and not any(deed.explains(event.name, at, dead_seconds) for deed in found.deeds)
-    ]
+    last: dict[str, float] = {}
+    names = []
+    for at, event in found.watch.seen:
+        if isinstance(event, events.WorkerLost):
+            since = last.get(event.name, -math.inf)
+            if not any(deed.at > since and deed.explains(event.name, at, dead_seconds) for deed in found.deeds):
+                names.append(event.name)
+            last[event.name] = at
+    return names
 
 
 def _count(name: str, count: int, more: str = "") -> Row:

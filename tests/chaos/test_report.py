@@ -115,11 +115,12 @@ def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
     found = found_of(answers(0.5, 80))
     found.leaks.append("launcher: 11 descriptors, 10 before")
     assert found.watch is not None
-    found.watch.on_event(events.WorkerLost("experts.2", "was killed by SIGKILL"))
+    found.watch.on_event(events.WorkerLost("experts.2", "was killed by SIGKILL"))  # nothing befell it
+    found.watch.on_event(events.WorkerLost("experts.1", "was held for dead"))  # it was killed once, and had been lost for that
     report = report_of(found, MACHINE)
     rows = rows_of(report)
     assert rows["left behind"] == ("1", "not met")
-    assert rows["processes lost without cause"] == ("1", "not met")
+    assert rows["processes lost without cause"] == ("2", "not met")
     assert report.notes == ["left behind: launcher: 11 descriptors, 10 before"]
 
 
