@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.parts import PlanHeader
+from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import part_of
 from flowrt.exchange.expert_client import ExpertClient
 from operators.combine import combine, combine_pairs
 from operators.dispatch import cut
@@ -37,12 +36,11 @@ class Dispatch:
         tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        tables = self.client.begin()
-        parts = cut(expert_ids_TA, weights_TA, positions_T, tables.of(tag.layer))
+        parts = cut(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan first: an answer may be back as soon as its part has left.
-        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts, tables.version)
+        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
 
 
 class Combine:
@@ -62,7 +60,7 @@ class Combine:
         answers: list[Payload] = firing.inputs["parts"]
         (residual_TH,) = firing.inputs["residual"].tensors
         where = plan[1:] if self._strict else plan
-        numbers = [part_of(answer) for answer in answers]
+        numbers = [answer.header_as(PartHeader).part for answer in answers]
         if numbers != list(range(len(where))):  # some were asked for again
             parts = self._client.parts(firing.tag, numbers)
             if parts is None:  # rolled back while this was on its way here: what it gives is dropped

@@ -35,7 +35,6 @@ class Asked:
     positions_T: Tensor
     num_active: int
     parts: list[Part]
-    version: int  # of the map by which it was cut last
     num_first: int  # parts before any was cut anew
     hedged: set[int] = field(default_factory=set)  # ids of parts that were asked of another server too
 
@@ -53,7 +52,6 @@ class Tables:
     """Copy tables by layer, made when they are asked for; layers that are alike share one. For one state of the map."""
 
     def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
-        self.version = expert_map.version
         self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
         self._by_layer: dict[int, CopyTable] = {}
         self._made: dict[Copies, CopyTable] = {}
@@ -77,57 +75,64 @@ class ExpertClient:
     def __init__(
         self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self._full = self._map = expert_map
+        self._full = expert_map
         self._num_servers, self._device, self._now = num_servers, device, now
         self._lost: set[int] = set()
         self._asked: dict[Tag, Asked] = {}
         self._epochs: dict[str, int] = {}
-        self._cutting: int | None = None  # the version of the map by which a tag is being cut now
+        self._cutting: Tables | None = None  # by which a tag is being cut now
+        self._owing: frozenset[int] = frozenset()  # servers that owe a late answer: while they do, others are asked
         self.steering = Steering(num_servers)
         self.num_again = 0  # parts that were cut anew
-        self._change()
+        self._change(expert_map)
 
     @property
     def map(self) -> ExpertMap:
         return self._map
 
-    def begin(self) -> Tables:
-        """A new tag is to be cut by these: without servers that are slow, where others hold a copy. `ask` follows."""
-        tables = self._all if self._avoided and self.steering.probes() else self._tables
-        self._cutting = tables.version
+    def begin(self, layer: int) -> CopyTable:
+        """The table by which a new tag is cut now: without servers that are slow, where others hold a copy. `ask` follows."""
+        avoided = self._owing if self.steering.avoided and self.steering.probes() else self._avoided
+        tables = self._cutting = self._without(avoided)
+        return tables.of(layer)
+
+    def _without(self, avoided: frozenset[int]) -> Tables:
+        tables = self._tables.get(avoided)
+        if tables is None:
+            tables = self._tables[avoided] = Tables(self._map, avoided, self._num_servers, self._device)
         return tables
 
-    def _change(self) -> None:
-        self._avoided = self.steering.avoided
-        self._all = Tables(self._map, frozenset(), self._num_servers, self._device)
-        self._tables = Tables(self._map, self._avoided, self._num_servers, self._device) if self._avoided else self._all
+    def _change(self, expert_map: ExpertMap) -> None:
+        self._map = expert_map
+        layers: list[int | None] = [*self._full.by_layer] or [None]
+        # Experts without a copy in some layer where the graph gives them one.
+        self.homeless = sorted({expert for layer in layers for expert in set(expert_map.missing(layer)) - set(self._full.missing(layer))})
+        self._tables: dict[frozenset[int], Tables] = {}  # by who is avoided
+
+    @property
+    def _avoided(self) -> frozenset[int]:
+        return self.steering.avoided | self._owing
 
     # --- what is asked ----------------------------------------------------------------------------------------------------
 
-    def ask(
-        self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part], version: int | None = None
-    ) -> dict[str, Payload]:
-        """Note the parts of a tag, cut by this version of the map (default: that of now). What goes to whom, by output port; ids are
-        places in `parts`."""
-        if tag.epoch >= self._epochs.get(tag.source, 0):  # else it was rolled back while it was cut, and nobody will ever add it up
-            version = self._map.version if version is None else version
-            self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, version, len(parts))
+    def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
+        """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
+        self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, len(parts))
+        if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was cut: nobody will ever add it up
+            self._asked.pop(tag, None)
         self._cutting = None
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
-    def part(self, tag: Tag, number: int) -> Part:
-        return self._asked[tag].parts[number]
-
-    def parts(self, tag: Tag, numbers: Sequence[int | None]) -> list[Part] | None:
+    def parts(self, tag: Tag, numbers: Sequence[int]) -> list[Part] | None:
         """None for a tag that was rolled back meanwhile."""
         asked = self._asked.get(tag)
-        return None if asked is None else [asked.parts[number or 0] for number in numbers]
+        return None if asked is None else [asked.parts[number] for number in numbers]
 
     @property
     def waits(self) -> bool:
         """Whether some part waits for a copy, or may turn out to when it has been cut."""
         cutting = self._cutting
-        if cutting is not None and cutting != self._map.version:
+        if cutting is not None and cutting not in list(self._tables.values()):
             return True
         return any(part.server == NOWHERE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
 
@@ -143,7 +148,7 @@ class ExpertClient:
                 self._asked.pop(tag, None)
 
     @property
-    def hedges(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether any expert has a second copy."""
         layers: list[int | None] = [*self._full.by_layer] or [None]
         return any(len(servers) > 1 for layer in layers for servers in self._full.table(layer))
@@ -153,21 +158,25 @@ class ExpertClient:
         return list(self._asked)
 
     def at(self, servers: Collection[int], tag: Tag, numbers: Sequence[int]) -> list[int]:
-        """Which of these parts of a tag lie at one of `servers`. At NOWHERE: only if the map has changed since the tag was cut last."""
+        """Which of these parts of a tag lie at one of `servers`; of those at NOWHERE, which have a pair that somebody can answer now."""
         asked = self._asked.get(tag)
         if asked is None:
             return []
-        changed = asked.version != self._map.version
-        return [number for number in numbers if (server := asked.parts[number].server) in servers and (changed or server != NOWHERE)]
+        here = [number for number in numbers if asked.parts[number].server in servers]
+        first_E = self._without(self._avoided).of(tag.layer).servers_EB[:, 0]
+
+        def can_be_asked(part: Part) -> bool:
+            return part.server != NOWHERE or bool((first_E[part.expert_P] != NOWHERE).any())
+
+        return [number for number in here if can_be_asked(asked.parts[number])]
 
     def again(self, tag: Tag, number: int) -> Again | None:
         """Cut a part anew by the map of now. None for a tag that is whole."""
         asked = self._asked.get(tag)
         if asked is None:
             return None
-        asked.version = self._map.version
         self.num_again += 1
-        return self._cut(asked, number, self._tables.of(tag.layer))
+        return self._cut(asked, number, self._without(self._avoided).of(tag.layer))
 
     def _cut(self, asked: Asked, number: int, table: CopyTable) -> Again:
         new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, table)
@@ -177,35 +186,39 @@ class ExpertClient:
         return Again(number, tuple(range(first, first + len(new))), outputs)
 
     def answered(self, server: int, tag: Tag) -> None:
-        """Judge a server by how long it took. Parts that were cut anew began later than their tag, and are left out."""
+        """Note how long a server took. Parts that were cut anew began later than their tag, and are left out."""
+        if server in self._owing:
+            self._owing -= {server}
         asked = self._asked.get(tag)
         if asked is None or asked.hedged:
             return
         for part in asked.parts[: asked.num_first]:
             if part.server == server:
-                if self.steering.answered(server, len(part.rows_R), self._now() - asked.since_seconds):
-                    self._change()
+                self.steering.answered(server, len(part.rows_R), self._now() - asked.since_seconds)
                 return
 
     def hedge(self, tag: Tag, missing: Sequence[int]) -> list[Again]:
         """Parts among `missing` that are late, asked of other servers too, if others hold copies of all they need and the budget allows.
-        The late answer still counts if it comes first."""
+        The late answer still counts if it comes first. Until it is there, its server is asked nothing that others can answer: one that
+        stands still holds up one tag, not every next one."""
         asked = self._asked.get(tag)
         if asked is None:
             return []
         age, found = self._now() - asked.since_seconds, []
         for number in missing:
             part = asked.parts[number]
-            if number in asked.hedged or part.server == NOWHERE:
+            if number in asked.hedged or part.server == NOWHERE or not self.steering.may_spend:
                 continue
             late = self.steering.late_after(part.server, len(part.rows_R))
             if late is None or age < late:
                 continue
-            others = CopyTable.from_lists(self._map.without(part.server).table(tag.layer), self._num_servers, self._device)
-            if (others.servers_EB[part.expert_P, 0] == NOWHERE).any() or not self.steering.spend():
-                continue
+            others = self._without(self._avoided | {part.server}).of(tag.layer)
+            if (others.servers_EB[part.expert_P] == part.server).any():
+                continue  # it alone holds some of them
+            self.steering.spend()
             again = self._cut(asked, number, others)
             asked.hedged.update((number, *again.by))  # once: a third server would be asked for what two are at work on
+            self._owing |= {part.server}
             found.append(again)
         return found
 
@@ -230,9 +243,9 @@ class ExpertClient:
     def lose(self, server: int) -> None:
         """The next version of the map, without this server."""
         self._lost.add(server)
-        self._map = self._map.without(server)
+        self._owing -= {server}
         self.steering.forget(server)
-        self._change()
+        self._change(self._map.without(server))
 
     def regain(self, server: int) -> None:
         """The next version, in which it holds what the graph gave it."""
@@ -243,17 +256,11 @@ class ExpertClient:
         left = self._full
         for lost in sorted(self._lost):
             left = left.without(lost)
-        self._map = ExpertMap(left.copies, left.by_layer, version)
-        self._change()
+        self._change(ExpertMap(left.copies, left.by_layer, version))
 
     @property
     def lost(self) -> frozenset[int]:
         return frozenset(self._lost)
-
-    def homeless(self) -> list[int]:
-        """Experts that have no copy in some layer, though the graph gives them one."""
-        layers: list[int | None] = [*self._full.by_layer] or [None]
-        return sorted({expert for layer in layers for expert in set(self._map.missing(layer)) - set(self._full.missing(layer))})
 
 
 def _request(x_TH: Tensor, number: int, part: Part) -> Payload:

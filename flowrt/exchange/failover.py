@@ -13,7 +13,7 @@ from functools import partial
 from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
 from flowrt.exchange.expert_client import Again, ExpertClient
-from flowrt.graph.model import Graph
+from flowrt.graph.model import Graph, ReliabilitySettings
 from operators.dispatch import NOWHERE
 from transports.message import Tag
 
@@ -93,18 +93,22 @@ class Failover:
         """A server has answered; the runner tells before it matches."""
         self._client.answered(self._server_of[edge], tag)
 
-    @property
-    def hedges(self) -> bool:
-        return self._client.hedges
+    def hedges(self, settings: ReliabilitySettings) -> bool:
+        """Whether late parts are asked of others: it is wanted, and there are others."""
+        return settings.hedge and bool(self._servers) and self._client.has_copies
 
-    def hedge(self) -> bool:
-        """Ask others for what is late. To be called every few milliseconds. False when nothing is out."""
+    def hedge(self) -> None:
+        """Ask others for what is late. To be called every few milliseconds."""
         assert self._runner is not None
-        tags = self._client.tags
-        for tag in tags:
+        self._client.steering.judge()
+        for tag in self._client.tags:
             for again in self._client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
                 self._send(tag, again)
-        return bool(tags)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is out."""
+        return not self._client.tags
 
     def overdue(self) -> dict[str, tuple[float, float]]:
         """Expert servers that owe an answer for far too long: process -> seconds waited, seconds usual at most."""
@@ -126,7 +130,7 @@ class Failover:
 
     def refusal(self) -> str | None:
         """Why nothing can be computed now, for the user; None when every expert has a copy."""
-        experts = self._client.homeless()
+        experts = self._client.homeless
         if not experts:
             return None
         lost = ", ".join(sorted({self._name_of[server] for server in self._client.lost}))

@@ -47,29 +47,34 @@ class Steering:
 
     def __init__(self, num_servers: int) -> None:
         self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
+        self._latest = [0] * num_servers  # the size that was answered last
         self._budget = BUDGET_MOST
         self._tags = 0
         self.avoided: frozenset[int] = frozenset()
         self.num_hedged = 0
 
-    def answered(self, server: int, num_rows: int, seconds: float) -> bool:
-        """A part has been answered. True when the servers to avoid have changed."""
-        size = num_rows.bit_length()
+    def answered(self, server: int, num_rows: int, seconds: float) -> None:
+        """A part has been answered."""
         self._budget = min(BUDGET_MOST, self._budget + BUDGET_SHARE)
-        estimates = self._estimates[server]
-        estimate = estimates.get(size)
+        size = self._latest[server] = num_rows.bit_length()
+        estimate = self._estimates[server].get(size)
         if estimate is None:
-            estimate = estimates[size] = _Estimate()
+            estimate = self._estimates[server][size] = _Estimate()
         estimate.add(seconds)
-        best = self._best_of_others(server, size)
-        if best is None or not estimate.counts:
+
+    def judge(self) -> bool:
+        """See who is to be avoided, by what each has answered last. True when that has changed."""
+        slow = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
+        changed, self.avoided = slow != self.avoided, slow
+        return changed
+
+    def _is_slow(self, server: int) -> bool:
+        size = self._latest[server]
+        own, best = self._estimates[server].get(size), self._best_of_others(server, size)
+        if own is None or not own.counts or best is None:
             return False
         factor = TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR
-        slow = estimate.mean > max(LEAST_SECONDS, factor * best)
-        if slow == (server in self.avoided):
-            return False
-        self.avoided = self.avoided ^ {server}
-        return True
+        return own.mean > max(LEAST_SECONDS, factor * best)
 
     def probes(self) -> bool:
         """Whether this tag is one that asks servers which are avoided, too."""
@@ -90,16 +95,17 @@ class Steering:
         late = self.late_after(server, num_rows)
         return None if late is None else max(OVERDUE_SECONDS, OVERDUE_FACTOR * late)
 
-    def spend(self) -> bool:
-        """Take one hedge out of the budget; False when there is none."""
-        if self._budget < 1:
-            return False
+    @property
+    def may_spend(self) -> bool:
+        """Whether the budget has a hedge left."""
+        return self._budget >= 1
+
+    def spend(self) -> None:
         self._budget -= 1
         self.num_hedged += 1
-        return True
 
     def forget(self, server: int) -> None:
-        """It has begun a new life."""
+        """It is gone; its next life begins without a past."""
         self._estimates[server].clear()
         self.avoided -= {server}
 

@@ -71,8 +71,11 @@ class Group:
         self._begin_epoch(self._engine.roll_back())
 
     def refuse(self, error: str) -> None:
-        """End every request with this error, and each one that comes until `accept`: nothing can be computed for now."""
-        self._refusal = error
+        """End every request with this error, and each one that comes until `accept`: nothing can be computed for now. Said again, it
+        changes the sentence."""
+        refusing, self._refusal = self._refusal is not None, error
+        if refusing:
+            return
         self._begin_epoch(self._engine.fail_all(error))
 
     def _begin_epoch(self, decisions: Iterable[Decision]) -> None:

@@ -262,7 +262,7 @@ class Worker:
             {edge.id for edge in graph.edges if edge.transport in staying},
             early=getattr(self._compute, "beside_loop", False),
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
-            on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges else None,
+            on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
         )
         if self._failover is not None:
             self._failover.begin(self._runner)

@@ -19,9 +19,8 @@ from flowrt.seams import Clock
 from flowrt.workers.group import Group
 from transports.contract import Identity
 
-LOOK_SECONDS = 0.05  # while experts are without a copy, or a part waits for one
+LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late, or waits for a copy, while something is out; and while not
 COMPLAIN_SECONDS = 1.0  # between two complaints about one server
-HEDGE_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late
 
 
 class Survival:
@@ -41,12 +40,12 @@ class Survival:
         self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
         self._failover, self._group = failover, group
         self._lost_expert_seconds = settings.lost_expert_seconds
+        self._hedges = failover is not None and failover.hedges(settings)
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
-        self._watching = False
         self._lost_since = 0.0  # an expert has had no copy
         self._complained: dict[str, float] = {}  # process -> when last
-        if settings.hedge and failover is not None and failover.hedges:
-            tasks.create_task(self._hedge(failover), name=f"hedging of {name}")
+        if failover is not None and group is not None and failover.processes:
+            tasks.create_task(self._look_on(failover, group), name=f"looks of {name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """The link to this life has ended."""
@@ -68,42 +67,32 @@ class Survival:
         if self._failover is not None:
             was_whole = self._failover.refusal() is None
             self._failover.lost(process)
-            if self._group is not None and was_whole and self._failover.refusal() is not None:
+            if was_whole:
                 self._lost_since = self._clock.now()  # anew, however short a copy was back
-                if not self._watching:
-                    self._watching = True
-                    self._tasks.create_task(self._watch(self._failover, self._group), name=f"lost experts of {self._name}")
         return True
 
     async def _join(self, joined: Joined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:
             self._failover.joined(joined.process)
 
-    async def _hedge(self, failover: Failover) -> None:
+    async def _look_on(self, failover: Failover, group: Group) -> None:
         while True:
-            await self._clock.sleep(HEDGE_SECONDS if failover.hedge() else IDLE_SECONDS)
-            for process, (waited, usual) in failover.overdue().items():
-                now = self._clock.now()
-                if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:
-                    self._complained[process] = now
-                    self._send(Late(process, "", waited, usual))
-
-    async def _watch(self, failover: Failover, group: Group) -> None:
-        """While experts are without a copy: wait for one, and after a time give up what waits."""
-        refused = False
-        while True:
-            await self._clock.sleep(LOOK_SECONDS)
-            failover.look_again()
-            now = self._clock.now()
+            await self._clock.sleep(IDLE_SECONDS if failover.idle else LOOK_SECONDS)
+            if self._hedges:
+                failover.hedge()
+                self._complain(failover)
+            if failover.waits:
+                failover.look_again()
             text = failover.refusal()
             if text is None:
-                if refused:
-                    refused = False
-                    group.accept()
-                if not failover.waits:
-                    self._watching = False
-                    return
-                continue
-            if not refused and now - self._lost_since >= self._lost_expert_seconds:
-                refused = True
+                group.accept()
+            elif self._clock.now() - self._lost_since >= self._lost_expert_seconds:
                 group.refuse(text)
+
+    def _complain(self, failover: Failover) -> None:
+        """Tell of servers that owe an answer for far too long."""
+        for process, (waited, usual) in failover.overdue().items():
+            now = self._clock.now()
+            if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:
+                self._complained[process] = now
+                self._send(Late(process, "", waited, usual))

@@ -16,7 +16,7 @@ from flowrt.timer import LoopTimer
 from transports.checks_basics import numbered
 from transports.checks_meeting import KEY, SMALL
 from transports.contract import Channel, Identity
-from transports.errors import BrokenChannelError, EndOfChannel
+from transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
 from transports.link import EmulatedChannel
 from transports.link_nic import Nic
 from transports.link_profiles import profile_of
@@ -313,10 +313,9 @@ async def test_a_caller_waits_until_we_are_told_of_it_and_others_are_refused(sch
         await until(lambda: w.lost)
         await w.serve("b2")
         await until(lambda: w.client._callers._here)  # it has called before its Joined came
-        stranger = await get_transport(scheme).connect(w.addresses[scheme], SMALL, KEY, Identity("b", "b1"))
-        with pytest.raises((EndOfChannel, BrokenChannelError)):  # that life is over
-            await stranger.recv()
-        await stranger.aclose()
+        with pytest.raises((EndOfChannel, BrokenChannelError, HandshakeError)):  # that life is over
+            async with await get_transport(scheme).connect(w.addresses[scheme], SMALL, KEY, Identity("b", "b1")) as stranger:
+                await stranger.recv()
         assert await w.client.join("b", "b2", {})
         await w.exchange("b2")
 

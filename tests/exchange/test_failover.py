@@ -86,7 +86,7 @@ class Client:
         self.ends = []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
-            self.graph, "a", functions, Inline(), RealClock(), self.post, self.end, on_unsent=self.failover.on_unsent
+            self.graph, "a", functions, Inline(), RealClock(), self.post, self.end, on_unsent=self.failover.on_unsent, on_answer=self.failover.on_answer,
         )  # fmt: skip
         self.failover.begin(self.runner)
 
@@ -210,13 +210,29 @@ def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
     assert not client.failover.waits
 
 
+def test_a_part_without_a_copy_when_another_server_dies_before_it_is_looked_at_again(client):
+    """Server 0 is back, but the tag's plan came after that was looked at; then server 1 dies, and the tag is cut anew for that."""
+    client.die(0)
+    client.die(2)
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    client.failover.joined("experts.0")
+    client.failover.joined("experts.2")
+    client.runner._leave(outputs)
+    client.die(1)
+    client.failover.look_again()
+    client.serve_all()
+    client.check()
+
+
 def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.die(0)
     client.die(1)
-    tables = client.client.begin()
+    client.client.begin(0)
     client.failover.joined("experts.1")
     assert client.failover.waits
-    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [], tables.version)
+    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
     assert not client.failover.waits
 
 
@@ -283,7 +299,7 @@ def test_pairs_without_a_copy_are_cut_as_a_part_of_nobody(client):
     client.die(1)
     client.begin()
     tag = Tag("s@1")
-    assert NOWHERE in {client.client.part(tag, number).server for number in client.runner.missing("combine", "parts", tag)}
+    assert NOWHERE in {part.server for part in client.client.parts(tag, client.runner.missing("combine", "parts", tag))}
 
 
 def timed(*answer_seconds):
@@ -326,6 +342,28 @@ def test_a_late_part_is_asked_of_another_and_the_first_answer_counts():
         assert client.client.steering.num_hedged == 1
 
 
+def test_a_server_that_owes_a_late_answer_is_asked_nothing_that_others_can_answer():
+    client, clock = timed(0.01, 0.01, 0.01)
+    client.begin()
+    late = client.asked[1].popleft()
+    client.serve(0)
+    client.serve(2)
+    clock[0] = 0.1
+    client.failover.hedge()
+    client.serve_all()
+    for step in range(1, 20):
+        client.begin(step)
+        assert not client.asked[1]
+        client.serve_all()
+    client.asked[1].append(late)
+    client.serve(1)
+    client.begin(20)
+    assert client.asked[1]
+    client.serve_all()
+    client.check(range(21))
+    assert client.client.steering.num_hedged == 1
+
+
 def test_a_hedge_whose_server_dies_is_cut_anew():
     client, clock = timed(0.01, 0.01, 0.01)
     client.begin()
@@ -341,7 +379,7 @@ def test_a_hedge_whose_server_dies_is_cut_anew():
 
 def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
     client, _ = timed(0.01, 0.05, 0.01)
-    client.client._change()
+    client.failover.hedge()
     client.begin()
     assert not client.asked[1]
     client.serve_all()
