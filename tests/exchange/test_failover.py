@@ -86,8 +86,16 @@ class Client:
         self.ends = []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
-            self.graph, "a", functions, Inline(), RealClock(), self.post, self.end, on_unsent=self.failover.on_unsent, on_answer=self.failover.on_answer,
-        )  # fmt: skip
+            self.graph,
+            "a",
+            functions,
+            Inline(),
+            RealClock(),
+            self.post,
+            self.end,
+            on_unsent=self.failover.on_unsent,
+            on_answer=self.failover.on_answer,
+        )
         self.failover.begin(self.runner)
 
     def post(self, edge, message):
