@@ -37,11 +37,17 @@ class Inside:
             checked = {node: self._checked(function) for node, function in functions.items()}
             return checked if worker._emulated is None else dict(worker._emulated.charged(checked))
 
-        worker._load = load
+        make_runner = worker._make_runner
 
-    def watch_epochs(self) -> None:
+        def make(functions: Any) -> None:
+            make_runner(functions)
+            self._watch_epochs()
+
+        worker._load, worker._make_runner = load, make
+
+    def _watch_epochs(self) -> None:
         """From when the worker has its engine."""
-        if (engine := self._engine) is not None and "roll_back" not in vars(engine):
+        if (engine := self._engine) is not None:
             roll_back, worker = engine.roll_back, self._worker
 
             def noted() -> Any:
@@ -55,7 +61,6 @@ class Inside:
         """I2: a group computes nothing of an epoch that it has left, but for what was being computed then."""
 
         def run(firings: Any) -> Any:
-            self.watch_epochs()
             engine, running = self._engine, self._worker._compute.running
             old = [] if engine is None else [firing for firing in firings if firing.tag.epoch < engine.epoch]
             if old and (running is None or running.since_seconds != self._left_during):

@@ -159,7 +159,7 @@ BUGS: tuple[Bug, ...] = (
         PARTS, "Cover._values_of", "if values is None:\n            return None\n        chosen.extend(values)", "chosen.extend(values or ())"), (
         PARTS, "Cover._values_of", "return chosen", "return chosen or None")),
     bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
-        DISPATCH, "Combine._add", "if numbers != list(range(len(where))):", "if numbers != list(range(len(where))) and len(numbers) != len(where):")),
+        CLIENT, "ExpertClient.parts", "asked.parts[number]", "asked.parts[min(number, asked.num_first - 1)]")),
     bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
         CUT, "cut_again", "_by_server(server_P, part.pair_P, part.expert_P", "_by_server(server_P, None, part.expert_P")),
     bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
@@ -171,12 +171,12 @@ BUGS: tuple[Bug, ...] = (
     bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (
         CLIENT, "Tables.of", "or servers for servers in copies", "for servers in copies")),
     bug("hedge-to-nowhere", "a late part is asked of others although they do not hold all that it needs", (
-        CLIENT, "ExpertClient.hedge", "(others.servers_EB[part.expert_P, 0] == NOWHERE).any() or not self.steering.spend()", "not self.steering.spend()"), (
+        CLIENT, "ExpertClient.hedge", "self._without(self._avoided | {part.server})", "Tables(self._map.without(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
     bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (
-        CLIENT, "ExpertClient.ask", "if tag.epoch >= self._epochs.get(tag.source, 0):", "if True:")),
+        CLIENT, "ExpertClient.ask", "if tag.epoch < self._epochs.get(tag.source, 0):", "if False:")),
     bug("asked-before-linked", "a new life is asked before its link is up", (
         SURVIVAL, "Survival._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._failover.joined(joined.process)",
         "if self._failover is not None:\n        self._failover.joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
@@ -185,13 +185,13 @@ BUGS: tuple[Bug, ...] = (
     bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (
         SURVIVAL, "Survival.on_lost", "self._end(peer.name, peer.incarnation)", "self._over.add((peer.name, peer.incarnation))")),
     bug("never-refused", "requests that need a lost expert wait for ever", (
-        SURVIVAL, "Survival._watch", "now - self._lost_since >= self._lost_expert_seconds", "False")),
+        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._lost_expert_seconds", "False")),
     bug("refused-at-once", "requests end as soon as an expert is lost", (
-        SURVIVAL, "Survival._watch", "now - self._lost_since >= self._lost_expert_seconds", "True")),
+        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._lost_expert_seconds", "True")),
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
     bug("lost-time-adds-up", "the time without an expert is not counted anew when it is lost again", (
-        SURVIVAL, "Survival._end", "was_whole and (self._failover.refusal() is not None)", "(self._failover.refusal() is not None) and (not self._watching)")),
+        SURVIVAL, "Survival._end", "if was_whole:", "if not self._lost_since:")),
     bug("refused-and-running", "requests that end for a lost expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
     bug("old-life-read", "messages of a life that is over are read on", (
@@ -206,7 +206,7 @@ BUGS: tuple[Bug, ...] = (
         DETECTOR, "Detector._note_lag", "if lag_seconds <= LAG_SECONDS:\n        return", "return")),
     bug("path-unseen", "silence of the launcher is taken for the workers'", (
         DETECTOR, "Detector._silence", "(now if self._path_at is None else self._path_at) - life.heard_at", "now - life.heard_at"), (
-        DETECTOR, "Detector._judge", "silence > dead_seconds and trusted", "silence > dead_seconds")),
+        DETECTOR, "Detector._judge", "silence > patience and trusted", "silence > dead_seconds")),
     bug("new-life-silent", "a new life is judged by when the old one was heard last", (
         DETECTOR, "Detector._begin", "Life(incarnation, now)", "Life(incarnation, before.heard_at if before is not None else now)")),
     bug("busy-is-hung", "an operation that takes long is taken for one that hangs", (
