@@ -23,6 +23,8 @@ from transports.message import Message
 
 T = TypeVar("T")
 
+_BUSY_SECONDS, _IDLE_SECONDS = 3e-4, 5e-3
+
 
 async def run_worker(control: Channel, seams: Seams) -> None:
     """As the usual worker, but orders on its control line are obeyed."""
@@ -135,8 +137,16 @@ class Obedience:
         result = call()
         now = time.monotonic()
         if now < self._slow_until:
-            time.sleep((self._factor - 1.0) * (now - begun))
+            _dawdle(now + (self._factor - 1.0) * (now - begun))
         return result
+
+
+def _dawdle(until: float) -> None:
+    """Be slow, which is something else than standing still: now and then a little is computed."""
+    while (now := time.monotonic()) < until:
+        while time.monotonic() < now + _BUSY_SECONDS:
+            pass
+        time.sleep(min(_IDLE_SECONDS, max(0.0, until - time.monotonic())))
 
 
 def held(worker: Any) -> dict[str, int]:

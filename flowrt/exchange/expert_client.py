@@ -209,8 +209,7 @@ class ExpertClient:
             part = asked.parts[number]
             if number in asked.hedged or part.server == NOWHERE or not self.steering.may_spend:
                 continue
-            late = self.steering.late_after(part.server, len(part.rows_R))
-            if late is None or age < late:
+            if age < self.steering.late_after(part.server, len(part.rows_R)):
                 continue
             others = self._without(self._avoided | {part.server}).of(tag.layer)
             if (others.servers_EB[part.expert_P] == part.server).any():
@@ -234,7 +233,7 @@ class ExpertClient:
                 continue
             usual = self.steering.late_after(part.server, len(part.rows_R))
             overdue = self.steering.overdue_after(part.server, len(part.rows_R))
-            if usual is not None and overdue is not None and age >= overdue:
+            if age >= overdue:
                 found[part.server] = age, usual
         return found
 

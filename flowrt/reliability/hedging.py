@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 LATE_FACTOR = 3.0  # of what the best of the others takes
 AVOID_FACTOR, TAKE_BACK_FACTOR = 3.0, 1.5
+FIRST_SECONDS = 1.0  # late while nothing is known of such parts
 LEAST_SECONDS = 2e-3  # nothing is late before: what takes this long is the scheduler of the machine
 FEWEST_ANSWERS = 8  # before an estimate counts
 BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
@@ -81,19 +82,18 @@ class Steering:
         self._tags += 1
         return self._tags % PROBE == 0
 
-    def late_after(self, server: int, num_rows: int) -> float | None:
-        """Seconds after which a part is late; None while nothing is known."""
+    def late_after(self, server: int, num_rows: int) -> float:
+        """Seconds after which a part is late."""
         size = num_rows.bit_length()
         own, best = self._estimates[server].get(size), self._best_of_others(server, size)
         points = [own.mean + 4 * own.deviation] if own is not None and own.counts else []
         if best is not None:
             points.append(LATE_FACTOR * best)
-        return max(LEAST_SECONDS, min(points)) if points else None
+        return max(LEAST_SECONDS, min(points)) if points else FIRST_SECONDS
 
-    def overdue_after(self, server: int, num_rows: int) -> float | None:
-        """Seconds after which a part is so late that others should know; None while nothing is known."""
-        late = self.late_after(server, num_rows)
-        return None if late is None else max(OVERDUE_SECONDS, OVERDUE_FACTOR * late)
+    def overdue_after(self, server: int, num_rows: int) -> float:
+        """Seconds after which a part is so late that others should know."""
+        return max(OVERDUE_SECONDS, OVERDUE_FACTOR * self.late_after(server, num_rows))
 
     @property
     def may_spend(self) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrt.reliability.hedging import BUDGET_MOST, FEWEST_ANSWERS, LEAST_SECONDS, PROBE, Steering
+from flowrt.reliability.hedging import BUDGET_MOST, FEWEST_ANSWERS, FIRST_SECONDS, LEAST_SECONDS, PROBE, Steering
 
 
 def steering(*seconds: float, rows: int = 1, times: int = FEWEST_ANSWERS) -> Steering:
@@ -15,9 +15,9 @@ def steering(*seconds: float, rows: int = 1, times: int = FEWEST_ANSWERS) -> Ste
     return steering
 
 
-def test_nothing_is_late_before_something_is_known():
-    assert Steering(2).late_after(0, 1) is None
-    assert steering(0.01, 0.01, times=FEWEST_ANSWERS - 1).late_after(0, 1) is None
+def test_before_something_is_known_only_what_takes_very_long_is_late():
+    assert Steering(2).late_after(0, 1) == FIRST_SECONDS
+    assert steering(0.01, 0.01, times=FEWEST_ANSWERS - 1).late_after(0, 1) == FIRST_SECONDS
 
 
 def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
@@ -34,10 +34,10 @@ def test_short_answers_are_not_late_at_once():
 
 def test_sizes_are_told_apart():
     both = steering(0.010, 0.010)
-    assert both.late_after(0, 500) is None
+    assert both.late_after(0, 500) == FIRST_SECONDS
     for _ in range(FEWEST_ANSWERS):
-        both.answered(0, 500, 1.0)
-    assert both.late_after(0, 500) > 0.9
+        both.answered(0, 500, 2.0)
+    assert both.late_after(0, 500) > 1.9
     assert both.late_after(0, 1) < 0.1
 
 
