@@ -164,8 +164,6 @@ BUGS: tuple[Bug, ...] = (
         CUT, "cut_again", "_by_server(server_P, part.pair_P, part.expert_P", "_by_server(server_P, None, part.expert_P")),
     bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
         CUT, "_by_server", "weight_P.index_select(0, chosen_P)", "weight_P[:len(chosen_P)]")),
-    bug("map-version-stands", "the map of a server that is back has the version of before", (
-        CLIENT, "ExpertClient.regain", "version = self._map.version + 1", "version = self._map.version")),
     bug("others-regained", "with one server back, others that are down are in the map again", (
         CLIENT, "ExpertClient.regain", "left = left.without(lost)", "left = left")),
     bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (
