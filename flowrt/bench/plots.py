@@ -13,6 +13,7 @@ from typing import Any
 from flowrt.bench.report import Report
 from flowrt.errors import UserError
 
+FORMATS = (".svg", ".png", ".pdf")
 COPIES = 2  # of a round trip: one each way is the least
 LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "not resolved": "#c9a227", None: "#5b7083"}
@@ -130,5 +131,7 @@ def check_plot(path: str | None) -> None:
     if path is None:
         return
     _pyplot()
+    if Path(path).suffix not in FORMATS:
+        raise UserError(f"--plot {path}: draws {', '.join(FORMATS)}; end its name with one of these")
     if not Path(path).absolute().parent.is_dir():
         raise UserError(f"--plot {path}: its folder does not exist")

@@ -106,14 +106,18 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
     graph = read_graph(options.graph, overrides, options.model)
     if graph.model is None:
         raise UserError(f"{options.graph}: this graph serves no model; chaos asks a model's")
-    if graph.processes == "one":
-        raise UserError(
-            f"{options.graph}: all workers share one process, and nothing can befall one alone; use --set deploy.processes=many"
-        )
+    if graph.processes != "many":
+        raise UserError(f"{options.graph}: workers share processes, and nothing can befall one alone; use --set deploy.processes=many")
     if options.kills and not may_die(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.failover else "use --set reliability.failover=true"
         raise UserError(f"{options.graph}: no process of it may die, so there is none to kill; {hint}")
     vocab_size = read_model_config(Path(graph.model.path)).vocab_size
+    most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.limits.kv_pages * graph.limits.page_tokens)
+    if options.new_tokens <= graph.limits.max_tokens and options.prompt_tokens + options.new_tokens > most:
+        raise UserError(
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {most} (the model's "
+            "context, or limits.kv_pages x page_tokens); ask for fewer"
+        )
     asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
     return graph, load_plan(options.plan, graph) if options.plan is not None else None, asked
 

@@ -82,10 +82,8 @@ def _checked(value: Any, where: Callable[[Place], str], graph: Graph) -> Scenari
             raise UserError(f"{place}the gateway is this command itself; name another process")
         if isinstance(fault, OBEYED) and fault.processes[0] == MONITOR:
             raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
-        if graph.processes == "one":
-            raise UserError(
-                f"{place}all workers share this command's process, and nothing can befall one alone; use --set deploy.processes=many"
-            )
+        if graph.processes != "many":
+            raise UserError(f"{place}workers share processes, and nothing can befall one alone; use --set deploy.processes=many")
     return scenario
 
 

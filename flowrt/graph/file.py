@@ -34,6 +34,7 @@ FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
+LEAST_SUSPECT_SECONDS = 0.2  # two beats
 
 _EXPLICIT_ONLY = {
     "processes": "the short form has deploy.processes; write it there",
@@ -152,6 +153,9 @@ def _validate(document: Document) -> GraphFile:
 
 def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
     settings = ReliabilitySettings(**file.reliability.model_dump())
+    if settings.suspect_seconds < LEAST_SUSPECT_SECONDS:
+        text = f"suspected after {settings.suspect_seconds:g} s; a sign of work comes every 0.1 s, write at least {LEAST_SUSPECT_SECONDS:g}"
+        document.fail(("reliability", "suspect_seconds"), text)
     if settings.dead_seconds <= settings.suspect_seconds:
         key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
         text = f"dead after {settings.dead_seconds:g} s and suspected after {settings.suspect_seconds:g} s; dead_seconds must be the longer"

@@ -82,7 +82,7 @@ def test_bad_words_are_one_line_that_says_which(graph: Graph, words: str) -> Non
 
 
 def test_nothing_befalls_workers_of_one_process(graph: Graph) -> None:
-    with pytest.raises(UserError, match=r"all workers share this command's process.*deploy\.processes=many"):
+    with pytest.raises(UserError, match=r"workers share processes.*deploy\.processes=many"):
         parse_words("kill:experts.1@2s", replace(graph, processes="one"))
 
 

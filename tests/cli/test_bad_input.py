@@ -49,7 +49,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--prompts", wrong), f"{wrong}:2: is not JSON"),
         ((graph_file, "--prompts", tmp_path / "none"), "none: no such file"),
         ((graph_file, "--chaos", "kill"), "--chaos kill: not of the form KIND:WHO@WHEN"),
-        ((graph_file, "--chaos", "kill:experts.0@1s"), "all workers share this command's process"),
+        ((graph_file, "--chaos", "kill:experts.0@1s"), "workers share processes"),
         ((graph_file, "--json", "--chat"), "--json is followed by --chat"),
         ((graph_file, "--json", tmp_path), "is a folder"),
         ((graph_file, "--json", tmp_path / "no" / "x.json"), "there is no folder"),

@@ -34,7 +34,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(
         ((QUICKSTART, "--plan", plan), f"{plan}:3: faults.0: no process is called 'experts.9'"),
         ((QUICKSTART, "--plan", tmp_path / "none.yaml"), "no such file"),
         ((QUICKSTART, "--kills", "1", "--json", "no/such.json"), "there is no folder"),
-        ((graph_file, "--kills", "1"), "all workers share one process"),
+        ((graph_file, "--kills", "1"), "workers share processes"),
     ):
         monkeypatch.setattr(sys, "argv", ["flowrt", "chaos", *map(str, words)])
         with pytest.raises(SystemExit) as end:

@@ -243,6 +243,12 @@ BAD = {
         "reliability.dead_seconds",
         ["dead after 0.5 s and suspected after 1 s", "must be the longer"],
     ),
+    "suspected between two beats": (
+        MODEL + "reliability: {suspect_seconds: 0.05}\n",
+        3,
+        "reliability.suspect_seconds",
+        ["every 0.1 s", "write at least 0.2"],
+    ),
     "suspected after dead": (MODEL + "reliability: {suspect_seconds: 3}\n", 3, "reliability.suspect_seconds", ["must be the longer"]),
     "reliable in the wrong place": (deploy(rest="  reliability: {restarts: 1}\n"), 6, "deploy.reliability", ["top of the file"]),
     "the monitor's name": (USER.replace("process: left", "process: monitor"), 3, "nodes.a.process", ["watches all others"]),
