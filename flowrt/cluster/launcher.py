@@ -37,7 +37,7 @@ from flowrt.seams import Seams
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
 
 WORKER = "flowrt.workers.process:run_worker"
-PRELOAD = ("torch", "flowrt.workers.process")
+PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _STATUS_SECONDS = 10.0  # from the end of a control line to the exit status of its process, at most
