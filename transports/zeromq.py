@@ -211,7 +211,9 @@ class ZeroMQChannel(WindowedEndpoint):
     # The end.
 
     def _read_monitor(self) -> None:
-        """What libzmq says about the connection."""
+        """What libzmq says about the connection. All that it has said counts at once: a stranger's end may be told after the peer has
+        greeted, and before its coming is."""
+        ended = False
         while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             description = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
             event, value = struct.unpack("=Hi", description)
@@ -219,12 +221,13 @@ class ZeroMQChannel(WindowedEndpoint):
                 self._connections.add(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections.discard(value)
-                if not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
-                    self._lost()
+                ended = True
             elif self._side == _LISTENER and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._lost()
             elif self._side == _LISTENER:
                 self._fail("the peer of the handshake refuses the keys of this channel")
+        if ended and not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
+            self._lost()
 
     def _on_gone(self, reason: str | None) -> None:
         """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from operators import expert_products
 from operators.combine import combine
-from operators.dispatch import CopyTable, cut
+from operators.dispatch import NOWHERE, CopyTable, cut, cut_again
 from operators.experts import Experts
 from operators.model_config import read_model_config
 from operators.weights import Checkpoint
@@ -52,10 +52,21 @@ def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, 
     assert sorted(covered) == list(range(ids.numel()))
 
 
-def test_a_copy_table_needs_a_server_for_each_expert() -> None:
-    for copies in ([[0], []], [[0], [2]], [[0], [-1]]):
+def test_a_copy_table_refuses_servers_that_do_not_exist() -> None:
+    for copies in ([[0], [2]], [[0], [-1]]):
         with pytest.raises(ValueError, match="expert 1 has copies on servers"):
             CopyTable.from_lists(copies, 2)
+
+
+def test_pairs_of_an_expert_without_a_copy_are_a_part_of_nobody_and_are_cut_again_when_there_is_one() -> None:
+    expert_ids_TA, weights_TA = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    positions_T = torch.tensor([0, 1])
+    nowhere, there = cut(expert_ids_TA, weights_TA, positions_T, CopyTable.from_lists([[0], [], [0]], 2))
+    assert (nowhere.server, nowhere.pair_P.tolist(), nowhere.expert_P.tolist()) == (NOWHERE, [1, 2], [1, 1])
+    assert (there.server, there.pair_P.tolist()) == (0, [0, 3])
+    (again,) = cut_again(nowhere, positions_T, 2, CopyTable.from_lists([[0], [1], [0]], 2))
+    assert (again.server, again.pair_P.tolist(), again.rows_R.tolist(), again.row_P.tolist()) == (1, [1, 2], [0, 1], [0, 1])
+    assert torch.equal(again.weight_P, torch.tensor([0.2, 0.3]))
 
 
 @pytest.fixture(scope="module")
