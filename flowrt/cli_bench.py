@@ -114,7 +114,10 @@ def decode(
     pairs: Annotated[int, Parameter(help="Alternating pairs per batch size; a claim takes 20 or more.")] = 20,
     overrides: Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, for the graph.")] = None,
     against: Annotated[Path | None, Parameter(help="A second graph file, measured against instead of transformers.")] = None,
-    against_set: Annotated[list[str] | None, Parameter(negative=(), help="path=value, for the second graph.")] = None,
+    against_set: Annotated[
+        list[str] | None,
+        Parameter(negative=(), help="path=value, for the second graph, which is the first one then, if --against names none."),
+    ] = None,
     vllm: Annotated[str | None, Parameter(help="A Python interpreter that has vLLM's CPU build: a second peer.")] = None,
     json: JsonFile = None,
     plot: Annotated[str | None, Parameter(help="Draw the ratios into this file (.svg, .png, .pdf).")] = None,
@@ -135,7 +138,7 @@ def decode(
         new_tokens=new_tokens,
         num_pairs=pairs,
         overrides=tuple(overrides or ()),
-        against=against,
+        against=graph if against is None and against_set else against,
         against_overrides=tuple(against_set or ()),
         vllm=vllm,
     )
