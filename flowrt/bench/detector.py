@@ -217,7 +217,9 @@ async def wrongly(seconds: float, num_workers: int) -> Wrongly:
         while not made.verdicts.empty():
             _, verdict = made.verdicts.get_nowait()
             condemned.append(f"{verdict.process}: {verdict.why}")
-        return Wrongly(num_workers, seconds, num_stalls, made.counts[Suspected.kind], condemned, made.longest_gap_seconds)
+        silent = max(time.monotonic() - life.heard_at for life in made.lives.values())  # and not heard of again yet
+        longest = max(made.longest_gap_seconds, silent)
+        return Wrongly(num_workers, seconds, num_stalls, made.counts[Suspected.kind], condemned, longest)
 
 
 async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Figure | str]:
