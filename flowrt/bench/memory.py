@@ -2,11 +2,15 @@
 
 Here: `memory_of`, `resident_bytes`, `weights_asked_for`. Not here: what one process knows of itself (flowrt/seams.py), who asks
 (decode.py).
+
+Processes forked from one share its pages until one of them writes. The total asked for is of memory, so each page counts once: the
+kernel's proportional share (PSS) divides it among those that have it, and the sum over all of them, the starter included, is whole again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +27,7 @@ _EXPERT = re.compile(r"(?<!shared_)\bexperts\.")
 
 @dataclass(frozen=True)
 class Memory:
-    """Anonymous and shared memory of all worker processes, and its bound: 1.15 x weights + keys and values + 250 MB per process."""
+    """Anonymous and shared memory of all processes of a graph, and its bound: 1.15 x weights + keys and values + 250 MB per process."""
 
     num_processes: int
     resident_bytes: int
@@ -45,19 +49,27 @@ class Memory:
 
 
 def memory_of(running: RunningGraph) -> Memory:
-    """Of a running graph, now."""
-    graph = running.graph
-    pids = set(running.pids.values())
-    return Memory(len(pids), sum(map(resident_bytes, pids)), weights_asked_for(graph), kv_bytes(graph))
+    """Of a running graph, now: its workers, its monitor and the starter that they were forked from."""
+    workers = set(running.pids.values())
+    pids = workers | {_parent(pid) for pid in workers - {os.getpid()}} - {0, os.getpid()}
+    return Memory(len(pids), sum(map(resident_bytes, pids)), weights_asked_for(running.graph), kv_bytes(running.graph))
 
 
 def resident_bytes(pid: int) -> int:
-    """As seams.resident_bytes, of another process; 0 when it is gone or the system does not say."""
+    """Its share of the anonymous and shared pages that it has in memory; 0 when it is gone or the system does not say."""
+    return sum(kilobytes << 10 for kilobytes in _numbers(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")))
+
+
+def _parent(pid: int) -> int:
+    return sum(_numbers(pid, "status", ("PPid:",)))
+
+
+def _numbers(pid: int, file: str, names: tuple[str, ...]) -> list[int]:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        return []
+    return [int(line.split()[1]) for line in lines if line.startswith(names)]
 
 
 def weights_asked_for(graph: Graph) -> int:

@@ -21,7 +21,7 @@ from flowrt.bench.decode_report import print_found, report_of
 from flowrt.bench.decoding import Comparison, Run, compare, decode_speed, first_difference, prefill_speed, prompts_of, run_of
 from flowrt.bench.graph_side import GraphSide, TurnClock, check_room
 from flowrt.bench.limits import MachineLimits
-from flowrt.bench.memory import Memory, checkpoint_elements, kv_bytes, weights_asked_for
+from flowrt.bench.memory import Memory, checkpoint_elements, kv_bytes, resident_bytes, weights_asked_for
 from flowrt.bench.pairs import Target
 from flowrt.bench.peer_process import PeerProcess
 from flowrt.bench.report import Figure, Machine
@@ -191,6 +191,29 @@ def test_memory_is_held_against_weights_pages_and_processes() -> None:
     assert Memory(1, 250_000_000, 0, 0).met
     assert not Memory(1, 250_000_001, 0, 0).met
     assert "not met" in str(Memory(1, 10**9, 0, 0))
+
+
+def test_pages_that_processes_share_count_once() -> None:
+    code = f"""
+import os, sys, time
+kept = bytearray({64 << 20})
+for at in range(0, len(kept), 4096):
+    kept[at] = 1
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+sys.stdin.read()
+os.kill(child, 9)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        held = [resident_bytes(pid) for pid in (parent.pid, child)]
+        assert all((32 << 20) <= each < (64 << 20) for each in held)  # a half each, and what an interpreter needs
+        assert (64 << 20) <= sum(held) < (80 << 20)
+        parent.communicate()
+    assert resident_bytes(child) == 0
 
 
 def test_a_step_reads_only_experts_that_some_row_goes_to(model: Path) -> None:
