@@ -1,6 +1,6 @@
 """The statistics of a claimed difference: alternating pairs, the median ratio, its interval, and the verdict on a target. Pure.
 
-Here: `median_ratio`, Ratio, Target, `verdict`, and `take_turns`, which measures by pairs. Not here: what is measured (one
+Here: `median_ratio`, Ratio, Target, `verdict`, intervals of quantiles, and `take_turns`, which measures by pairs. Not here: what is measured (one
 module per benchmark), how it is shown (report.py).
 
 Two things measured on a shared machine drift together. So they are measured in turns, each pair gives one ratio, and what is claimed is
@@ -75,6 +75,23 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
         return -math.inf, math.inf
     ordered = sorted(values)
     return ordered[rank], ordered[count - 1 - rank]
+
+
+def quantile_interval(values: Sequence[float], share: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """As `median_interval`, of the value that `share` of all do not exceed: how many values lie below it is binomial(n, share).
+
+    Values may be infinite. An end that so few values cannot bound is infinite: 368 are the fewest that bound a 99th percentile at 95 %.
+    """
+    count = len(values)
+    at_most = [0.0]  # at_most[k]: P(fewer than k values lie below)
+    for below in range(count + 1):
+        ways = math.lgamma(count + 1) - math.lgamma(below + 1) - math.lgamma(count - below + 1)
+        at_most.append(at_most[-1] + math.exp(ways + below * math.log(share) + (count - below) * math.log1p(-share)))
+    tail = (1 - confidence) / 2
+    low = max((rank for rank in range(1, count + 1) if at_most[rank] <= tail), default=0)
+    high = min((rank for rank in range(1, count + 1) if at_most[rank] >= 1 - tail), default=0)
+    ordered = sorted(values)
+    return ordered[low - 1] if low else -math.inf, ordered[high - 1] if high else math.inf
 
 
 def verdict(ratio: Ratio, target: Target) -> Verdict:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from flowrt.bench.pairs import Ratio, Target, judge, median_interval, median_ratio, order_of, verdict
+from flowrt.bench.pairs import Ratio, Target, judge, median_interval, median_ratio, order_of, quantile_interval, verdict
 
 
 def test_twenty_values_are_bounded_by_the_sixth_from_either_end() -> None:
@@ -19,6 +19,30 @@ def test_six_values_are_the_fewest_that_bound_a_median() -> None:
     assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
     assert median_interval([1.0] * 5) == (-math.inf, math.inf)
     assert median_interval([]) == (-math.inf, math.inf)
+
+
+def test_the_median_is_the_quantile_of_one_half() -> None:
+    for count in (*range(50), 999):
+        values = [float(number) for number in range(count)]
+        assert quantile_interval(values, 0.5) == median_interval(values)
+
+
+def test_a_99th_percentile_takes_368_values() -> None:
+    assert quantile_interval([0.005] * 367, 0.99)[1] == math.inf
+    assert quantile_interval([0.005] * 368, 0.99) == (0.005, 0.005)
+    assert quantile_interval([0.005] * 400 + [9.0] * 20, 0.99) == (9.0, 9.0)  # one in twenty is beyond: so is the percentile
+    assert quantile_interval([0.005] * 400 + [9.0] * 4, 0.99) == (0.005, 9.0)
+    assert quantile_interval([math.inf] * 400, 0.99) == (math.inf, math.inf)
+    assert quantile_interval([], 0.99) == (-math.inf, math.inf)
+
+
+def test_the_interval_of_a_percentile_holds_it_as_often_as_it_says() -> None:
+    chance = random.Random("p99")
+    hits = 0
+    for _ in range(500):
+        low, high = quantile_interval([chance.random() for _ in range(600)], 0.99)
+        hits += low <= 0.99 <= high
+    assert hits / 500 >= 0.94
 
 
 @pytest.mark.parametrize("draw", ["lognormal", "exponential", "two_humps"])
