@@ -1,14 +1,19 @@
-"""`flowrt check transport`: the table, the file, the exit codes."""
+"""`flowrt check transport`: the summary, the table, the file, the exit codes."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flowrt import cli
+from flowrt.cli_check import print_results
 from transports import inproc
+from transports.checks_suite import Result, plan, usable_loops
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -23,7 +28,7 @@ def test_promises_verdicts_and_seconds_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     results = tmp_path / "results.json"
-    assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "--json", str(results)) == 0
+    assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "-v", "--json", str(results)) == 0
     shown = capsys.readouterr().out
     assert "cancelled recv: A recv that is cancelled" in shown
     found = json.loads(results.read_text())
@@ -37,6 +42,20 @@ def test_a_broken_promise_is_named_and_ends_with_one(monkeypatch: pytest.MonkeyP
     assert check(monkeypatch, "inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio") == 1
     shown = capsys.readouterr().out
     assert "broken on asyncio: check_bounds: at most 8 messages of 131072 bytes" in shown
+    assert "(promised: A full channel says no" in shown
+    assert re.search(r"channels +1 broken", shown)
+    assert "inproc: 1 broken in" in shown
+
+
+def test_without_v_a_line_per_group_adds_up_to_all_checks() -> None:
+    results = [Result(each.name, each.promise, loop, "kept", 0.5) for loop in usable_loops() for each in plan("inproc")]
+    shown = Console(width=80, file=(out := io.StringIO()))
+    print_results("inproc", results, shown)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 1 + 5 + 1, "the head, five groups, the sum"
+    per_loop = [int(number) for line in lines[1:-1] for number in re.findall(r"(\d+) kept", line)]
+    assert sum(per_loop) == len(results)
+    assert f"{len(results)} kept in" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +64,7 @@ def test_a_broken_promise_is_named_and_ends_with_one(monkeypatch: pytest.MonkeyP
         (("nosuch",), "unknown transport 'nosuch'; known: inproc, shm, zmq"),
         (("inproc", "--only", "zzz"), "no check has 'zzz' in its name"),
         (("inproc", "--loop", "trio"), "trio"),
+        (("inproc", "--json", "/no/folder/x.json"), "there is no folder"),
     ],
 )
 def test_bad_input_is_one_line(
