@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
 from transports.checks_basics import (
@@ -71,7 +71,8 @@ async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Chan
                 yield channel, peer
         finally:
             if peer.returncode is None:
-                peer.kill()
+                with suppress(ProcessLookupError):
+                    os.kill(peer.pid, signal.SIGKILL)  # peer.kill() would reap one that has just died, before asyncio does: a warning
             await peer.wait()
 
 
