@@ -11,10 +11,8 @@ import resource
 from flowrt.errors import UserError
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-_LAUNCHER, _PER_PROCESS = (
-    16,
-    6,
-)  # a launcher's own (loop, line to the starter, a file being read); per process its line, words, pidfd, links
+# A launcher's own (loop, line to the starter, a file being read); per process its line, words, pidfd, life lock, links.
+_LAUNCHER, _PER_PROCESS = 16, 7
 
 
 def check_descriptors(num_processes: int) -> None:

@@ -33,6 +33,7 @@ from flowrt.cluster.frames import (
     send_first,
 )
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, processes_marked
+from flowrt.cluster.life_lock import LifeLock
 from flowrt.cluster.starter import ORIGINAL_PATH
 from flowrt.cluster.words import Words, exit_text
 from flowrt.errors import UserError, WorkerDiedError
@@ -52,7 +53,8 @@ class StarterProcess:
     """A running starter and the OS processes it forked, called by their host names.
 
     `on_exit(host, status)` is called once per process that ends by itself, and with host STARTER when the starter does. Where the kernel
-    can tell (pidfd), `on_gone(host)` comes before it, at once, whatever the starter is busy with.
+    can tell, `on_gone(host)` comes before it, whatever the starter is busy with: once when the process begins to die (its life lock), once
+    when it has ended (pidfd).
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StarterProcess:
         self._importing = ""  # what the starter is busy with, for its death notice
         self._reader: FrameReader | None = None
         self._words: dict[str, Words] = {}
+        self._life_locks: dict[str, LifeLock] = {}
         self._pidfds: dict[str, int] = {}
         self._pids: dict[str, int] = {}
         self._answers: dict[str, asyncio.Future[int]] = {}  # host -> its pid; STARTER -> its number of threads
@@ -123,6 +126,7 @@ class StarterProcess:
         if (former := self._words.pop(host, None)) is not None:
             former.close()
         words = self._words[host] = Words(host, self._on_line)
+        life_lock = self._life_locks[host] = LifeLock(host, lambda: self._on_gone(host))
         ours: list[socket.socket] = []
         theirs: list[socket.socket] = []
         try:
@@ -130,12 +134,21 @@ class StarterProcess:
                 mine, other = socket.socketpair()
                 ours.append(mine)
                 theirs.append(other)
-            fds = [words.write_end, *(line.fileno() for line in theirs)]
-            await self._send(
-                Fork(host=host, workers=tuple(workers), worker=worker, threads=threads, log_level=log_level, num_fds=len(fds)), fds
+            fds = [words.write_end, *(line.fileno() for line in theirs), *([life_lock.fd] if life_lock.fd >= 0 else [])]
+            request = Fork(
+                host=host,
+                workers=tuple(workers),
+                worker=worker,
+                threads=threads,
+                log_level=log_level,
+                holds_life_lock=life_lock.fd >= 0,
+                num_fds=len(fds),
             )
+            await self._send(request, fds)
             pid = await self._answer(host)
+            life_lock.given_away()
         except BaseException:
+            life_lock.close()
             for line in ours:
                 line.close()
             raise
@@ -209,6 +222,9 @@ class StarterProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 _reap_adopted(pid)
+        for life_lock in self._life_locks.values():
+            life_lock.close()
+        self._life_locks.clear()
         for words in self._words.values():
             words.close()
 
@@ -277,6 +293,8 @@ class StarterProcess:
             if (pidfd := self._pidfds.pop(report.host, None)) is not None:
                 self._watch_no_more(pidfd)
                 os.close(pidfd)
+            if (life_lock := self._life_locks.pop(report.host, None)) is not None:
+                life_lock.close()
             self._on_exit(report.host, report.status)
             return
         host = STARTER if isinstance(report, Loaded) else report.host

@@ -28,7 +28,8 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(Frame, frozen=True, kw_only=True):
-    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, then one control line per worker.
+    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, one control line per worker, and a life lock's
+    memory if it `holds_life_lock`.
 
     `worker` is the "module:function" that each of `workers` runs; `threads` is how many compute threads they share.
     """
@@ -38,6 +39,7 @@ class Fork(Frame, frozen=True, kw_only=True):
     worker: str
     threads: int
     log_level: str
+    holds_life_lock: bool = False
 
 
 class Kill(Frame, frozen=True, kw_only=True):

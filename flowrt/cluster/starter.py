@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 from flowrt.cluster.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_request, send_blocking
+from flowrt.cluster.life_lock import hold
 from flowrt.errors import UserError
 from flowrt.observe import set_log_level
 from flowrt.seams import Seams
@@ -146,6 +147,8 @@ class _Starter:
             self.selector.close()
             self.line.close()
             _close_all_but({0, 1, 2, *fds[1:], *self.library_fds})
+            if request.holds_life_lock:
+                hold(fds.pop())
             for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE}:
                 if signal.getsignal(number) is not None:  # None: reserved by the C library
                     with contextlib.suppress(OSError):

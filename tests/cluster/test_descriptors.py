@@ -17,7 +17,7 @@ from flowrt.errors import UserError, WorkerDiedError
 def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
     check_descriptors(2)
-    with pytest.raises(UserError, match=r"RLIMIT_NOFILE is 30, about 46 are needed\); raise it: ulimit -n 1024"):
+    with pytest.raises(UserError, match=r"RLIMIT_NOFILE is 30, about 51 are needed\); raise it: ulimit -n 1024"):
         check_descriptors(5)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     check_descriptors(5000)

@@ -18,6 +18,7 @@ SEAM_FILES = {
     "flowrt/cluster/starter.py": "starts processes",
     "flowrt/cluster/forked.py": "starts the starter",
     "flowrt/cluster/launcher.py": "makes the run's key",
+    "flowrt/cluster/life_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",
     "flowrt/chaos/worker.py": "does to a real process what befalls it",
     "flowrt/chaos/inject.py": "draws from a seed whom to kill",

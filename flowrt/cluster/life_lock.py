@@ -1,0 +1,116 @@
+"""A lock that a process holds for as long as it lives: who waits for it hears of the death before the dead memory is given back.
+
+Here: `LifeLock`, the waiting side, and `hold`, the dying one. Not here: what follows from a death (revival.py), how the lock's memory
+travels (forked.py, starter.py).
+
+A pidfd and the end of a socket are told of late: the kernel first takes the memory of the dying process apart, 10 ms for 100 MB, seconds
+for the weights of a large model. Robust mutexes it releases before that, for this very purpose: whoever waits must not wait for one who
+will not come. So each worker locks one in memory that it shares with the launcher, and never unlocks it. A tenth of a millisecond after
+SIGKILL the launcher's wait ends with EOWNERDEAD, whatever the size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+_BYTES = mmap.PAGESIZE
+_STATE_AT = 256  # a byte of the holder's, well behind any C library's mutex (40 to 64 bytes)
+_UNDECIDED, _HELD, _REFUSED = 0, 1, 2
+_SHARED, _ROBUST = 1, 1
+_LOOK_SECONDS = 0.005  # from fork to lock: a few of these
+_JOIN_SECONDS = 1.0
+
+_held: list[mmap.mmap] = []  # by this process, for ever
+
+
+def _library() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    needed = ("pthread_mutexattr_setrobust", "pthread_mutexattr_setpshared")
+    return library if hasattr(os, "memfd_create") and all(hasattr(library, name) for name in needed) else None
+
+
+def hold(fd: int) -> None:
+    """Take the lock of the LifeLock that `fd` is of, for as long as the calling thread lives: the process's first. Closes `fd`.
+
+    Should the C library refuse, this death will be heard of by the pidfd only.
+    """
+    memory = mmap.mmap(fd, _BYTES)
+    os.close(fd)
+    library, lock = ctypes.CDLL(None), _address(memory)
+    attributes = ctypes.create_string_buffer(64)
+    failed: int = (
+        library.pthread_mutexattr_init(attributes)
+        or library.pthread_mutexattr_setpshared(attributes, _SHARED)
+        or library.pthread_mutexattr_setrobust(attributes, _ROBUST)
+        or library.pthread_mutex_init(lock, attributes)
+        or library.pthread_mutex_lock(lock)
+    )
+    memory[_STATE_AT] = _REFUSED if failed else _HELD
+    _held.append(memory)
+
+
+class LifeLock:
+    """Calls `on_death` in the running loop, once, when the process that was given `fd` and holds the lock ends, however it ends.
+
+    A thread sleeps until then. `fd` is -1 where the system has no such locks: then nobody is told.
+    """
+
+    def __init__(self, name: str, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+        self._memory: mmap.mmap | None = None
+        self._thread: threading.Thread | None = None
+        self.fd = -1
+        if _library() is not None:
+            self.fd = os.memfd_create("flowrt-life", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, _BYTES)
+            self._memory = mmap.mmap(self.fd, _BYTES)
+            self._thread = threading.Thread(target=self._wait, name=f"life of {name}", daemon=True)
+
+    def given_away(self) -> None:
+        """Another process has `fd`, or will have none: begin to wait for its death."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._thread is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Forget the process, which has ended, or was never there. Idempotent."""
+        self._is_over = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(_JOIN_SECONDS)
+        if self._memory is not None and not (self._thread is not None and self._thread.is_alive()):
+            self._memory.close()
+
+    def _wait(self) -> None:
+        assert self._memory is not None
+        while self._memory[_STATE_AT] == _UNDECIDED:
+            if self._is_over:
+                return
+            time.sleep(_LOOK_SECONDS)
+        if self._memory[_STATE_AT] == _REFUSED:
+            return
+        if ctypes.CDLL(None).pthread_mutex_lock(_address(self._memory)) == errno.EOWNERDEAD and not self._is_over:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if not self._is_over:
+            self._on_death()
+
+
+def _address(memory: mmap.mmap) -> ctypes.c_void_p:
+    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
