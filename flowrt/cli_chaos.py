@@ -22,6 +22,9 @@ def chaos(
     kills: Annotated[int, Parameter(help="Instead of a plan: kill so many expert servers, each when the one before is back.")] = 0,
     seed: Annotated[int, Parameter(help="Draws whom to kill.")] = 0,
     apart: Annotated[float, Parameter(help="Seconds from a server's return to the next kill.")] = 1.0,
+    spare: Annotated[
+        bool, Parameter(negative=(), help="The servers left can do all the work: hold throughput against that.", show_default=False)
+    ] = False,
     requests: Annotated[int, Parameter(help="Different requests, asked again and again; every other one samples.")] = 16,
     concurrency: Annotated[int, Parameter(help="Requests at a time.")] = 8,
     seconds: Annotated[float, Parameter(help="Of load without faults, and at least as many with them.")] = 10.0,
@@ -36,7 +39,8 @@ def chaos(
 ) -> None:
     """Ask a graph the same requests without faults and under them, and compare every token.
 
-    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input.
+    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input, 130 interrupted (what
+    was seen until then is told and written).
     """
     from flowrt.chaos.command import run
     from flowrt.chaos.measure import Options
@@ -50,6 +54,7 @@ def chaos(
         kills=kills,
         seed=seed,
         apart_seconds=apart,
+        spare=spare,
         num_requests=requests,
         concurrency=concurrency,
         seconds=seconds,

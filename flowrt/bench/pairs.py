@@ -1,7 +1,7 @@
 """The statistics of a claimed difference: alternating pairs, the median ratio, its interval, and the verdict on a target. Pure.
 
-Here: `median_ratio`, Ratio, Target, `verdict`, intervals of quantiles, and `take_turns`, which measures by pairs. Not here: what is measured (one
-module per benchmark), how it is shown (report.py).
+Here: `median_ratio`, Ratio, Target, `verdict`, intervals of quantiles, and `take_turns`, which measures by pairs. Not here: what is
+measured (one module per benchmark), how it is shown (report.py).
 
 Two things measured on a shared machine drift together. So they are measured in turns, each pair gives one ratio, and what is claimed is
 the median of the ratios with an interval that supposes nothing about their distribution.

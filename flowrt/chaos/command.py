@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -20,19 +22,38 @@ from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import UserError
 
-RIGHT, WRONG = 0, 1
+RIGHT, WRONG, INTERRUPTED = 0, 1, 130
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: Options, json_file: str | None = None, plot: str | None = None) -> int:
-    """The exit code: 1 when an answer was not what it is without faults, or a request failed."""
+    """The exit code: 1 when an answer was not what it is without faults, or a request failed; 130 when it was interrupted."""
     check_plot(plot)
     _, scenario, _ = prepared(options)
     machine = Machine.here()
     out = sys.stderr if json_file == "-" else sys.stdout
     console = Console(file=out, width=None if out.isatty() else 140, highlight=False)
 
+    interrupts: list[signal.Signals] = []
+
     async def collect() -> Found:
-        return await measure(options, _say)
+        loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
+
+        def on_signal(number: signal.Signals) -> None:
+            """What was seen is still told; asked again, what goes on is ended at once."""
+            if not interrupts:
+                _say("interrupted")
+            interrupts.append(number)
+            task.cancel()
+
+        numbers = [each for each in _ENDING if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+        for each in numbers:
+            loop.add_signal_handler(each, on_signal, each)
+        try:
+            return await measure(options, _say)
+        finally:
+            for each in numbers:
+                loop.remove_signal_handler(each)
 
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -40,6 +61,7 @@ def run(options: Options, json_file: str | None = None, plot: str | None = None)
     except BaseExceptionGroup as errors:
         mistakes = [error for error in errors.exceptions if isinstance(error, UserError)]
         raise mistakes[0] if mistakes else errors  # noqa: B904
+    found.interrupted = bool(interrupts)
     tolerates = scenario is not None and scenario.expect == "tokens_or_error"
     report = report_of(found, machine.afterwards(), tolerates)
     print_report(report, console)
@@ -47,7 +69,7 @@ def run(options: Options, json_file: str | None = None, plot: str | None = None)
         _write(json_file, json.dumps(report.as_json(), indent=1) + "\n")
     if plot is not None:
         plot_chaos(report, plot)
-    return RIGHT if report.answers_right else WRONG
+    return INTERRUPTED if interrupts else RIGHT if report.answers_right else WRONG
 
 
 def _write(name: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """What a fault did to requests: their tokens and times against an undisturbed run of the same requests. Pure.
 
-Here: Asked, Told (one request as its client saw it), `difference_of`, stalls and throughput. Not here: who asks (load.py), the table
+Here: Asked, Told (one request as its client saw it), `difference_of`, Tally, stalls and throughput. Not here: who asks (load.py), the table
 (report.py).
 """
 
@@ -106,6 +106,26 @@ def expected_of(undisturbed: Iterable[Told]) -> tuple[dict[int, tuple[int, ...]]
         first = expected.setdefault(told.number, tuple(came.token_id for came in told.tokens))
         num_different += difference_of(first, told).any
     return expected, num_different
+
+
+class Tally:
+    """How many answers have failed, or are not as expected, so far. `told` may grow; each is looked at once, when it has ended."""
+
+    def __init__(self, expected: Mapping[int, Sequence[int]], told: Sequence[Told]) -> None:
+        self._expected, self._told = expected, told
+        self._num_taken = 0
+        self._open: list[Told] = []
+        self.num_ended = self.num_failed = self.num_wrong = 0
+
+    def __str__(self) -> str:
+        self._open += self._told[self._num_taken :]
+        self._num_taken = len(self._told)
+        ended = [told for told in self._open if told.finish_reason is not None or told.error is not None]
+        self._open = [told for told in self._open if told.finish_reason is None and told.error is None]
+        self.num_ended += len(ended)
+        self.num_failed += sum(told.failed for told in ended)
+        self.num_wrong += sum(difference_of(self._expected[told.number], told).any for told in ended if told.number in self._expected)
+        return f"{self.num_failed} of {self.num_ended} requests failed, {self.num_wrong} answered wrongly"
 
 
 def usual_gaps(undisturbed: Iterable[Told]) -> dict[int, float]:

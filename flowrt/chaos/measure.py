@@ -7,6 +7,7 @@ Here: Options, Found, `measure`. Not here: each part of it (load.py, inject.py, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import os
@@ -15,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.chaos.compare import Told
+from flowrt.chaos.compare import Tally, Told, expected_of
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Asked, Load, requests_of
 from flowrt.chaos.plan import load_plan
 from flowrt.chaos.watch import Deed, Watch
+from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.reliability.roles import may_die
@@ -52,6 +54,7 @@ class Options:
     new_tokens: int = 32
     model: Path | None = None
     overrides: Sequence[str] = ()
+    spare: bool = False  # the servers that are left can do all the work: throughput is held against that
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Found:
 
     graph: Graph
     num_servers: int
+    num_faults: int = 0  # that were to befall somebody
+    has_spare: bool = False
     undisturbed: list[Told] = field(default_factory=list)
     undisturbed_span: tuple[float, float] = (0.0, 0.0)
     told: list[Told] = field(default_factory=list)
@@ -72,6 +77,8 @@ class Found:
     leaks: list[str] = field(default_factory=list)
     failure: str | None = None  # why the run ended before its time
     not_back: bool = False
+    interrupted: bool = False
+    emulation: Account | None = None  # of an emulated run: whether its figures hold
 
 
 def expert_servers(graph: Graph) -> list[str]:
@@ -123,7 +130,8 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
 
 
 async def measure(options: Options, say: Say) -> Found:
-    """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault."""
+    """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault. Cancelled, it
+    ends the graph and returns what was seen until then."""
     graph, scenario, asked = prepared(options)
     seams = Seams()
     watch = Watch(seams.clock, clients_of(graph))
@@ -132,7 +140,8 @@ async def measure(options: Options, say: Say) -> Found:
         if not watch.takes_line(process, line):
             say(f"[{process}] {line}")
 
-    found = Found(graph, len(expert_servers(graph)), watch=watch, deeds=watch.deeds)
+    num_faults = options.kills if scenario is None else len(scenario.faults)
+    found = Found(graph, len(expert_servers(graph)), num_faults, options.spare, watch=watch, deeds=watch.deeds)
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
     try:
@@ -149,12 +158,20 @@ async def measure(options: Options, say: Say) -> Found:
                 found.leaks += leaks_between(before, found.after) + unreturned(watch.held)
     except WorkerDiedError as error:
         found.failure = found.failure or str(error)
+    except asyncio.CancelledError:  # what was seen until then is told
+        found.told = [told for told in found.told if told.ended < math.inf or told.error is not None]
+    if found.begun:
+        found.ended = found.ended or seams.clock.now()
+    if graph.emulation is not None:
+        each = [worker.emulation for worker in running.final_statistics.values() if worker.emulation is not None]
+        found.emulation = judge(graph.emulation.dilation, each)
     found.leaks += await _left(outside, seams)
     return found
 
 
 async def _undisturbed(found: Found, running: RunningGraph, asked: Sequence[Asked], options: Options, seams: Seams, say: Say) -> None:
     """A first round is not counted: it warms. Raises UserError when a request fails: then nothing can be compared."""
+    say(f"undisturbed: {options.concurrency} requests at a time, once each, and then for {options.seconds:g} s")
     for seconds in (0.0, options.seconds):
         load = Load(running, asked, options.concurrency, seams.clock)
         begun = seams.clock.now()
@@ -184,6 +201,8 @@ async def _disturbed(
 ) -> None:
     load = Load(running, asked, options.concurrency, seams.clock)
     found.told = load.told
+    tally = Tally(expected_of(found.undisturbed)[0], load.told)
+    injector.so_far = lambda: f"so far {tally}"
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.run(len(asked)), name="load")
         await load.begun.wait()
@@ -196,6 +215,8 @@ async def _disturbed(
             )
         rest = max(found.begun + options.seconds - seams.clock.now(), min(AFTER_SECONDS, options.seconds))
         assert found.watch is not None
+        if not found.watch.failed:
+            say(f"no more faults; {rest:.0f} s of load follow; so far {tally}")
         await found.watch.wait_failed(rest)
         found.ended = seams.clock.now()
         load.stop()
@@ -225,7 +246,8 @@ def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 async def _left(outside: tuple[Holding, set[int], set[str]], seams: Seams) -> list[str]:
     """What is left of a run that is closed."""
-    await seams.clock.sleep(0.2)
+    with contextlib.suppress(asyncio.CancelledError):  # an interrupt: it ends anyway
+        await seams.clock.sleep(0.2)
     gc.collect()
     before, children, memory = outside
     lines = [f"process {pid} is left" for pid in sorted(children_of(os.getpid()) - children)]

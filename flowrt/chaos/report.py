@@ -1,6 +1,6 @@
 """What a run with chaos found, as a table with the targets, as JSON, and as the data of the picture.
 
-Here: Row, Report, `report_of`, `print_report`, `write_json`. Not here: measuring (measure.py), counting (compare.py), drawing (plot.py).
+Here: Row, Report, `report_of`, `print_report`. Not here: measuring (measure.py), counting (compare.py), drawing (plot.py).
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from flowrt.bench.pairs import Target, Verdict, judge, median_interval, quantile_interval
 from flowrt.bench.report import Machine
 from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, Told
@@ -24,23 +25,21 @@ from flowrt.observe import duration_text
 
 NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
 WITH_SPARE, OF_THE_REST = 0.98, 0.97  # of throughput: with spare capacity; without, of what the servers left could do
+FEWEST_FAULTS = 6  # of a verdict on times: fewer bound not even a median
+FEWEST_OF_P99 = 100  # values; of fewer the 99th percentile is the worst
 STANDSTILLS = ("pause", "stall", "hang")
 MOST_LINES = 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure with its target, where it has one. `is_met` None: no target, or nothing to hold against it."""
+    """A figure with its target, where it has one. `verdict` "": no target, or nothing to hold against it."""
 
     name: str
     shown: str
     target: str = ""
-    is_met: bool | None = None
+    verdict: Verdict | Literal[""] = ""
     values: dict[str, float] = field(default_factory=dict)  # the numbers behind `shown`
-
-    @property
-    def verdict(self) -> str:
-        return "" if self.is_met is None else "met" if self.is_met else "not met"
 
 
 @dataclass
@@ -71,13 +70,15 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
             difference += compare.difference_of(expected[told.number], told)
     num_failed = sum(told.failed for told in found.told)
     done = [deed for deed in found.deeds if not deed.missed]
+    is_tried = bool(done and found.told)
     rows = [
-        _count("requests failed", num_failed, f"of {len(found.told)}"),
-        _count("tokens lost", difference.lost, f"of {sum(len(told.tokens) for told in found.told)}"),
-        _count("tokens doubled", difference.doubled),
-        _count("tokens changed", difference.changed),
-        _count("tokens out of order", difference.swapped),
-        _count("tokens after the end", difference.late),
+        *_done(found, done),
+        _count("requests failed", num_failed, f"of {len(found.told)}", is_tried),
+        _count("tokens lost", difference.lost, f"of {sum(len(told.tokens) for told in found.told)}", is_tried),
+        _count("tokens doubled", difference.doubled, is_tried=is_tried),
+        _count("tokens changed", difference.changed, is_tried=is_tried),
+        _count("tokens out of order", difference.swapped, is_tried=is_tried),
+        _count("tokens after the end", difference.late, is_tried=is_tried),
         *_stalls(found, done),
         *_times(found, done),
         *_throughput(found, done),
@@ -91,9 +92,16 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
     if found.graph.numerics != "strict":
         notes.append("numerics are fast: an answer may depend on which server computed it; use --set numerics=strict")
+    if found.interrupted:
+        notes.append("interrupted: this is what was seen until then")
+    elif not found.num_faults:
+        notes.append("no fault was to befall anybody: this says nothing about faults")
+    if (emulated := found.emulation) is not None:
+        notes.append(f"emulated at dilation {emulated.dilation:g}: {emulated.num_computed} computations in modelled time")
+        notes += emulated.sentences
     if found.failure is not None:
         notes.append(f"the run ended before its time: {found.failure}")
-    right = not (difference.any or found.failure or found.not_back or (num_failed and not tolerates_errors))
+    right = not (found.interrupted or difference.any or found.failure or found.not_back or (num_failed and not tolerates_errors))
     return Report(machine, rows, notes, right, _details(found, watch))
 
 
@@ -112,8 +120,23 @@ def lost_without_cause(found: Found) -> list[str]:
     return names
 
 
-def _count(name: str, count: int, more: str = "") -> Row:
-    return Row(name, f"{count} {more}".strip(), "0", count == 0, {"count": count})
+def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> Row:
+    """What must not be. Where nothing befell anybody, that there is none says nothing."""
+    verdict: Verdict = "not met" if count else "met" if is_tried else "not resolved"
+    return Row(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
+
+
+def _done(found: Found, done: Sequence[Deed]) -> list[Row]:
+    """How much of what was to be done was done, and whether those that were killed are back."""
+    assert found.watch is not None
+    killed = [deed for deed in done if deed.kind == "crash"]
+    num_back = sum(found.watch.back_seconds(deed) < math.inf for deed in killed)
+    wanted = max(found.num_faults, len(found.deeds))
+    rows = [Row("faults carried out", f"{len(done)} of {wanted}", values={"count": len(done)})]
+    if killed:
+        verdict: Verdict = "met" if num_back == len(killed) else "not resolved" if found.interrupted else "not met"
+        rows.append(Row("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
+    return rows
 
 
 def _stalls(found: Found, done: Sequence[Deed]) -> list[Row]:
@@ -122,7 +145,7 @@ def _stalls(found: Found, done: Sequence[Deed]) -> list[Row]:
     noise = compare.extra_stalls(found.undisturbed, usual)
     kills = bool(done) and all(deed.kind == "crash" for deed in done)
     return [
-        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills else None),
+        _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills else None, len(done)),
         _durations("the same where nothing befell", noise, None),
     ]
 
@@ -144,29 +167,40 @@ def _times(found: Found, done: Sequence[Deed]) -> list[Row]:
     return rows
 
 
-def _durations(name: str, seconds: Sequence[float], bound: float | None) -> Row:
-    """p50, p99 and the most; a target is for the p99. What never happened is told apart."""
+def _durations(name: str, seconds: Sequence[float], bound: float | None, num_faults: int | None = None) -> Row:
+    """p50, p99 and the worst, as far as there are enough values to speak of them; a target is for the p99, and judged by its interval.
+
+    What never happened took infinitely long. `num_faults` when several values come of one fault.
+    """
     finite = [each for each in seconds if math.isfinite(each)]
     target = f"p99 <= {duration_text(bound)}" if bound is not None else ""
+    enough = (len(seconds) if num_faults is None else num_faults) >= FEWEST_FAULTS
+    low, high = quantile_interval(seconds, 0.99) if enough else (-math.inf, math.inf)
+    verdict: Verdict | Literal[""] = judge(low, high, Target(bound)) if bound is not None and seconds else ""
     if not finite:
-        return Row(name, "never" if seconds else "-", target)
-    p50, p99, most = compare.percentile(finite, 0.5), compare.percentile(finite, 0.99), max(finite)
-    shown = f"p50 {duration_text(p50)}, p99 {duration_text(p99)}, most {duration_text(most)} ({len(finite)}"
-    shown += f" of {len(seconds)})" if len(finite) < len(seconds) else ")"
-    values = {"p50_seconds": p50, "p99_seconds": p99, "most_seconds": most, "num": float(len(finite))}
-    return Row(name, shown, target, p99 <= bound if bound is not None else None, values)
+        return Row(name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)})
+    values = {"num": float(len(finite)), "num_never": float(len(seconds) - len(finite)), "most_seconds": max(finite)}
+    parts = []
+    if len(finite) > 1:
+        values["p50_seconds"] = compare.percentile(finite, 0.5)
+        parts.append(f"p50 {duration_text(values['p50_seconds'])}")
+    if len(finite) >= FEWEST_OF_P99:
+        values |= {"p99_seconds": compare.percentile(finite, 0.99), "p99_low_seconds": low, "p99_high_seconds": high}
+        parts.append(f"p99 {duration_text(values['p99_seconds'])}")
+    parts.append(f"worst {duration_text(max(finite))} of {len(finite)}" if len(finite) > 1 else f"{duration_text(finite[0])} (one value)")
+    shown = ", ".join(parts) + (f"; {len(seconds) - len(finite)} never" if len(finite) < len(seconds) else "")
+    return Row(name, shown, target, verdict, values)
 
 
 def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
     usual = compare.throughput(found.undisturbed, *found.undisturbed_span)
     under = compare.throughput(found.told, found.begun, found.ended)
+    if not usual > 0 or not under > 0:  # broken off before there was anything to compare
+        return []
+    ratio = under / usual
     rows = [
         Row("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
-        Row(
-            "tokens per second, with faults",
-            f"{under:.1f} ({under / usual:.3f})",
-            values={"tokens_per_second": under, "ratio": under / usual},
-        ),
+        Row("tokens per second, with faults", f"{under:.1f} ({ratio:.3f})", values={"tokens_per_second": under, "ratio": ratio}),
     ]
     assert found.watch is not None
     faults = sorted((deed.at, deed.at + found.watch.back_seconds(deed)) for deed in done)
@@ -177,17 +211,23 @@ def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
     to_before = [window.after / window.before for window in windows if window.before > 0]
     if 2 * len(to_before) < len(windows):
         to_before = []  # of too few to speak for all
-    to_usual = [window.after / usual for window in windows if usual > 0]
-    named = ((f"throughput in {seconds:.1f} s after a fault, to before it", to_before), ("the same, to undisturbed", to_usual))
-    rest = OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
+    to_usual = [window.after / usual for window in windows]
+    name = f"throughput in {seconds:.1f} s after a fault"
+    named = ((f"{name}, to before it", to_before), (f"{name}, to undisturbed", to_usual))
+    bound = WITH_SPARE if found.has_spare else OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
+    why = "with spare capacity" if found.has_spare else f"of {found.num_servers} servers without spare capacity"
     for name, ratios in named:
         if ratios:
             median, least = compare.percentile(ratios, 0.5), min(ratios)
-            shown = f"median {median:.3f}, least {least:.3f} ({len(ratios)})"
-            told = {"median": median, "least": least, "window_seconds": seconds}
+            low, high = median_interval(ratios)
+            between = f" ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""
+            shown = f"median {median:.3f}{between}, least {least:.3f} of {len(ratios)}" if len(ratios) > 1 else f"{median:.3f} (one value)"
+            told = {"median": median, "low": low, "high": high, "least": least, "num": len(ratios), "window_seconds": seconds}
             held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
-            target = f">= {rest:.3f}, of {found.num_servers} servers; >= {WITH_SPARE:g} with spare capacity" if held else ""
-            rows.append(Row(name, shown, target, median >= rest if held else None, told))
+            target = f">= {bound:.3f}, {why}" if held else ""
+            void = found.emulation is not None and found.emulation.void
+            verdict: Verdict = "not resolved" if void else judge(low, high, Target(bound, at_most=False))
+            rows.append(Row(name, shown, target, verdict if held else "", told))
     return rows
 
 
@@ -208,6 +248,7 @@ def _details(found: Found, watch: Watch) -> dict[str, Any]:
         for deed in found.deeds
     ]
     return {
+        "interrupted": found.interrupted,
         "numerics": found.graph.numerics,
         "expert_servers": found.num_servers,
         "seconds": since(found.ended),

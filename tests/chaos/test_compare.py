@@ -109,3 +109,15 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert [compare.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert compare.percentile([3.0], 0.99) == 3.0
     assert math.isnan(compare.percentile([], 0.5))
+
+
+def test_a_tally_counts_each_answer_once_when_it_has_ended() -> None:
+    asked = [told(*RIGHT), told(*RIGHT, reason="error")]
+    running = Told(0, 0.0)
+    tally = compare.Tally({0: EXPECTED}, asked)
+    assert str(tally) == "1 of 2 requests failed, 0 answered wrongly"
+    asked.append(running)
+    assert str(tally) == "1 of 2 requests failed, 0 answered wrongly"
+    asked.append(told(*RIGHT[:4], (4, 99)))
+    running.tokens, running.finish_reason = told(*RIGHT).tokens, "length"
+    assert str(tally) == "1 of 4 requests failed, 1 answered wrongly"
