@@ -33,9 +33,11 @@ def read_facts(directory: Path) -> ModelFacts:
 
 @graph_app.command
 def validate(file: GraphPath, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Check a graph file; one line says what is wrong, if anything is."""
+    """Check a graph file; one line says what is wrong, or what the graph is made of."""
     graph = _load(file, overrides, model)
-    print(f"{file}: valid; {len(graph.process_names())} processes, {len(graph.nodes)} nodes, {len(graph.edges)} edges")
+    from flowrt.graph.show import valid_words
+
+    print(f"{file}: valid; {valid_words(graph)}")
 
 
 @graph_app.command

@@ -5,6 +5,8 @@ Here: `print_tables`, with rich. Not here: the figures themselves (cli_report.py
 
 from __future__ import annotations
 
+import re
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,7 @@ from flowrt.observe import duration_text, size_text
 MOST_EDGES = 24
 MOST_PROCESSES = 48
 UNKNOWN = "-"
+_AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
 _ENDED = {"stop": "finished", "length": "reached max_tokens", "error": "failed", "cancelled": "cancelled"}
 
 
@@ -58,15 +61,15 @@ def _processes(account: Account, console: Console) -> Table:
     table = _table(console)
     table.add_column("process", no_wrap=True, overflow="ellipsis")
     table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("holds", overflow="fold")
-    table.add_column("transport")
+    table.add_column("holds", overflow="fold", min_width=16)
+    table.add_column("transport", min_width=9)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("busy", justify="right", no_wrap=True)
     for process in account.processes[:MOST_PROCESSES]:
         table.add_row(
             process.name,
             str(process.pid),
-            process.holds,
+            _AFTER_COMMAS.sub(", ", process.holds),
             ", ".join(process.transports) or UNKNOWN,
             size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,
             UNKNOWN if process.busy_share is None else f"{100 * process.busy_share:.0f} %",
@@ -79,10 +82,10 @@ def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
     table = _table(console)
     table.add_column("from", no_wrap=True, overflow="ellipsis")
     table.add_column("to", no_wrap=True, overflow="ellipsis")
-    table.add_column("transport")
+    table.add_column("transport", min_width=9)
     with_links = any(edge.link is not None for edge in edges)
     if with_links:
-        table.add_column("link")
+        table.add_column("link", overflow="fold", min_width=9)
     table.add_column("messages", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     shown = edges if len(edges) <= MOST_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MOST_EDGES]

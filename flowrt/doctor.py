@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.cluster.choose import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
@@ -86,18 +87,45 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
 
 
 def report(checks: Iterable[Check], console: Console | None = None) -> bool:
-    """Print the checks; True when everything a run needs is there. Plain lines where the console has no colours."""
+    """Print the checks; True when everything a run needs is there. A line each where it is no terminal."""
     console = console or Console()
     checks = list(checks)
-    width = max((len(check.name) for check in checks), default=0)
-    for check in checks:
-        mark = "[green]ok[/]  " if check.ok else ("[red]bad[/] " if check.needed else "[yellow]no[/]  ")
-        console.print(f"{mark} {check.name:<{width}}  {escape(check.text)}", soft_wrap=True, highlight=False)
-        if check.remedy is not None:
-            console.print(f"     {'':<{width}}  {escape(check.remedy)}", soft_wrap=True, highlight=False, style="dim")
+    if console.is_terminal:
+        console.print(_grid(checks))
+    else:
+        _print_plain(checks, console)
     bad = [check.name for check in checks if check.needed and not check.ok]
     console.print(f"missing for a run: {', '.join(bad)}" if bad else "flowrt can run here", soft_wrap=True, highlight=False)
     return not bad
+
+
+def _grid(checks: Sequence[Check]) -> Table:
+    """Long texts go on below themselves, and break between words."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for check in checks:
+        text = Text(check.text)
+        if check.remedy is not None:
+            text.append(f"\n{check.remedy}", "dim")
+        word, style = _mark(check)
+        grid.add_row(Text(word, style), check.name, text)
+    return grid
+
+
+def _print_plain(checks: Sequence[Check], console: Console) -> None:
+    """A finding per line, whatever its length: for grep."""
+    width = max((len(check.name) for check in checks), default=0)
+    for check in checks:
+        for word, name, text in ((_mark(check)[0], check.name, check.text), ("", "", check.remedy)):
+            if text is not None:
+                console.print(Text(f"{word:<4} {name:<{width}}  {text}"), soft_wrap=True, highlight=False)
+
+
+def _mark(check: Check) -> tuple[str, str]:
+    """The word before a finding, and its colour."""
+    return ("ok", "green") if check.ok else (("bad", "red") if check.needed else ("no", "yellow"))
 
 
 def transport_checks(available: Mapping[str, str | None]) -> list[Check]:

@@ -1,7 +1,8 @@
 """A graph in the terminal: processes with their nodes, experts and fused chains, then the edges between processes.
 
-Here: `print_graph`, with rich. Not here: other drawings (diagrams.py, drawing.py). Called by `flowrt graph show`; `flowrt run` prints
-its own account of a run. Where the output is no terminal, or NO_COLOR is set, plain lines come out.
+Here: `print_graph`, with rich, and `valid_words`, a graph in one line. Not here: other drawings (diagrams.py, drawing.py). Called by
+`flowrt graph show|validate`; `flowrt run` prints its own account of a run. Where the output is no terminal, or NO_COLOR is set, plain
+lines come out.
 """
 
 from __future__ import annotations
@@ -31,14 +32,35 @@ def print_graph(graph: Graph, title: str, console: Console) -> None:
         console.print(_table(graph, crossing))
 
 
+def valid_words(graph: Graph) -> str:
+    """What a graph is made of, for one line: what serves which model, or what goes in and comes out; processes, nodes and edges."""
+    words = []
+    if graph.model is not None:
+        groups = {node.process for node in graph.nodes.values() if node.operator == "source"}
+        parts = [counted(len(groups), "attention group")]
+        servers = {node.process for node in graph.nodes.values() if node.operator == "experts"} - groups
+        if servers:
+            parts.append(counted(len(servers), "expert server"))
+        words.append(f"{' and '.join(parts)} for {graph.model.path} in {graph.model.dtype}")
+    sizes = (counted(len(graph.process_names()), "process"), counted(len(graph.nodes), "node"), counted(len(graph.edges), "edge"))
+    return "; ".join([*words, ", ".join(sizes)])
+
+
 def _summary(graph: Graph) -> str:
-    words = [f"{len(graph.process_names())} processes ({graph.processes})", f"{len(graph.nodes)} nodes", f"{len(graph.edges)} edges"]
+    words = [f"{counted(len(graph.process_names()), 'process')} ({graph.processes})"]
+    words += [counted(len(graph.nodes), "node"), counted(len(graph.edges), "edge")]
     if graph.model is not None:
         words.append(f"model {graph.model.path} in {graph.model.dtype}")
-        words.append(f"{graph.micro_batches} micro-batches" if graph.micro_batches != 1 else "1 micro-batch")
+        words.append(counted(graph.micro_batches, "micro-batch"))
     if graph.emulation is not None:
         words.append(f"emulated at dilation {graph.emulation.dilation:g}")
     return ", ".join(words)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 node", "3 nodes", "2 processes"."""
+    plural = what + ("es" if what.endswith(("s", "ch")) else "s")
+    return f"{number} {what if number == 1 else plural}"
 
 
 def _title(graph: Graph, process: str) -> str:
@@ -46,7 +68,7 @@ def _title(graph: Graph, process: str) -> str:
     if graph.devices.get(process, "cpu") != "cpu":
         words.append(graph.devices[process])
     if graph.threads.get(process, "auto") != "auto":
-        words.append(f"{graph.threads[process]} threads")
+        words.append(f"{graph.threads[process]} thread{'' if graph.threads[process] in (1, '1') else 's'}")
     return ", ".join(words)
 
 
@@ -97,9 +119,13 @@ def _box(title: str, lines: list[str]) -> RenderableType:
 
 
 def _table(graph: Graph, edges: list[Edge]) -> RenderableType:
-    table = Table("between processes", "transport", "link", "credits", "layers", box=None, header_style="dim", pad_edge=False)
-    for words in _rows(graph, edges):
-        table.add_row(*words)
+    """Columns that nothing stands in are left out: the rest has their room."""
+    rows = _rows(graph, edges)
+    heads = ("between processes", "transport", "link", "credits", "layers")
+    used = [number for number, _ in enumerate(heads) if any(row[number] for row in rows)]
+    table = Table(*(heads[number] for number in used), box=None, header_style="dim", pad_edge=False)
+    for row in rows:
+        table.add_row(*(row[number] for number in used))
     return table
 
 
@@ -128,7 +154,7 @@ def _collapsed_rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str
         source, target = role[graph.nodes[edge.source].process], role[graph.nodes[edge.target].process]
         key = (f"{source} -> {target}", *_columns(edge))
         found[key] = found.get(key, 0) + 1
-    return [(f"{words[0]}: {number} edges", *words[1:]) for words, number in found.items()]
+    return [(f"{words[0]}: {counted(number, 'edge')}", *words[1:]) for words, number in found.items()]
 
 
 def _print_plain(graph: Graph, title: str, fusions: dict[str, Fusion], console: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from flowrt.api import read_graph
 from flowrt.cli_live import LiveView
 from flowrt.cli_prompts import Asked
 from flowrt.cli_record import Durations, Figures, Record, check_writable, write_json
-from flowrt.cli_report import account
+from flowrt.cli_report import ProcessReport, account
 from flowrt.cli_tables import print_tables
 from flowrt.cli_text import Output, one_line, visible
 from flowrt.cli_view import PlainView, View
 from flowrt.cluster import events
 from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.doctor import Check, report
 from flowrt.errors import UserError
 from flowrt.graph import Graph
 
@@ -179,6 +181,37 @@ def test_tables_are_the_same_figures_plain_and_framed(graph: Graph) -> None:
     for text in ("experts.0 0 experts 0-3 ", "5.0 MiB", "attention.0 experts.1", "time to first token - - -", "start: 1.25 s"):
         assert text in shown[0]
         assert text in shown[1]
+
+
+def test_tables_break_between_words_only(graph: Graph) -> None:
+    """The widest process that fits no line of 80: full pids, two transports, hundreds of gibibytes, many ranges of experts."""
+    ids = "0-4,9-12,17,33,41-44,60,71,80,91,100-107,128-255"
+    process = ProcessReport("attention.0", 4194303, f"embed, attention, experts {ids}", ("shm", "zmq"), 123 << 30, 1.0, 1, 1)
+    told = replace(account(graph, {}, {}, {}, 1.25, None), processes=(process,))
+    for width in (80, 100):
+        out = io.StringIO()
+        print_tables(told, Figures.of([]), Console(file=out, force_terminal=True, width=width, color_system=None))
+        shown = out.getvalue().split("between processes")[0]
+        words = set(re.split(r"[\s,]+", shown))
+        assert {*ids.split(","), "embed", "attention", "shm", "zmq", "attention.0", "4194303", "GiB"} <= words
+        assert max(map(cell_len, shown.split("\n"))) <= width
+
+
+def test_doctor_breaks_between_words_on_a_terminal_and_nowhere_else() -> None:
+    text = "needs an NVIDIA GPU and its driver (libcuda.so.1: cannot open shared object file); without one, use shm"
+    checks = [Check("transport cuda", False, text, "install torch with CUDA"), Check("memory", True, "[1] GiB")]
+    for terminal in (True, False):
+        out = io.StringIO()
+        report(checks, Console(file=out, force_terminal=terminal, width=60, color_system=None))
+        lines = out.getvalue().split("\n")
+        assert " ".join(f"no transport cuda {text} install torch with CUDA ok memory [1] GiB flowrt can run here".split()) == " ".join(
+            out.getvalue().split()
+        )
+        if terminal:
+            assert max(map(cell_len, lines)) <= 60
+            assert lines[1].startswith(" " * 20)
+        else:
+            assert lines[0] == f"no   transport cuda  {text}"
 
 
 def test_figures() -> None:

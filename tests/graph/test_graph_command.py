@@ -33,7 +33,17 @@ def call(*words: str) -> int:
 
 def test_validate_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("validate", str(QUICKSTART)) == 0
-    assert capsys.readouterr().out == f"{QUICKSTART}: valid; 5 processes, 17 nodes, 36 edges\n"
+    model = QUICKSTART.parent / "tiny-moe"
+    made_of = f"2 attention groups and 3 expert servers for {model} in float32; 5 processes, 17 nodes, 36 edges"
+    assert capsys.readouterr().out == f"{QUICKSTART}: valid; {made_of}\n"
+
+
+def test_validate_counts_one_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ("deploy.attention.groups=1", "deploy.experts.servers=0", "deploy.experts.copies=1")
+    assert call("validate", str(QUICKSTART), *(word for each in alone for word in ("--set", each))) == 0
+    shown = capsys.readouterr().out
+    assert "valid; 1 attention group for " in shown
+    assert "; 1 process, " in shown
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
