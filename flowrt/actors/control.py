@@ -9,7 +9,7 @@ Statistics -> the line is closed. Failed may come at any time and is the last. F
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -131,7 +131,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one each, or none."""
+    """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one each, or none.
+    `degraded`: something that they come from was computed without an expert (`reliability.lost_expert: degrade`)."""
 
     request_id: str
     attempt: int
@@ -139,6 +140,7 @@ class Token(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     choice: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+    degraded: bool = False
 
 
 class Tokens(Control, frozen=True):
@@ -299,6 +301,15 @@ class Condemned(Control, frozen=True):
     process: str
     incarnation: str
     why: str
+
+
+class ExpertsLost(Control, frozen=True):
+    """From a client of expert servers, each time this changes: which experts have no copy that it can ask, in a sentence; "" when all
+    have one again. `follows`: what becomes of requests that need them: they wait, end in an error, or go on without (degrade)."""
+
+    kind: ClassVar[str] = "control.experts_lost"
+    text: str
+    follows: Literal["wait", "error", "degrade"] = "wait"
 
 
 class Failed(Control, frozen=True):

@@ -13,13 +13,19 @@ from flowrt.cluster.request_log import ChoiceEvent, ClientEvent, EndEvent, Token
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each."""
+    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each.
+    `degraded_tokens`: the places of tokens that were computed without some expert, or from what had been."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: str = ""
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    degraded_tokens: tuple[int, ...] = ()
+
+    @property
+    def degraded(self) -> bool:
+        return bool(self.degraded_tokens)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +51,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         return self.choices[0].token_ids
 
     @property
+    def degraded(self) -> bool:
+        """Whether any token of any choice is."""
+        return any(choice.degraded for choice in self.choices)
+
+    @property
     def text(self) -> str:
         return self.choices[0].text
 
@@ -68,4 +79,5 @@ def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice
         finish_reason=reasons[0] if reasons else end.finish_reason,
         logprobs=tuple(event.logprob for event in tokens if event.logprob is not None),
         top_logprobs=tuple(event.top_logprobs for event in tokens if event.logprob is not None),
+        degraded_tokens=tuple(event.index for event in tokens if event.degraded),
     )

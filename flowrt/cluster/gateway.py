@@ -176,7 +176,7 @@ class Gateway:
                 which = f"{log.id} (choice {token.choice})" if token.choice else log.id
                 error = f"{log.group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
                 return decisions + self._end(log, "error", error, tell_worker=True)
-            decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None)
+            decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
         return decisions
 
     def on_ended(self, ended: Ended) -> list[ClientEvent | SendCancel]:
@@ -269,13 +269,15 @@ class Gateway:
         detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
         return ChoiceLog(index, detokenizer, StopStrings(parameters.stop) if parameters.stop else None)
 
-    def _commit(self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None) -> list[ClientEvent | SendCancel]:
+    def _commit(
+        self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None, degraded: bool
+    ) -> list[ClientEvent | SendCancel]:
         index = len(choice.token_ids)
         choice.token_ids.append(token_id)
         text, stopped = "", False
         if not self._is_stop_token(log, token_id):
             text, stopped = choice.push(token_id, looks_for_stops=index >= log.parameters.min_tokens)
-        event = TokenEvent(log.index, index, token_id, text, choice.index)
+        event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=degraded)
         if logprobs is not None:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
         log.events.append(event)

@@ -41,7 +41,8 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
 
 class TokenEvent(msgspec.Struct, frozen=True):
     """One committed token. `text` is what may be shown now: it can be empty, or hold text of earlier tokens that was held back.
-    With `logprobs`: the token's own, and (token id, logprob) of the likeliest at its place, best first (control.Logprobs)."""
+    With `logprobs`: the token's own, and (token id, logprob) of the likeliest at its place, best first (control.Logprobs).
+    `degraded`: it was computed without some expert of which no copy was left, or from what had been."""
 
     request: int
     index: int
@@ -50,6 +51,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     choice: int = 0
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    degraded: bool = False
 
 
 class ChoiceEvent(msgspec.Struct, frozen=True):

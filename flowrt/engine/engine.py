@@ -170,9 +170,12 @@ class Engine:
         steps = (self.next_step(lane) for lane in range(len(self._steps)))
         return [step for step in steps if step is not None]
 
-    def step_done(self, lane: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = ()) -> list[Decision]:
+    def step_done(
+        self, lane: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = (), degraded: bool = False
+    ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
-        one entry for each of these sequences that asks for them.
+        one entry for each of these sequences that asks for them. `degraded`: it was computed without some expert, and so is what
+        later steps of its sequences read of it.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
@@ -189,6 +192,7 @@ class Engine:
         tokens, told = iter(token_ids), iter(logprobs)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
+            sequence.is_degraded = sequence.is_degraded or degraded
             self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
             asks = token_id is not None and sequence.request.sampling.num_logprobs is not None
@@ -248,7 +252,7 @@ class Engine:
         if logprobs is not None:
             told = (Logprobs(logprobs.token, logprobs.top[: request.sampling.num_logprobs]),)
         decisions: list[Decision] = [
-            Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, told))
+            Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, told, sequence.is_degraded))
         ]
         sequence.append(token_id)
         self._num_tokens += 1

@@ -104,6 +104,7 @@ class Scheduler:
             self.pages.share(shared, sequence.name)
             sequence.pages = shared + own
             sequence.num_computed_tokens = len(shared) * self._limits.page_tokens
+            sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
             sequence.state = State.RUNNING
             counts = self._lane_counts()
             sequence.lane = counts.index(min(counts))
@@ -179,6 +180,7 @@ class Scheduler:
         self._release(sequence)
         sequence.state = State.WAITING
         sequence.num_computed_tokens = 0
+        sequence.is_degraded = False
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)

@@ -34,8 +34,10 @@ class Group:
         page_tokens: int,
         device: torch.device,
         on_roll_back: Callable[[str, int], None] = lambda source, epoch: None,
+        take_degraded: Callable[[Tag], bool] = lambda step: False,
     ) -> None:
-        """`on_roll_back(source, epoch)`: what others hold of older epochs will never be whole."""
+        """`on_roll_back(source, epoch)`: what others hold of older epochs will never be whole. `take_degraded(step)`: whether something was
+        left out of a step that is over."""
         self._node = node.name
         self._source = f"{node.name}@{incarnation}"
         self._num_layers: int = node.options["num_layers"]
@@ -45,6 +47,7 @@ class Group:
         self._page_tokens = page_tokens
         self._device = device
         self._on_roll_back = on_roll_back
+        self._take_degraded = take_degraded
         self._drain_asked = False
         self._refusal: str | None = None
 
@@ -91,7 +94,8 @@ class Group:
         tag = firing.tag
         tokens, *logprobs = (tensor.tolist() for tensor in firing.inputs["tokens"].tensors)
         told = [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in zip(*logprobs, strict=True)]
-        self._carry_out(self._engine.step_done(tag.micro_batch, tag.step - 1, tokens, told))
+        step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step - 1)
+        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, told, self._take_degraded(step)))
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         tokens: list[Token] = []

@@ -1,0 +1,66 @@
+"""Steps that were computed without an expert: which tokens are marked for it, and until when."""
+
+from __future__ import annotations
+
+from engine.toy_group import request
+
+from flowrt.actors.control import Request
+from flowrt.engine.decision import Emit
+from flowrt.engine.engine import Engine
+from flowrt.graph.model import GraphLimits
+
+LIMITS = GraphLimits(max_batch=4, kv_pages=16, page_tokens=2, max_tokens=8, max_step_tokens=4)
+
+
+def engine_of(*requests: Request, limits: GraphLimits = LIMITS) -> Engine:
+    engine = Engine(limits, 1, 64, 100, ())
+    for each in requests:
+        engine.submit(each)
+    return engine
+
+
+def step(engine: Engine, degraded: bool = False) -> list[tuple[str, int, bool]]:
+    """One step to its end: (request, choice, marked) of each token that it gave."""
+    start = engine.next_step(0)
+    assert start is not None
+    decisions = engine.step_done(0, start.step, [7] * len(start.batch.samples), degraded=degraded)
+    return [(each.token.request_id, each.token.choice, each.token.degraded) for each in decisions if isinstance(each, Emit)]
+
+
+def test_from_a_degraded_step_on_the_rest_of_the_request_is_marked_and_no_other() -> None:
+    engine = engine_of(request("a", (1, 2), max_tokens=4))
+    assert step(engine) == [("a", 0, False)]
+    assert step(engine, degraded=True) == [("a", 0, True)]
+    engine.submit(request("b", (3, 4), max_tokens=4))
+    assert step(engine) == [("a", 0, True), ("b", 0, False)], "a reads keys and values of the degraded step"
+
+
+def test_a_prompt_whose_first_chunk_was_degraded_gives_marked_tokens() -> None:
+    engine = engine_of(request("a", range(1, 7), max_tokens=2))
+    assert step(engine, degraded=True) == []
+    assert step(engine) == [("a", 0, True)]
+
+
+def test_choices_that_share_pages_of_a_degraded_step_are_marked() -> None:
+    engine = engine_of(request("a", (1, 2, 3), max_tokens=2, num_choices=2))
+    assert step(engine, degraded=True) == [("a", 0, True)]
+    assert sorted(step(engine)) == [("a", 0, True), ("a", 1, True)]
+
+
+def test_a_step_that_is_rolled_back_marks_nothing() -> None:
+    engine = engine_of(request("a", (1, 2), max_tokens=4))
+    assert engine.next_step(0) is not None
+    engine.roll_back()
+    assert step(engine) == [("a", 0, False)]
+
+
+def test_who_is_computed_again_from_the_first_token_is_whole() -> None:
+    """Four pages of two tokens: b gives its pages to a, and comes back when a has ended."""
+    limits = GraphLimits(max_batch=4, kv_pages=4, page_tokens=2, max_tokens=8, max_step_tokens=16)
+    engine = engine_of(request("a", (1, 2), max_tokens=7), request("b", (3, 4), max_tokens=7), limits=limits)
+    told = step(engine, degraded=True)
+    assert ("b", 0, True) in told
+    while any(name == "a" for name, _, _ in told):
+        told = step(engine)
+    assert engine.statistics().num_preemptions > 0
+    assert told == [("b", 0, False)]
