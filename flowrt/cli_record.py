@@ -53,6 +53,7 @@ class Answer:
     finish_reason: str | None = None  # None while it goes on
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    degraded_tokens: list[int] = field(default_factory=list)  # places of tokens that were computed without some expert
 
     def note(self, event: TokenEvent | ChoiceEvent) -> None:
         self.text += event.text
@@ -60,12 +61,16 @@ class Answer:
             self.finish_reason = event.finish_reason
             return
         self.token_ids.append(event.token_id)
+        if event.degraded:
+            self.degraded_tokens.append(event.index)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
             self.top_logprobs.append(event.top_logprobs)
 
     def as_json(self) -> dict[str, Any]:
-        told = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs} if self.logprobs else {}
+        told: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs} if self.logprobs else {}
+        if self.degraded_tokens:
+            told["degraded_tokens"] = self.degraded_tokens
         return {"token_ids": self.token_ids, "text": self.text, "finish_reason": self.finish_reason, **told}
 
 
@@ -116,6 +121,11 @@ class Record:
         return self.finish_reason is not None
 
     @property
+    def degraded(self) -> bool:
+        """Whether any token of any answer was computed without some expert."""
+        return any(answer.degraded_tokens for answer in self.answers)
+
+    @property
     def ttft_seconds(self) -> float | None:
         """From submission to the first token."""
         if self.submitted_seconds is None or not self.token_seconds:
@@ -137,6 +147,7 @@ class Record:
             **({"choices": choices} if len(choices) > 1 else {}),
             "finish_reason": self.finish_reason,
             "error": self.error,
+            "degraded": self.degraded,
             "ttft_seconds": self.ttft_seconds,
             "itl_seconds": {"mean": None, "p50": None, "p99": None} if itl is None else itl.as_json(),
         }
@@ -186,6 +197,17 @@ class Figures:
             "ttft_seconds": None if self.ttft is None else self.ttft.as_json(),
             "itl_seconds": None if self.itl is None else self.itl.as_json(),
         }
+
+
+def degraded_sentence(records: Sequence[Record]) -> str | None:
+    """How many answers were computed without some expert, for people; None when none was."""
+    degraded = [record for record in records if record.degraded]
+    if not degraded:
+        return None
+    num_tokens = sum(len(answer.degraded_tokens) for record in degraded for answer in record.answers)
+    of_them = "1 answer is" if len(degraded) == 1 else f"{len(degraded)} answers are"
+    tokens = "1 token was" if num_tokens == 1 else f"{num_tokens} tokens were"
+    return f"degraded: {of_them}: {tokens} computed while an expert had no copy (reliability.lost_expert)"
 
 
 def check_writable(name: str) -> None:

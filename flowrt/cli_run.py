@@ -25,7 +25,7 @@ from flowrt.api import RunningGraph, open_graph
 from flowrt.chaos.beside import Beside
 from flowrt.cli_live import LiveView
 from flowrt.cli_prompts import PARAMETERS, Asked, checked_parameters, checked_text, read_prompts
-from flowrt.cli_record import STDOUT, Figures, Record, check_writable, write_json
+from flowrt.cli_record import STDOUT, Figures, Record, check_writable, degraded_sentence, write_json
 from flowrt.cli_report import Account, account
 from flowrt.cli_tables import print_tables
 from flowrt.cli_text import Output, visible
@@ -169,6 +169,8 @@ class _Running:
             write_json(self._options.json, self._json(figures, told, code), self._stdout)
         if self._statistics and not self._people.is_broken:
             print_tables(told, figures, self._console)
+            if (degraded := degraded_sentence(self._records)) is not None:
+                self._console.print(degraded, markup=False, soft_wrap=True)
             if self._chaos is not None:
                 num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
                 self._console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)

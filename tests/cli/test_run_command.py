@@ -27,7 +27,7 @@ from flowrt.cluster.gateway import Parameters
 from flowrt.cluster.launcher import NotRunningError
 from operators.reference import reference_generate
 
-KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "ttft_seconds", "itl_seconds"}
+KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 
 
 def requests_of(path: Path) -> list[dict[str, Any]]:
