@@ -197,6 +197,17 @@ class _Cluster:
             None if failure is None else str(failure),
             None if failure is None else self._failed_seconds - self._first_seconds,
             tuple(self._outage_seconds.get(index, 0.0) for index in self._indices),
+            tuple(
+                tuple(
+                    tuple(
+                        event.index
+                        for event in log.events
+                        if isinstance(event, TokenEvent) and event.choice == choice.index and event.degraded
+                    )
+                    for choice in log.choices
+                )
+                for log in logs
+            ),
         )
 
     # lives

@@ -3,7 +3,8 @@
 Here: `check`, `may_fail`, SURVIVED. Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
 (cases.py). Raises InvariantError with the number of what does not hold:
 
-I1 tokens: indexes 0 to n-1, each once, the reference's. I2 nothing of an old epoch or incarnation is used: seen as I1, I3 and I4.
+I1 tokens: indexes 0 to n-1, each once, the reference's up to the first that is marked as degraded. I2 nothing of an old epoch or
+incarnation is used: seen as I1, I3 and I4.
 I3 each page free or held once. I4 credits at hand and on their way are all there are. I5 every request ends, once, in time.
 I6 queues within their bounds: the code's own checks. I7 who did nothing wrong is not held to be dead. I8 nothing is left behind.
 """
@@ -47,8 +48,8 @@ def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
 
 def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest], served: Served, references: Sequence[Reference]) -> None:
     """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names who
-    failed, in time, with all requests ended and all tokens given till then right. A request may end with an error alone only when an
-    expert had no copy for as long as the graph says."""
+    failed, in time, with all requests ended and all tokens given till then right. A request may end with an error alone, or be marked as
+    degraded, which it is depends on the graph, only when an expert had no copy for as long as the graph says."""
     if served.failure is not None:
         culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
         if served.failed not in culprits:
@@ -65,10 +66,15 @@ def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest]
         broken_off = reason == "cancelled" and request.cancel_seconds is not None
         told = served.errors[index] or ""
         broken_off = broken_off or (reason == "error" and served.failure is not None and bool(told))
-        broken_off = broken_off or (reason == "error" and LOST_TEXT in told and _lost_long_enough(graph, scenario, served, index))
+        lost = _lost_long_enough(graph, scenario, served, index)
+        degrades = graph.reliability.lost_expert == "degrade"
+        broken_off = broken_off or (reason == "error" and LOST_TEXT in told and lost and not degrades)
+        degraded = served.degraded[index] if served.degraded else ()
+        if any(degraded) and not (lost and degrades):
+            raise InvariantError("I1", f"request {index} is marked as degraded, and no expert was lost for so long that it may be")
         if not broken_off and reason not in ("length", "stop"):
             raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {served.errors[index]}")
-        _check_tokens(index, choices, served.indexes[index], reference, whole=not broken_off)
+        _check_tokens(index, choices, served.indexes[index], reference, degraded, whole=not broken_off)
 
 
 def _lost_long_enough(graph: Graph, scenario: Scenario, served: Served, index: int) -> bool:
@@ -78,12 +84,17 @@ def _lost_long_enough(graph: Graph, scenario: Scenario, served: Served, index: i
     return scenario.expect != "tokens" and lost_seconds >= graph.reliability.lost_expert_seconds
 
 
-def _check_tokens(index: int, choices: Reference, told: Sequence[Sequence[int]], reference: Reference, whole: bool) -> None:
+def _check_tokens(
+    index: int, choices: Reference, told: Sequence[Sequence[int]], reference: Reference, degraded: Reference, whole: bool
+) -> None:
     if len(choices) != len(reference):
         raise InvariantError("I1", f"request {index} has {len(choices)} choices of {len(reference)}")
     for choice, (ours, theirs, indexes) in enumerate(zip(choices, reference, told, strict=True)):
         which = f"request {index}" + (f" choice {choice}" if choice else "")
         if list(indexes) != list(range(len(ours))):
             raise InvariantError("I1", f"{which}: its client was told the indexes {list(indexes)}")
+        if choice < len(degraded) and (marked := degraded[choice]):  # from there on it may say anything, and end anywhere
+            first = marked[0]
+            ours, theirs = ours[:first], theirs[:first]
         if ours != (theirs if whole else theirs[: len(ours)]):
             raise InvariantError("I1", f"{which} gave {ours}, the reference {theirs}")

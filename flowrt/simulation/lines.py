@@ -20,6 +20,7 @@ from flowrt.actors.control import (
     Connected,
     Control,
     Ended,
+    ExpertsLost,
     Failed,
     Late,
     LinkLost,
@@ -173,7 +174,7 @@ class Line:
                 return self._owner.on_words(control)
             case Statistics():
                 self.statistics = control
-            case Progress():
+            case Progress() | ExpertsLost():
                 pass
             case Failed(error, user):
                 self._accuse(Kind.BAD_INPUT if user else Kind.COMPLAINED, error)

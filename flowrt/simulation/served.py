@@ -37,6 +37,7 @@ class Served:
     failure: str | None = None
     failed_seconds: float | None = None
     outage_seconds: tuple[float, ...] = ()
+    degraded: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each choice, the indexes of tokens that were marked
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
