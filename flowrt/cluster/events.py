@@ -109,6 +109,16 @@ class WorkerCondemned:
 
 
 @dataclass(frozen=True)
+class ExpertsLost:
+    """`name`, a group, can ask no copy of some experts: `text` says which, "" when it can again. `follows`: what becomes of requests that
+    need them: "wait", "error", or "degrade"."""
+
+    name: str
+    text: str
+    follows: str
+
+
+@dataclass(frozen=True)
 class Straggler:
     """A worker did not stop when told to and was killed."""
 
@@ -136,6 +146,7 @@ Event = (
     | WorkerSuspected
     | WorkerCleared
     | WorkerCondemned
+    | ExpertsLost
     | Straggler
     | RunFailed
 )
@@ -152,6 +163,8 @@ def news(event: Event) -> str | None:
             return f"{name} stays down: {why}"
         case WorkerCondemned(name, why, is_killed) if not is_killed:
             return f"{name} is held for dead ({why}); it cannot be replaced, so the run waits for it"
+        case ExpertsLost(name, text, "degrade") if text:
+            return f"{name}: {text}; it goes on without, and marks what it answers as degraded"
     return None
 
 

@@ -18,6 +18,7 @@ from flowrt.actors.control import (
     Control,
     Drain,
     Drained,
+    ExpertsLost,
     Failed,
     Late,
     LinkLost,
@@ -175,6 +176,9 @@ class WorkerLine:
                 if not self.connected.done():
                     self.connected.set_result(None)
                     self._owner.on_connected(self)
+                return
+            case ExpertsLost(text, follows):
+                self._owner.on_event(events.ExpertsLost(self.name, text, follows))
                 return
             case Statistics():
                 self.statistics = control

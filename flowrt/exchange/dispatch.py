@@ -36,7 +36,7 @@ class Dispatch:
         tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = cut(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer))
+        parts = self.client.parts_to_ask(tag, cut(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer)))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan first: an answer may be back as soon as its part has left.
@@ -47,7 +47,8 @@ class Combine:
     """Ports in: `plan` (rows_R per part), `parts` (gather: y_RH each, in plan order), `residual` (x_TH). Out: `y` (x_TH).
 
     Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster. With strict numerics
-    parts bring one unweighted row per pair, and the sum does not depend on the placement either."""
+    parts bring one unweighted row per pair, and the sum does not depend on the placement either. A pair that was left out, since its
+    expert is given up, adds nothing; the weights of the others stay as they are."""
 
     def __init__(self, client: ExpertClient, strict: bool = False) -> None:
         self._client, self._strict = client, strict
@@ -66,6 +67,8 @@ class Combine:
             if parts is None:  # rolled back while this was on its way here: what it gives is dropped
                 return {"y": firing.inputs["residual"]}
             where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
-        self._client.forget(firing.tag)
         parts_added = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]
+        if self._strict and (left_out := self._client.without.parts.get(firing.tag)) is not None:
+            parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
+        self._client.forget(firing.tag)
         return {"y": Payload((combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added),))}

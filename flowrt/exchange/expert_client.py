@@ -4,7 +4,8 @@ Here: ExpertClient, shared by the dispatch and combine nodes of a group. Not her
 counts as lost (flowrt/workers), cutting itself (operators/dispatch.py).
 
 A part that is lost is cut anew over the copies that are left, under new ids, and the first complete cover of a tag counts (DESIGN section
-1; EaaS section 3.4). Pairs whose expert has no copy are a part of NOWHERE, which is sent to nobody and cut anew when a copy is back.
+1; EaaS section 3.4). Pairs whose expert has no copy are a part of NOWHERE, which is sent to nobody and cut anew when a copy is back. Those
+of experts that are given up are left out when a tag is cut (without.py).
 
 Nodes call `begin`, `ask`, `parts` and `forget` from the compute thread, the rest is called from the loop; each is one step on a dict, or
 works on what it has taken out.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.exchange.without import Without
 from flowrt.reliability.expert_map import Copies, ExpertMap
 from flowrt.reliability.hedging import OVERDUE_SECONDS, Steering
 from operators.dispatch import NOWHERE, CopyTable, Part, cut_again
@@ -83,6 +85,7 @@ class ExpertClient:
         self._cutting: Tables | None = None  # by which a tag is being cut now
         self._owing: frozenset[int] = frozenset()  # servers that owe a late answer: while they do, others are asked
         self.steering = Steering(num_servers)
+        self.without = Without(now)
         self.num_again = 0  # parts that were cut anew
         self._change(expert_map)
 
@@ -105,8 +108,10 @@ class ExpertClient:
     def _change(self, expert_map: ExpertMap) -> None:
         self._map = expert_map
         layers: list[int | None] = [*self._full.by_layer] or [None]
+        lost = {layer: frozenset(expert_map.missing(layer)) - frozenset(self._full.missing(layer)) for layer in layers}
         # Experts without a copy in some layer where the graph gives them one.
-        self.homeless = sorted({expert for layer in layers for expert in set(expert_map.missing(layer)) - set(self._full.missing(layer))})
+        self.homeless = sorted(frozenset[int]().union(*lost.values()))
+        self.without.update(lost)
         self._tables: dict[frozenset[int], Tables] = {}  # by who is avoided
 
     @property
@@ -115,11 +120,16 @@ class ExpertClient:
 
     # --- what is asked ----------------------------------------------------------------------------------------------------
 
+    def parts_to_ask(self, tag: Tag, parts: list[Part]) -> list[Part]:
+        """`parts` of a tag that is being cut, but for pairs whose expert is given up."""
+        return self.without.leave_out(tag, parts) if self.without.any_given_up else parts
+
     def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
         self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, len(parts))
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was cut: nobody will ever add it up
             self._asked.pop(tag, None)
+            self.without.roll_back(tag.source, self._epochs[tag.source])
         self._cutting = None
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
@@ -137,8 +147,9 @@ class ExpertClient:
         return any(part.server == NOWHERE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
 
     def forget(self, tag: Tag) -> None:
-        """It is whole."""
+        """It is whole, or as whole as it can be."""
         self._asked.pop(tag, None)
+        self.without.forget(tag)
 
     def roll_back(self, source: str, epoch: int) -> None:
         """Forget what is older than `epoch`."""
@@ -146,6 +157,7 @@ class ExpertClient:
         for tag in self.tags:
             if tag.source == source and tag.epoch < epoch:
                 self._asked.pop(tag, None)
+        self.without.roll_back(source, epoch)
 
     @property
     def has_copies(self) -> bool:

@@ -128,6 +128,20 @@ class Failover:
     def roll_back(self, source: str, epoch: int) -> None:
         self._client.roll_back(source, epoch)
 
+    def give_up(self, after_seconds: float) -> bool:
+        """Do without experts that have had no copy for so long. True when there are new ones: tags that wait for them are to be rolled
+        back, and are whole without them when they are cut again."""
+        return self._client.without.give_up(after_seconds)
+
+    @property
+    def does_without(self) -> bool:
+        """Whether some expert is given up, until a copy is back."""
+        return self._client.without.any_given_up
+
+    def take_degraded(self, step: Tag) -> bool:
+        """Whether something was left out of this step, by any of its tags. Asked once per step, when it is over."""
+        return self._client.without.take_degraded(step)
+
     def refusal(self) -> str | None:
         """Why nothing can be computed now, for the user; None when every expert has a copy."""
         experts = self._client.homeless

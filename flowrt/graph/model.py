@@ -180,7 +180,8 @@ class ReliabilitySettings:
 
     A process that gives no sign of work for `suspect_seconds` is suspected, after `dead_seconds` it is killed. One that dies is started
     again, at most `restarts` times in `restart_window_seconds`. Requests that need an expert of which no copy is left end in an error after
-    `lost_expert_seconds`. `hedge`: what a slow server holds up is asked of another one too.
+    `lost_expert_seconds`; with `lost_expert: degrade` they go on without it, and are marked. `hedge`: what a slow server holds up is asked
+    of another one too.
     """
 
     detector: bool = True
@@ -192,6 +193,7 @@ class ReliabilitySettings:
     restart_window_seconds: float = 30.0
     hedge: bool = True
 
+    lost_expert: Literal["error", "degrade"] = "error"
 
 @dataclass(frozen=True)
 class Graph:

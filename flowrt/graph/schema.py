@@ -345,6 +345,9 @@ class ReliabilitySection(Section):
 
 class GraphFile(Section):
     """A graph file, in the short form (deploy) or the explicit form (nodes and edges)."""
+    lost_expert: Literal["error", "degrade"] = Field(
+        default=_RELIABILITY.lost_expert, description="degrade: after lost_expert_seconds go on without the expert, and mark every token."
+    )
 
     model_config = ConfigDict(title="flowrt graph file")
 

@@ -126,6 +126,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             restarts=chance.choice((0, 1, 3, 3)),
             restart_window_seconds=chance.choice((0.5, 30.0)),
             hedge=chance.random() < 0.7,
+            lost_expert=chance.choice(("error", "error", "degrade")),
         ),
     )
 

@@ -303,7 +303,7 @@ class Worker:
                 self._send,
                 page_tokens,
                 self._device,
-                self._failover.roll_back if self._failover is not None else lambda source, epoch: None,
+                *((self._failover.roll_back, self._failover.take_degraded) if self._failover is not None else ()),
             )
 
     # --- messages -------------------------------------------------------------------------------------------------------------

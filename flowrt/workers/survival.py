@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from flowrt.actors.control import Control, Joined, Late, Left, LinkLost
+from flowrt.actors.control import Control, ExpertsLost, Joined, Late, Left, LinkLost
 from flowrt.actors.links import Links
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import ReliabilitySettings
@@ -39,10 +39,11 @@ class Survival:
     ) -> None:
         self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
         self._failover, self._group = failover, group
-        self._lost_expert_seconds = settings.lost_expert_seconds
+        self._lost_expert_seconds, self._degrades = settings.lost_expert_seconds, settings.lost_expert == "degrade"
         self._hedges = failover is not None and failover.hedges(settings)
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
         self._lost_since = 0.0  # an expert has had no copy
+        self._told_lost = ExpertsLost("")
         self._complained: dict[str, float] = {}  # process -> when last
         if failover is not None and group is not None and failover.processes:
             tasks.create_task(self._look_on(failover, group), name=f"looks of {name}")
@@ -86,8 +87,21 @@ class Survival:
             text = failover.refusal()
             if text is None:
                 group.accept()
+                self._tell_lost(ExpertsLost(""))
+            elif self._degrades:
+                if failover.give_up(self._lost_expert_seconds):
+                    group.roll_back()  # steps that wait for them are computed again, without
+                self._tell_lost(ExpertsLost(text, "degrade" if failover.does_without else "wait"))
             elif self._clock.now() - self._lost_since >= self._lost_expert_seconds:
                 group.refuse(text)
+                self._tell_lost(ExpertsLost(text, "error"))
+            else:
+                self._tell_lost(ExpertsLost(text, "wait"))
+
+    def _tell_lost(self, lost: ExpertsLost) -> None:
+        if lost != self._told_lost:
+            self._told_lost = lost
+            self._send(lost)
 
     def _complain(self, failover: Failover) -> None:
         """Tell of servers that owe an answer for far too long."""

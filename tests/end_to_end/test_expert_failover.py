@@ -26,6 +26,7 @@ class Story:
     def __init__(self) -> None:
         self.lost: list[str] = []
         self.back: list[str] = []
+        self.news: list[str] = []
         self._changed = asyncio.Condition()
         self._told = asyncio.Event()
 
@@ -34,6 +35,7 @@ class Story:
             self.lost.append(event.name)
         elif isinstance(event, events.WorkerRestarted):
             self.back.append(event.name)
+        self.news.append(events.news(event) or "")
         self._told.set()
 
     async def until(self, holds: Callable[[Story], bool]) -> None:
@@ -124,6 +126,28 @@ async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served
         await story.until(lambda story: story.back == ["experts.1"])
         async with asyncio.timeout(60):
             while (again := await running.complete(served.prompts[0], ASKED)).finish_reason == "error":
+                pass  # the server is back; its client has yet to link up
+        assert again.token_ids == expected.token_ids
+
+
+async def test_the_last_copy_gone_and_output_goes_on_marked_until_it_is_back(served: Served, tmp_path: Path) -> None:
+    story = Story()
+    graph = write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 0.05, "lost_expert": "degrade", "hedge": False})
+    async with flowrt.open(graph, on_event=story.note) as running:
+        expected = await running.complete(served.prompts[0], ASKED)
+        assert not expected.degraded
+        # Stopped, it does not come back before the monitor has condemned it: long enough to be done without.
+        os.kill(running.pids["experts.1"], signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while not (marked := await running.complete(served.prompts[0], ASKED)).degraded:
+                assert marked.token_ids == expected.token_ids
+        assert (marked.finish_reason, len(marked.token_ids)) == ("length", NEW_TOKENS)
+        first = marked.choices[0].degraded_tokens[0]
+        assert marked.token_ids[:first] == expected.token_ids[:first]
+        await story.until(lambda story: story.back == ["experts.1"])
+        assert any("it goes on without, and marks what it answers as degraded" in line for line in story.news)
+        async with asyncio.timeout(60):
+            while (again := await running.complete(served.prompts[0], ASKED)).degraded:
                 pass  # the server is back; its client has yet to link up
         assert again.token_ids == expected.token_ids
 

@@ -235,6 +235,13 @@ BAD = {
         "reliability.restart_window_seconds",
         ["0 is no time in seconds", "from 0.05 to 86400"],
     ),
+    "degraded without failover": (
+        MODEL + "reliability: {failover: false, lost_expert: degrade}\n",
+        3,
+        "reliability.lost_expert",
+        ["write failover: true"],
+    ),
+    "a lost expert by another word": (MODEL + "reliability: {lost_expert: wait}\n", 3, "reliability.lost_expert", ["degrade"]),
     "endless patience": (MODEL + "reliability: {lost_expert_seconds: .inf}\n", 3, "reliability.lost_expert_seconds", ["no time in"]),
     "not even a number": (MODEL + "reliability: {suspect_seconds: .nan}\n", 3, "reliability.suspect_seconds", ["no time in seconds"]),
     "dead before suspected": (

@@ -22,6 +22,7 @@ def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None
         restarts=3,
         restart_window_seconds=30.0,
         hedge=True,
+        lost_expert="error",
     )
     assert "\nreliability: {detector: true, failover: true, lost_expert_seconds: 5.0, " in to_yaml(graph)
 
@@ -31,8 +32,11 @@ def test_a_graph_says_the_same_expanded_and_on_the_wire(load, text: str) -> None
     section = "{detector: false, failover: false, lost_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
     graph = load(f"{text}reliability: {section}restart_window_seconds: 9, hedge: false}}\n")
     assert graph.reliability == ReliabilitySettings(False, False, 7.0, 0.5, 2.0, 0, 9.0, False)
-    assert load(to_yaml(graph)).reliability == graph.reliability
-    assert from_json(to_json(graph)).reliability == graph.reliability
+    degrading = load(f"{text}reliability: {{lost_expert: degrade}}\n")
+    assert degrading.reliability == ReliabilitySettings(lost_expert="degrade")
+    for each in (graph, degrading):
+        assert load(to_yaml(each)).reliability == each.reliability
+        assert from_json(to_json(each)).reliability == each.reliability
 
 
 def test_a_setting_can_be_given_on_the_command_line(load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -79,6 +80,37 @@ def test_requests_end_when_the_last_copy_does_not_come_back(seed: int) -> None:
     assert served.finish_reasons[-1] == "error"
     assert "experts.1 went down and is not back" in (served.errors[-1] or "")
     assert outcome.num_faults["stayed down"] == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("numerics", ["fast", "strict"])
+def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int, numerics: Literal["fast", "strict"]) -> None:
+    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5, lost_expert="degrade")
+    graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
+    served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
+    assert served.finish_reasons == ("length",) * 8
+    assert served.degraded[-1] == (tuple(range(6)),)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
+    graph = load("tight.yaml", restarts=1, lost_expert_seconds=0.05, lost_expert="degrade")
+    outcome = serve_under(seed, graph, requests(25, apart=0.1), Crash(process="experts.1", at_seconds=0.02))
+    assert outcome.result.finish_reasons == ("length",) * 25
+    assert outcome.num_faults["started again"] == 1
+    assert not any(outcome.result.degraded[-1])
+
+
+def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
+    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5, lost_expert="degrade")
+    asked = requests(8, apart=0.2)
+    result = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
+    references = [reference_of(draw(0, [graph]), request) for request in asked]
+    shorter = Served(**{**vars(result), "outage_seconds": (0.3,) * len(asked)})
+    unmarked = Served(**{**vars(result), "degraded": ()})
+    for wrong, which in ((shorter, graph), (unmarked, graph), (result, load("tight.yaml"))):
+        with pytest.raises(InvariantError, match="I1"):
+            check(which, Scenario(), asked, wrong, references)
 
 
 def test_without_failover_a_death_ends_the_run() -> None:

@@ -1,0 +1,107 @@
+"""Experts that are done without, because no copy of them has been left for long: which ones, and what was left out for them.
+
+Here: Without, one per client of the expert servers. Not here: who decides that it comes to this (`reliability.lost_expert: degrade`;
+flowrt/workers/survival.py), the tags that wait (expert_client.py, the only user beside the dispatch and combine nodes), marking tokens
+(flowrt/engine). Pure but for tensors.
+
+A pair (row, slot) whose expert is given up is left out of its layer's sum. The weights of the row's other pairs stay as the gate gave them:
+nothing is shared out anew, so that a row without lost experts is the same to the last bit. Experts are given up layer by layer, and
+come back with their first copy.
+
+`leave_out` and `forget` are called from the compute thread, the rest from the loop; each is one step on a dict or a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from operators.dispatch import NOWHERE, Part
+from transports.message import Tag
+
+Layer = int | None  # None: all of them are alike
+
+
+class Without:
+    """`now`: the clock."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since: dict[tuple[Layer, int], float] = {}  # (layer, expert) -> since when it has had no copy
+        self._given_up: dict[Layer, list[int]] = {}
+        self.parts: dict[Tag, Part] = {}  # what was left out of tags that are not whole yet
+        self._steps: set[Tag] = set()  # that are not over, of layer 0: something was left out of them
+
+    def update(self, lost: Mapping[Layer, frozenset[int]]) -> None:
+        """Now these experts have no copy, by layer, and no others."""
+        now = self._now()
+        self._since = {(layer, expert): self._since.get((layer, expert), now) for layer, experts in lost.items() for expert in experts}
+        kept = {layer: [expert for expert in experts if (layer, expert) in self._since] for layer, experts in self._given_up.items()}
+        self._given_up = {layer: experts for layer, experts in kept.items() if experts}
+
+    def give_up(self, after_seconds: float) -> bool:
+        """Do without those that have had no copy for `after_seconds`. True when there are new ones."""
+        if not self._since:
+            return False
+        latest = self._now() - after_seconds
+        given_up: dict[Layer, list[int]] = {}
+        for (layer, expert), since in sorted(self._since.items(), key=lambda item: item[0][1]):
+            if since <= latest:
+                given_up.setdefault(layer, []).append(expert)
+        is_new = given_up != self._given_up
+        self._given_up = given_up
+        return is_new
+
+    @property
+    def any_given_up(self) -> bool:
+        return bool(self._given_up)
+
+    def leave_out(self, tag: Tag, parts: Sequence[Part]) -> list[Part]:
+        """The parts of a tag without the pairs whose expert is given up; these are noted in `parts`."""
+        given_up = self._given_up
+        experts = given_up.get(tag.layer) or given_up.get(None)
+        if not experts:
+            return list(parts)
+        kept: list[Part] = []
+        for part in parts:
+            if part.server != NOWHERE:
+                kept.append(part)
+                continue
+            is_given_up_P = torch.isin(part.expert_P, torch.tensor(experts, device=part.expert_P.device))
+            if is_given_up_P.any():
+                self.parts[tag] = _select(part, is_given_up_P)
+                self._steps.add(_step_of(tag))
+            if not is_given_up_P.all():
+                kept.append(_select(part, ~is_given_up_P))
+        return kept
+
+    def take_degraded(self, step: Tag) -> bool:
+        """Whether something was left out of this step; it is over."""
+        if step not in self._steps:
+            return False
+        self._steps.discard(step)
+        return True
+
+    def forget(self, tag: Tag) -> None:
+        """The tag is over."""
+        self.parts.pop(tag, None)
+
+    def roll_back(self, source: str, epoch: int) -> None:
+        """Forget what is older than `epoch`."""
+        for tag in list(self.parts):
+            if tag.source == source and tag.epoch < epoch:
+                self.parts.pop(tag, None)
+        for step in list(self._steps):
+            if step.source == source and step.epoch < epoch:
+                self._steps.discard(step)
+
+
+def _step_of(tag: Tag) -> Tag:
+    return Tag(tag.source, tag.epoch, tag.micro_batch, tag.step)
+
+
+def _select(part: Part, chosen_P: torch.Tensor) -> Part:
+    """Those pairs of a part."""
+    rows_R, row_P = torch.unique(part.rows_R[part.row_P[chosen_P]], return_inverse=True)
+    return Part(part.server, rows_R, row_P, part.expert_P[chosen_P], part.weight_P[chosen_P], part.pair_P[chosen_P])
