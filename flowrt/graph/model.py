@@ -192,10 +192,10 @@ class ReliabilitySettings:
     restarts: int = 3
     restart_window_seconds: float = 30.0
     hedge: bool = True
-
     lost_expert: Literal["error", "degrade"] = "error"
 
 @dataclass(frozen=True)
+
 class Graph:
     """An expanded, checked graph: what workers are started from. It travels to them as JSON (file.py writes and reads it)."""
 
