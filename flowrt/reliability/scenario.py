@@ -168,10 +168,37 @@ _PATH = re.compile(r"^(?P<text>.*?)(?: - at `\$?(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)")
 
 
-def scenario_of(value: Any, where: Callable[[Place], str], processes: Collection[str] | None = None) -> Scenario:
+_SUCH_AS = {
+    "process": "experts.1",
+    "between": "[attention.0, experts.1]",
+    "at_seconds": "2.5",
+    "for_seconds": "0.5",
+    "factor": "5",
+    "rate": "1.5",
+    "one_in": "2",
+    "direction": "there",
+}
+_WHOLE = "a file holds scenario: 1, faults: [...], and may hold expect: tokens or tokens_or_error, and deadline_seconds"
+_TYPES = {"`float`": "a number", "`int`": "a whole number", "`str`": "a text", "`array`": "a list", "`object`": "a mapping"}
+
+
+def written(kind: str) -> str:
+    """A fault of the kind with all its keys, as a scenario file has it: what is said with an error."""
+    fields = next(each.__struct_fields__ for each in AnyFault.__args__ if each.__struct_config__.tag == kind)
+    keys = sorted(fields, key=list(_SUCH_AS).index)
+    return "such as {" + ", ".join([f"fault: {kind}", *(f"{key}: {_SUCH_AS[key]}" for key in keys)]) + "}"
+
+
+def scenario_of(
+    value: Any,
+    where: Callable[[Place], str],
+    processes: Collection[str] | None = None,
+    example: Callable[[str], str] = written,
+) -> Scenario:
     """The scenario that plain values (dict, list, str, int, float) describe. `where(path)` names a place in the file, as FILE:LINE.
 
-    `processes`: the names that may be given; None, any. Raises UserError, one line: what, where, what would be right.
+    `processes`: the names that may be given; None, any. `example(kind)` shows how such a fault is written. Raises UserError, one line:
+    what, where, what would be right.
     """
     if not isinstance(value, dict) or "scenario" not in value:
         raise UserError(f"{where(())}: no scenario file; begin it with the line scenario: 1")
@@ -187,7 +214,9 @@ def scenario_of(value: Any, where: Callable[[Place], str], processes: Collection
         found = _PATH.match(str(error))
         text, dotted = (found["text"], found["path"] or "") if found else (str(error), "")
         steps: Place = tuple(int(step) if step.isdigit() else step for step in _STEP.findall(dotted))
-        raise UserError(": ".join(part for part in (where(steps), ".".join(map(str, steps)), _lowered(text)) if part)) from None
+        remedy = example(faults[steps[1]]["fault"]) if isinstance(faults, list) and len(steps) > 1 and isinstance(steps[1], int) else _WHOLE
+        wrong = f"{_in_words(text)}; {remedy}"
+        raise UserError(": ".join(part for part in (where(steps), ".".join(map(str, steps)), wrong) if part)) from None
     for number, each in enumerate(scenario.faults):
         for name in each.processes:
             if processes is not None and name not in processes:
@@ -208,5 +237,10 @@ def _kind_text(kind: object) -> str:
     return "names no fault (fault: crash)" if kind is None else f"fault {str(kind)[:40]!r} is unknown"
 
 
-def _lowered(text: str) -> str:
+def _in_words(text: str) -> str:
+    """What the validator says, for people who write files."""
+    for one, other in _TYPES.items():
+        text = text.replace(one, other)
+    text = re.sub(r"^Object missing required field `(.*)`$", r"`\1` is missing", text)
+    text = re.sub(r"^Object contains unknown field `(.*)`$", r"`\1` is no key of it", text)
     return " ".join((text[:1].lower() + text[1:]).split())

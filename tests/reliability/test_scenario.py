@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flowrt.errors import UserError
 from flowrt.graph.document import parse_document
-from flowrt.reliability.scenario import KINDS, Crash, Cut, Fault, Pause, Scenario, scenario_of, to_values
+from flowrt.reliability.scenario import KINDS, Crash, Cut, Fault, Pause, Scenario, scenario_of, to_values, written
 
 NAMES = ["attention.0", "experts.0", "experts.1", "gateway"]
 
@@ -45,22 +45,24 @@ BAD = {
     "faults: []": "file.yaml:1: no scenario file; begin it with the line scenario: 1",
     "[1, 2]": "file.yaml:1: no scenario file; begin it with the line scenario: 1",
     "scenario: 2": "file.yaml:1: scenario: ",
-    "scenario: 1\nfautls: []": "file.yaml:1: object contains unknown field `fautls`",
-    "scenario: 1\nfaults: 3": "file.yaml:2: faults: expected `array`",
+    "scenario: 1\nfautls: []": "file.yaml:1: `fautls` is no key of it; a file holds scenario: 1, faults: [...]",
+    "scenario: 1\nfaults: 3": "file.yaml:2: faults: expected a list, got a whole number; a file holds scenario: 1",
     "scenario: 1\nfaults: [3]": "file.yaml:2: faults.0: names no fault",
     "scenario: 1\nfaults:\n  - {process: experts.0}": "file.yaml:3: faults.0: names no fault",
     "scenario: 1\nfaults:\n  - {fault: crsh, process: experts.0}": "file.yaml:3: faults.0: fault 'crsh' is unknown; one of: crash, pause",
-    "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0, at: 3}": "file.yaml:3: faults.0: object contains unknown field `at`",
-    "scenario: 1\nfaults:\n  - {fault: crash}": "file.yaml:3: faults.0: object missing required field `process`",
+    "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0, at: 3}": (
+        "file.yaml:3: faults.0: `at` is no key of it; such as {fault: crash, process: experts.1, at_seconds: 2.5}"
+    ),
+    "scenario: 1\nfaults:\n  - {fault: crash}": "file.yaml:3: faults.0: `process` is missing; such as {fault: crash, process: ",
     "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0}\n  - {fault: crash, process: experts.9}": (
         "file.yaml:4: faults.1: no process is called 'experts.9'; there are attention.0, experts.0"
     ),
-    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: 0": "faults.0.for_seconds: expected `float` > 0",
-    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: soon": "faults.0.for_seconds: expected `float`",
+    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: 0": "faults.0.for_seconds: expected a number > 0.0; such as",
+    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: soon": "faults.0.for_seconds: expected a number, got a text",
     "scenario: 1\nfaults:\n  - {fault: reset, between: [experts.0, experts.0]}": "faults.0: between needs two different processes",
-    "scenario: 1\nfaults:\n  - {fault: reset, between: [experts.0]}": "file.yaml:3: faults.0.between: expected `array` of length 2",
-    "scenario: 1\nfaults:\n  - {fault: slow, process: experts.0, for_seconds: 1, factor: 0.5}": "faults.0.factor: expected `float` > 1",
-    "scenario: 1\nexpect: luck": "file.yaml:2: expect: invalid enum value 'luck'",
+    "scenario: 1\nfaults:\n  - {fault: reset, between: [experts.0]}": "faults.0.between: expected a list of length 2, got 1",
+    "scenario: 1\nfaults:\n  - {fault: slow, process: experts.0, for_seconds: 1, factor: 0.5}": "faults.0.factor: expected a number > 1",
+    "scenario: 1\nexpect: luck": "file.yaml:2: expect: invalid enum value 'luck'; a file holds scenario: 1",
 }
 
 
@@ -91,6 +93,13 @@ faults = st.one_of(
 def test_plain_values_are_read_back(made: list[Fault], expect: str | None) -> None:
     scenario = Scenario(faults=tuple(made), expect=expect)
     assert scenario_of(to_values(scenario), lambda path: "here", NAMES) == scenario
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_error_shows_is_right(kind: str) -> None:
+    shown = written(kind).removeprefix("such as ")
+    (fault,) = read(f"scenario: 1\nfaults:\n  - {shown}\n").faults
+    assert fault.kind == kind
 
 
 def test_every_kind_is_described() -> None:
