@@ -35,7 +35,8 @@ class Order(Control, frozen=True):
 class Note:
     """What a worker noticed: `what` with whom, when (the host's monotonic clock), and what it counted.
 
-    what: the name of an order when it is carried out; `left`: the life `incarnation` of `peer` is used no more; `held`: `counts`.
+    what: the name of an order when it is carried out (`reset`: with `counts` of the connections that it found); `left`: the life
+    `incarnation` of `peer` is used no more; `held`: `counts`.
     """
 
     what: str

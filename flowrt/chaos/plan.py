@@ -14,12 +14,20 @@ from typing import Any
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.reliability.roles import may_die
-from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of
+from flowrt.reliability.roles import may_die, neighbours
+from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written
 
 DONE = (Crash, Pause, Stall, Hang, Slow, Reset)  # the kinds that befall real processes
 OBEYED = (Stall, Hang, Slow, Reset)  # those that the process does to itself, when told to
-EXAMPLE = "kill:experts.1@2s, pause:experts.0@1s+500ms, slow:experts.0@1s+5sx4, reset:attention.0-experts.1@1s"
+_SUCH_AS = {
+    "crash": "kill:experts.1@2s",
+    "pause": "pause:experts.0@1s+500ms",
+    "stall": "stall:experts.0@1s+500ms",
+    "hang": "hang:experts.0@1s+5s",
+    "slow": "slow:experts.0@1s+5sx4",
+    "reset": "reset:attention.0-experts.1@1s",
+}
+EXAMPLE = ", ".join(_SUCH_AS[kind] for kind in ("crash", "pause", "slow", "reset"))
 _KINDS = {"kill": "crash", "crash": "crash", "pause": "pause", "stall": "stall", "hang": "hang", "slow": "slow", "reset": "reset"}
 _WORD = re.compile(r"(?P<kind>[a-z_]+):(?P<who>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for>[^+@x]+))?(?:x(?P<factor>[^+@x]+))?")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s)?")
@@ -37,7 +45,7 @@ def parse_words(text: str, graph: Graph) -> Scenario:
         number = next((step for step in place if isinstance(step, int)), None)
         return f"--chaos {shortened(words[number] if number is not None else text)}"
 
-    return _checked(values, where, graph)
+    return _checked(values, where, graph, lambda kind: f"such as {_SUCH_AS[kind]}")
 
 
 def load_plan(path: Path, graph: Graph) -> Scenario:
@@ -71,8 +79,9 @@ def told(fault: AnyFault) -> str:
     return f"{fault.kind} {' - '.join(fault.processes)}"
 
 
-def _checked(value: Any, where: Callable[[Place], str], graph: Graph) -> Scenario:
-    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)})
+def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written) -> Scenario:
+    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)}, example)
+    linked = neighbours(graph)
     for number, fault in enumerate(scenario.faults):
         place = f"{where(('faults', number))}: "
         if not isinstance(fault, DONE):
@@ -80,6 +89,10 @@ def _checked(value: Any, where: Callable[[Place], str], graph: Graph) -> Scenari
             raise UserError(f"{place}{fault.kind} is for simulation only; real processes take {kinds}")
         if GATEWAY in fault.processes:
             raise UserError(f"{place}the gateway is this command itself; name another process")
+        if isinstance(fault, Reset) and fault.between[1] not in (others := linked.get(fault.between[0], ())):
+            one, other = fault.between
+            peers = ", ".join(name for name in others if name != GATEWAY) or "nobody"
+            raise UserError(f"{place}{one} has no link to {other}, so there is none to reset; it has links to {peers}")
         if isinstance(fault, OBEYED) and fault.processes[0] == MONITOR:
             raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
         if graph.processes != "many":

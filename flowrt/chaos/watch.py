@@ -135,4 +135,6 @@ class Watch:
         for deed in self.deeds:
             if deed.process == process and deed.kind == note.what and deed.at <= note.at and not deed.is_noted:
                 deed.at, deed.is_noted = note.at, True
+                if note.what == "reset" and not note.counts.get("connections"):
+                    deed.missed = f"no connection to {deed.other} was open"
                 return

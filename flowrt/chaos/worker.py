@@ -114,6 +114,9 @@ class Obedience:
         if order.what == "look":
             _say(Note("held", now, counts=held(self._worker)))
             return
+        if order.what == "reset":
+            _say(Note(order.what, now, counts={"connections": shut_connections(order.pid)}))
+            return
         _say(Note(order.what, now))
         match order.what:
             case "stall":
@@ -122,8 +125,6 @@ class Obedience:
                 self._held_until = now + order.seconds
             case "slow":
                 self._slow_until, self._factor = now + order.seconds, order.factor
-            case "reset":
-                shut_connections(order.pid)
 
     @property
     def _holds(self) -> bool:

@@ -59,15 +59,17 @@ BAD = {
     "kill:experts.0@1s,kill:experts.7@2s": "--chaos kill:experts.7@2s: faults.1: no process is called 'experts.7'",
     "kill:experts.1@soon": "--chaos kill:experts.1@soon: 'soon' is no time; such as 2s",
     "kill:experts.1@-2s": "'-2s' is no time",
-    "kill:experts.1@9999999s": "expected `float` <= 86400.0",
+    "kill:experts.1@9999999s": "at_seconds: expected a number <= 86400.0; such as kill:experts.1@2s",
     "kill:experts.1@2s+1s": "kill takes no +HOW LONG",
     "pause:experts.1@2s": "pause needs +HOW LONG, as +500ms",
-    "pause:experts.1@2s+0s": "expected `float` > 0",
+    "pause:experts.1@2s+0s": "for_seconds: expected a number > 0.0; such as pause:experts.0@1s+500ms",
     "slow:experts.1@2s+1s": "slow needs xFACTOR, as x5",
     "slow:experts.1@2s+1sxfast": "'fast' is no factor",
-    "slow:experts.1@2s+1sx0.5": "expected `float` > 1",
-    "reset:experts.1@2s": "expected `array` of length 2",
+    "slow:experts.1@2s+1sx0.5": "expected a number > 1.0; such as slow:experts.0@1s+5sx4",
+    "reset:experts.1@2s": "expected a list of length 2, got 1; such as reset:attention.0-experts.1@1s",
     "reset:experts.1-experts.1@2s": "between needs two different processes",
+    "reset:experts.0-experts.1@2s": "experts.0 has no link to experts.1, so there is none to reset; it has links to attention.0",
+    "reset:attention.0-monitor@2s": "attention.0 has no link to monitor, so there is none to reset; it has links to experts.0, experts.1",
     "kill:gateway@2s": "--chaos kill:gateway@2s: the gateway is this command itself",
     "stall:monitor@2s+1s": "the monitor takes crash and pause only",
 }
@@ -98,6 +100,9 @@ def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph:
     assert load_plan(path, graph) == Scenario(faults=(Crash(process="experts.1", at_seconds=2.0),), expect="tokens")
     path.write_text("scenario: 1\nfaults:\n  - {fault: skew, process: experts.1, rate: 2}\n")
     with pytest.raises(UserError, match=r"plan\.yaml:3: skew is for simulation only; real processes take crash, pause"):
+        load_plan(path, graph)
+    path.write_text("scenario: 1\nfaults:\n  - fault: reset\n    between: [experts.0, experts.2]\n")
+    with pytest.raises(UserError, match=r"plan\.yaml:3: experts.0 has no link to experts.2, so there is none to reset"):
         load_plan(path, graph)
     with pytest.raises(UserError, match="no such file"):
         load_plan(tmp_path / "none.yaml", graph)

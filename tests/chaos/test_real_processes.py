@@ -108,6 +108,67 @@ async def test_a_pause_is_taken_back_when_it_is_cancelled() -> None:
         assert [deed.text for deed in watch.deeds] == ["pause experts.1 for 60 s"]
 
 
+async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
+    async with running() as (graph, injector, _, _):
+        pid = graph.pids["experts.1"]
+        words = parse_words("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
+        task = asyncio.create_task(injector.run(words, Seams().clock.now()))
+        await until_state(pid, "T")
+        await asyncio.sleep(0.3)
+        assert state(pid) == "T"
+        task.cancel()
+        await asyncio.wait([task])
+        assert state(pid) != "T"
+
+
+async def test_what_is_done_is_said_with_what_comes_next_and_how_the_load_fares() -> None:
+    async with running() as (graph, _, watch, _):
+        said: list[str] = []
+        injector = Injector(graph, watch, Seams().clock, said.append)
+        injector.so_far = lambda: "so far all is well"
+        await injector.run(parse_words("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
+        pids = [deed.pid for deed in watch.deeds]
+        assert said == [
+            "2 faults, the first at 0 s, the last at 0.05 s",
+            f"kill experts.0 (1 of 2), pid {pids[0]}; next at 0.05 s; so far all is well",
+            f"pause experts.1 for 0.01 s (2 of 2), pid {pids[1]}; the last; so far all is well",
+        ]
+        assert await watch.wait_until(lambda: watch.back_seconds(watch.deeds[0]) < math.inf, PLENTY_SECONDS)
+        said.clear()
+        assert await injector.kill_randomly(["experts.1"], 2, 0, 0.01)
+        assert [line.partition(", pid")[0] for line in said[::2]] == ["kill experts.1 (1 of 2)", "kill experts.1 (2 of 2)"]
+        assert said[1].startswith("experts.1 is back after ")
+        assert said[1].endswith("; next kill in 0.01 s")
+        assert said[3].endswith("; no more kills")
+
+
+async def test_a_run_that_is_cancelled_ends_its_processes_and_tells_what_it_saw(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "scenario: 1\nfaults: [{fault: crash, process: experts.1, at_seconds: 0}, {fault: crash, process: experts.1, at_seconds: 999}]\n"
+    )
+    killed = asyncio.Event()
+
+    def say(line: str) -> None:
+        if line.startswith("kill experts.1"):
+            killed.set()
+
+    options = Options(
+        graph=QUICKSTART, plan=plan, overrides=SMALL, num_requests=4, concurrency=4, seconds=0.1, prompt_tokens=8, new_tokens=12
+    )
+    async with asyncio.timeout(PLENTY_SECONDS):
+        task = asyncio.create_task(measure(options, say))
+        await killed.wait()
+        task.cancel()
+        found = await task
+    assert [deed.text for deed in found.deeds] == ["kill experts.1"]
+    assert found.leaks == []
+    assert found.ended > found.begun > 0
+    assert not any(told.ended == math.inf for told in found.told)
+    found.interrupted = True
+    assert not report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0)).answers_right
+
+
 async def until_state(pid: int, letter: str) -> None:
     while state(pid) != letter:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -120,12 +181,14 @@ def state(pid: int) -> str:
 async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
     async with running() as (graph, injector, watch, lines):
         before = dict(graph.pids)
+        await graph.complete([5, 6, 7], Parameters(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
         await injector.run(parse_words("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
         assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
         completion = await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
         assert {name: graph.pids[name] for name in before} == before
-    assert any(line.startswith("attention.0: ") and "on the way to experts.0" in line for line in lines), lines
+        while not any(line.startswith("attention.0: ") and "on the way to experts.0" in line for line in lines):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the line has its own way here
     assert not any("experts.1" in line for line in lines), lines
 
 

@@ -111,6 +111,14 @@ def test_a_loss_without_cause_is_told_from_one_with(deed: Deed, explained: bool)
     assert deed.explains("experts.1", 2.0, dead_seconds=1.0) == explained
 
 
+def test_a_reset_that_found_no_connection_did_nothing() -> None:
+    watch = Watch(HandClock())
+    for at, num in ((1.0, 0), (2.0, 2)):
+        watch.deeds.append(Deed("reset", "reset", "attention.0", at, other="experts.1"))
+        watch.takes_line("attention.0", Note("reset", at + 0.1, counts={"connections": num}).as_line())
+    assert [deed.missed for deed in watch.deeds] == ["no connection to experts.1 was open", ""]
+
+
 async def test_waiting_ends_with_what_is_waited_for_with_time_and_with_the_run() -> None:
     watch = Watch(HandClock())
     assert await watch.wait_until(lambda: True, 60.0)
