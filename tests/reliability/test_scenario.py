@@ -57,8 +57,8 @@ BAD = {
     "scenario: 1\nfaults:\n  - {fault: crash, process: experts.0}\n  - {fault: crash, process: experts.9}": (
         "file.yaml:4: faults.1: no process is called 'experts.9'; there are attention.0, experts.0"
     ),
-    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: 0": "faults.0.for_seconds: expected a number > 0.0; such as",
-    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: soon": "faults.0.for_seconds: expected a number, got a text",
+    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: 0": "for_seconds: expected a number > 0.0",
+    "scenario: 1\nfaults:\n  - fault: pause\n    process: gateway\n    for_seconds: soon": "for_seconds: expected a number, got a text",
     "scenario: 1\nfaults:\n  - {fault: reset, between: [experts.0, experts.0]}": "faults.0: between needs two different processes",
     "scenario: 1\nfaults:\n  - {fault: reset, between: [experts.0]}": "faults.0.between: expected a list of length 2, got 1",
     "scenario: 1\nfaults:\n  - {fault: slow, process: experts.0, for_seconds: 1, factor: 0.5}": "faults.0.factor: expected a number > 1",
