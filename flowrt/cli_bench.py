@@ -1,4 +1,4 @@
-"""`flowrt bench hop|transports|m2n|links|start|detector|decode|...`: the figures that flowrt publishes, measured where you are.
+"""`flowrt bench hop|transports|m2n|links|start|detector|reliability|decode|...`: the figures that flowrt publishes, measured where you are.
 
 Here: the subcommands as a cyclopts App, which the main command line mounts. Not here: what they measure (flowrt/bench).
 """
@@ -99,6 +99,35 @@ def detector(
     from flowrt.bench.commands import detector as measure
 
     measure(tries, seconds, workers, json)
+
+
+@bench_app.command
+def reliability(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model by expert servers.")],
+    /,
+    *,
+    pairs: Annotated[int, Parameter(help="Alternating pairs; a claim takes 20 or more.")] = 20,
+    batch: Annotated[int, Parameter(help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[int, Parameter(help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 64,
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None,
+    overrides: Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, for both graphs.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """What detector, failover and hedging cost while nothing happens: the same graph with and without them, in turns."""
+    from flowrt.bench.commands import reliability as measure
+    from flowrt.bench.reliability import Options
+
+    options = Options(
+        graph=graph,
+        model=model,
+        overrides=tuple(overrides or ()),
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        num_pairs=pairs,
+    )
+    measure(options, json)
 
 
 @bench_app.command

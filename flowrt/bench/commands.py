@@ -1,6 +1,6 @@
 """The commands: run a benchmark with progress on standard error, print its table, write its JSON.
 
-Not here: options and help (flowrt/cli_bench.py), measuring (hop.py, transports.py, m2n.py, start.py), the layout of a report (report.py).
+Not here: options and help (flowrt/cli_bench.py), measuring (a module per benchmark), the layout of a report (report.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flowrt.bench import detector as detector_benchmark
 from flowrt.bench import hop as hop_benchmark
 from flowrt.bench import links as links_benchmark
 from flowrt.bench import m2n as m2n_benchmark
+from flowrt.bench import reliability as reliability_benchmark
 from flowrt.bench import start as start_benchmark
 from flowrt.bench import transports as transports_benchmark
 from flowrt.bench.peers import new_event_loop
@@ -58,7 +59,12 @@ def links(profile: str, dilation: float | None, num_rounds: int, transport: str,
 
 
 def detector(num_tries: int, seconds: float, num_workers: int | None, json: str | None) -> None:
-    _measure_and_tell("detector", detector_benchmark.measure(num_tries, seconds, num_workers), json)
+    _measure_and_tell("detector", detector_benchmark.measure(num_tries, seconds, num_workers, _say), json)
+
+
+def reliability(options: reliability_benchmark.Options, json: str | None) -> None:
+    graphs = reliability_benchmark.graphs_of(options)
+    _measure_and_tell(f"reliability, {options.graph.name}", reliability_benchmark.measure(options, graphs, _say), json)
 
 
 def need_xxhash() -> None:

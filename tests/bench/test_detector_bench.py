@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.bench.detector import measure, notice, wrongly
+from flowrt.bench.detector import measure, notice, told_times, wrongly
 from flowrt.reliability.detector import Timeouts
 
 
@@ -28,4 +28,20 @@ async def test_whoever_is_only_slow_is_not() -> None:
 async def test_what_is_told() -> None:
     told = [each async for each in measure(0, 0.5, 1)]
     assert len(told) == 1
-    assert str(told[0]).startswith("false evictions: 0 (target: 0) in 0 s, 1 processes computing on ")
+    assert str(told[0]).startswith(
+        "false evictions: 0 (target: 0; not resolved: the claim is for an hour) in 0 s, 1 processes computing on "
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ([1.05], "p50 1.050 s, worst 1.050 s of 1 (target: p99 <= 1.2 s; not resolved)"),
+        ([1.5], "p50 1.500 s, worst 1.500 s of 1 (target: p99 <= 1.2 s; not resolved)"),
+        ([1.0] * 20, "p50 1.000 s, worst 1.000 s of 20 (target: p99 <= 1.2 s; not resolved)"),
+        ([1.5] * 20, "p50 1.500 s, worst 1.500 s of 20 (target: p99 <= 1.2 s; not met)"),
+        ([1.0] * 400, "p50 1.000 s, p99 1.000 s, worst 1.000 s of 400 (target: p99 <= 1.2 s; met)"),
+    ],
+)
+def test_few_tries_claim_nothing(seconds: list[float], told: str) -> None:
+    assert told_times(seconds) == told
