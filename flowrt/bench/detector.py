@@ -65,7 +65,7 @@ class _Life:
 class _Own:
     """The sources of this process's own beats."""
 
-    incarnation, num_firings, map_version = "bench", 0, 0
+    incarnation, num_firings = "bench", 0
     running: Running | None = None
 
 
@@ -250,8 +250,8 @@ async def measure(num_tries: int, seconds: float, num_workers: int | None = None
         verdict = "not met" if found.condemned else "met" if found.seconds >= CLAIMED_SECONDS else "not resolved: the claim is for an hour"
         yield (
             f"false evictions: {len(found.condemned)} (target: 0; {verdict}) in {found.seconds:.0f} s, {found.num_workers} processes "
-            f"computing on {usable_cores()} cores, {found.num_stalls} stalls of {STALL_SECONDS} s; {found.num_suspected} suspicions, longest gap "
-            f"between two beats {found.longest_gap_seconds:.2f} s"
+            f"computing on {usable_cores()} cores, {found.num_stalls} stalls of {STALL_SECONDS} s; {found.num_suspected} suspicions, "
+            f"longest gap between two beats {found.longest_gap_seconds:.2f} s"
         )
         for each in found.condemned:
             yield f"wrongly condemned: {each}"
