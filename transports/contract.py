@@ -8,8 +8,10 @@ The promises, held by every scheme and checked by `transports.checks`:
 * Order: messages of one channel arrive in the order sent, each exactly once; channels are independent of each other.
 * Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` on the way; when it is full `send`
   waits. The sender's side may hold no more than that.
-* Ownership: the tensors given to `send` must not change until `send` returns; afterwards they are the caller's again, unless
-  `capabilities.aliases_sender` says that the receiver may see the sender's own memory (then: never write to them again).
+* Ownership: the tensors given to `send` must not change until `send` returns; afterwards they are the caller's again, with two
+  exceptions. `capabilities.aliases_sender`: the receiver may see the sender's own memory (then: never write to them again).
+  `capabilities.borrows_sender`: large ones are read where they lie, after `send` has returned (then: write to them only once the peer
+  has taken the message, as `send_acknowledged` tells). Either way the transport keeps the memory for as long as it is looked at.
 * Received tensors may alias the transport's memory; that memory is kept until the last object referring to `Tensor.data` is
   gone, even after `aclose`. Received headers are copies. A buffer that came from another process may be written to.
 * Cancelling `recv` loses no message. Cancelling `send` either sent the whole message or nothing of it.
@@ -69,6 +71,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     aliasing_receive: bool = False  # received tensors may lie in memory the transport owns
     aliases_sender: bool = False  # received tensors may be the sender's own memory
+    borrows_sender: bool = False  # sent tensors may be read until the peer has taken them
     device_memory: bool = False  # buffers with __cuda_array_interface__ may be sent, and arrive as such without passing the host
     native_windows: bool = False  # a peer reaches a window's memory itself, without messages
     between_processes: bool = True
