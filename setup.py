@@ -12,7 +12,7 @@ if sys.platform == "linux":
     extensions.append(
         Extension(
             "transports._words",
-            ["transports/_words.c", "transports/_records.c", "transports/_copier.c"],
+            ["transports/_words.c", "transports/_records.c", "transports/_copier.c", "transports/_loans.c"],
             depends=["transports/_words.h"],
             extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-pthread"],
             extra_link_args=["-pthread"],

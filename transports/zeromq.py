@@ -13,7 +13,8 @@ not reconnect; a lost connection is a broken channel, and the socket's monitor t
 
 Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
 more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
-(the proof) and CLOSED (the answer to CLOSE, after which nothing is left in any queue).
+(the proof) and CLOSED (the answer to CLOSE, after which nothing is left in any queue). A tensor of LENT_BYTES or more is not copied on
+its way out: libzmq's I/O thread writes it into the kernel from where it lies, and it is kept until libzmq is done with it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if missing is None:
     import zmq
 
 _missing = missing
+LENT_BYTES = 1 << 17  # from here on a frame is lent and not copied: below, lending takes longer
 DEATH_SECONDS = 0.5  # after the line's end-of-file, how long libzmq may take to hand over what the peer had sent
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
@@ -100,11 +102,16 @@ class ZeroMQChannel(WindowedEndpoint):
         return True
 
     def _send_frames(self, frames: list[Part]) -> None:
-        """Give the frames to libzmq, which copies them: the tensors are the caller's again when `send` returns."""
+        """Give the frames to libzmq, which copies the small ones and is lent the large ones."""
         last = len(frames) - 1
+        lender = shared_context.lender
         try:
             for index, frame in enumerate(frames):
-                self._pair.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0))
+                flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
+                if len(frame) < LENT_BYTES or lender is None:
+                    self._pair.send(frame, flags)
+                else:
+                    lender.send(self._pair, frame, flags)
         except zmq.ZMQError as error:
             self._fail(f"the connection is lost: {error}")
             return
@@ -282,7 +289,7 @@ class ZeroMQTransport(Transport):
     """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP."""
 
     scheme: ClassVar[str] = "zmq"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, between_hosts=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True, between_hosts=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     missing: str | None = str(error)
 else:
+    from transports.zeromq_loans import Lender, available
+
     missing = None
 
 FRAME_BYTES = 8  # before the envelope, in the first frame of a message
@@ -97,6 +99,7 @@ class SharedContext:
         self._process = 0
         self._users = 0
         self.authenticator: Authenticator | None = None
+        self.lender: Lender | None = None  # None: nothing can be lent here, all is copied
 
     def socket(self, limits: Limits) -> zmq.Socket[bytes]:
         """A new PAIR socket; give it back with `close`."""
@@ -106,6 +109,7 @@ class SharedContext:
             self._process = os.getpid()
             self._users = 0
             self.authenticator = None
+            self.lender = Lender() if available() else None
         self._users += 1
         made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         made.set(zmq.LINGER, 0)
@@ -124,7 +128,8 @@ class SharedContext:
         self._users -= 1
         if not self._users and self._context is not None:
             context, self._context = self._context, None
-            context.term()
+            context.term()  # all that was lent is back
+            self.lender = None
 
     def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
         """`pair`, not bound yet, serves the client of `keys` and nobody else."""
