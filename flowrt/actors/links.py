@@ -270,7 +270,7 @@ class Links:
         async def call() -> Channel:
             return self._wrap(plan, await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity))
 
-        channel = self._unopened[plan.peer, plan.scheme] = FirstUseChannel(peer, plan.scheme, call, plan.connects)
+        channel = self._unopened[plan.peer, plan.scheme] = FirstUseChannel(peer, plan.scheme, call, plan.connects, plan.limits)
         self._add(plan, channel)
         return channel
 

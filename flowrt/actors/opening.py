@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
+from typing import Any
 
-from transports.contract import Channel, ChannelStatistics, Identity
+from transports.codec import check_limits
+from transports.contract import Channel, ChannelStatistics, Identity, Limits
 from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
 from transports.message import Message
 
@@ -94,20 +96,21 @@ SECOND: dict[tuple[State, Event], Step] = {
 class FirstUseChannel(Channel):
     """One end to `peer`, not open yet. `call` opens a channel to it; `offer` is given the channels by which `peer` calls.
 
-    `first`: this end comes first in the graph.
+    `first`: this end comes first in the graph. `limits`: of the channel to come, held to before it is there.
     """
 
-    def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool) -> None:
+    def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool, limits: Limits) -> None:
         self.peer = peer
         self.scheme = scheme  # type: ignore[misc]  # that of the channel to come
         self.state = State.IDLE
         self._table = FIRST if first else SECOND
+        self._limits = limits
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._calling: asyncio.Task[None] | None = None
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()  # late words, channels that are dropped
         self._reason = ""
         self._receiving = False
 
@@ -118,6 +121,7 @@ class FirstUseChannel(Channel):
     def send_nowait(self, message: Message) -> bool:
         if self._channel is not None:
             return self._channel.send_nowait(message)
+        check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can be told
         self._step(Event.WANTED)
         self._raise_if_over()
         return False
@@ -148,11 +152,11 @@ class FirstUseChannel(Channel):
 
     async def aclose(self) -> None:
         self._step(Event.CLOSE)
-        tasks = [task for task in (self._calling, *self._dropping) if task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
         if self._channel is not None:
             await self._channel.aclose()
+        tasks = [task for task in (self._calling, *self._beside) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
 
     @property
     def closed(self) -> bool:
@@ -186,18 +190,40 @@ class FirstUseChannel(Channel):
                         self._calling.cancel()
                 case Action.MARK:
                     assert channel is not None
-                    with contextlib.suppress(TransportError):  # gone already: whoever reads will see
-                        channel.send_nowait(Message(READY_KIND))
+                    self._mark(channel)
                 case Action.ADOPT:
-                    self._channel = channel
+                    assert channel is not None
+                    self._adopt(channel)
                 case Action.DROP:
                     assert channel is not None
-                    task = self._loop.create_task(channel.aclose(), name=f"too late for {self.peer.name}")
-                    self._dropping.add(task)
-                    task.add_done_callback(self._dropping.discard)
+                    self._aside(channel.aclose(), "too late")
                 case Action.NOTIFY:
                     self._changed.set_result(None)
                     self._changed = self._loop.create_future()
+
+    def _mark(self, channel: Channel) -> None:
+        ready = Message(READY_KIND)
+        with contextlib.suppress(TransportError):  # gone already: whoever reads will see
+            if not channel.send_nowait(ready):  # one that holds up its first message: this goes ahead of whoever waits to send
+                self._aside(self._mark_late(channel, ready), "ready")
+
+    async def _mark_late(self, channel: Channel, ready: Message) -> None:
+        with contextlib.suppress(TransportError):
+            await channel.send(ready)
+
+    def _aside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Ended and awaited by `aclose`."""
+        task = self._loop.create_task(work, name=f"{name}, to {self.peer.name}")
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def _adopt(self, channel: Channel) -> None:
+        self._channel = channel
+        # From here on this channel costs nothing: who sends or receives finds the other one's functions.
+        self.send_nowait = channel.send_nowait  # type: ignore[method-assign]
+        self.send = channel.send  # type: ignore[method-assign]
+        self.recv_nowait = channel.recv_nowait  # type: ignore[method-assign]
+        self.recv = channel.recv  # type: ignore[method-assign]
 
     async def _open(self) -> None:
         try:

@@ -137,7 +137,12 @@ def _experts_edges(drawing: _Drawing, at: str, servers: Sequence[str], remote: b
     link = deploy.links.attention_experts
     rest: dict[str, Any] = {"line": document.line(("deploy", "links", "attention-experts"))}
     if remote:
-        rest |= {"transport": link.transport, "link": link.link, "credits": link.credits or deploy.attention.micro_batches}
+        rest |= {
+            "transport": link.transport,
+            "link": link.link,
+            "credits": link.credits or deploy.attention.micro_batches,
+            "open": link.open,
+        }
     for index, server in enumerate(servers):
         experts = f"experts.{index}" if remote else f"{at}.experts"
         request = drawing.edge(f"{at}.dispatch.{server}", f"{experts}.rows", **rest)

@@ -129,7 +129,7 @@ def _edge(
     source, source_port, target, target_port = ends[index]
     crosses = nodes[source].process != nodes[target].process
     path = ("edges", index)
-    for key in ("transport", "link", "credits"):
+    for key in ("transport", "link", "credits", "open"):
         if not crosses and document.has((*path, key)) and getattr(section, key) not in (None, "auto"):
             document.fail((*path, key), f"both ends lie in process {nodes[source].process}, where nothing is sent; remove the key")
     answers = None if section.answers is None else _answered(section.answers, source, ends, path, document)
@@ -147,6 +147,7 @@ def _edge(
         layers=parse_layers(section.layers),
         tag=parse_tag(section.tag or ""),
         answers=answers,
+        open=section.open,
         line=document.line(path),
     )
 

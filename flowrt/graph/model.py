@@ -125,6 +125,7 @@ class Edge:
     answers: int | None = None
     fallbacks: tuple[str, ...] = ()  # what carries it, in this order, when its transport breaks: filled in for `auto`
     why: str = ""  # why `auto` took this transport, for people
+    open: Literal["first use", "start"] = "first use"  # when the link opens that carries it
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
@@ -194,8 +195,8 @@ class ReliabilitySettings:
     hedge: bool = True
     lost_expert: Literal["error", "degrade"] = "error"
 
-@dataclass(frozen=True)
 
+@dataclass(frozen=True)
 class Graph:
     """An expanded, checked graph: what workers are started from. It travels to them as JSON (file.py writes and reads it)."""
 

@@ -208,6 +208,8 @@ ProcessName = Annotated[str, AfterValidator(_process)]
 PortName = Annotated[str, AfterValidator(_port_name)]
 EdgeEnd = Annotated[str, AfterValidator(_end)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Open = Literal["first use", "start"]
+_OPEN_TEXT = "first use: a link opens when it has something to carry; start: all before the first request."
 
 
 class Section(BaseModel):
@@ -250,6 +252,7 @@ class LinkSection(Section):
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
     link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
+    open: Open = Field(default="first use", description=_OPEN_TEXT)
 
 
 class LinksSection(Section):
@@ -308,6 +311,7 @@ class EdgeSection(Section):
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
     link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
+    open: Open = Field(default="first use", description=_OPEN_TEXT)
     layers: Layers | None = Field(default=None, description="Which layers it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
     answers: EdgeEnd | None = Field(default=None, description="The node.port whose requests to this edge's node it answers.")
@@ -341,13 +345,13 @@ class ReliabilitySection(Section):
     restarts: int = Field(default=_RELIABILITY.restarts, ge=0, le=1000, description="How often a process is started again ..")
     restart_window_seconds: Seconds = Field(default=_RELIABILITY.restart_window_seconds, description=".. in any time this long.")
     hedge: bool = Field(default=_RELIABILITY.hedge, description="Ask another server too for what a slow one holds up.")
+    lost_expert: Literal["error", "degrade"] = Field(
+        default=_RELIABILITY.lost_expert, description="degrade: after lost_expert_seconds go on without the expert, and mark every token."
+    )
 
 
 class GraphFile(Section):
     """A graph file, in the short form (deploy) or the explicit form (nodes and edges)."""
-    lost_expert: Literal["error", "degrade"] = Field(
-        default=_RELIABILITY.lost_expert, description="degrade: after lost_expert_seconds go on without the expert, and mark every token."
-    )
 
     model_config = ConfigDict(title="flowrt graph file")
 

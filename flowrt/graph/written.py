@@ -93,6 +93,8 @@ def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
         written["link"] = edge.link if edge.link in LINK_PROFILES else {name: float(number) for name, _, number in pairs}
     if edge.credits:
         written["credits"] = edge.credits
+    if edge.open != "first use":
+        written["open"] = edge.open
     if edge.answers is not None:
         request = graph.edges[edge.answers]
         written["answers"] = f"{request.source}.{request.source_port}"

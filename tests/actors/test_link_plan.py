@@ -25,6 +25,19 @@ def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport(
     assert {key[1]: plan.limits for key, plan in first.items()} == {key[1]: plan.limits for key, plan in second.items()}
 
 
+def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
+    nodes = [node("a", "p"), node("b", "q"), node("c", "r")]
+    edges = [
+        Edge(0, "a", "y", "b", "x", "shm"),
+        Edge(1, "b", "y", "a", "x", "shm", open="start"),
+        Edge(2, "a", "z", "b", "z", "zmq"),
+        Edge(3, "a", "y", "c", "x", "shm"),
+    ]
+    graph = Graph({each.name: each for each in nodes}, edges)
+    planned = {(plan.peer, plan.scheme): plan.first_use for worker in "pqr" for plan in plan_links(graph, worker) if plan.peer != "p"}
+    assert planned == {("q", "shm"): False, ("q", "zmq"): True, ("r", "shm"): True}
+
+
 def test_answers_need_as_much_room_as_their_requests_whatever_link_these_took():
     nodes = [node("ask", "p"), node("serve", "q")]
     edges = [Edge(0, "ask", "y", "serve", "x", "shm", credits=64), Edge(1, "serve", "y", "ask", "x", "zmq", answers=0)]

@@ -14,7 +14,8 @@ from flowrt.actors.opening import FIRST, SECOND, Action, Event, FirstUseChannel,
 from transports.checks_basics import numbered, receive_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE
 from transports.contract import Channel, Identity
-from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel
+from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError
+from transports.message import Message, Tensor, TensorSpec
 from transports.registry import get_transport, unavailable_reason
 
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
@@ -92,8 +93,8 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[FirstUseChannel, FirstUse
         def caller(address: str, identity: Identity) -> Channel:
             return transport.connect(address, SMALL, KEY, identity)  # type: ignore[return-value]
 
-        one = FirstUseChannel(THERE, scheme, lambda: caller(there.address, HERE), True)  # type: ignore[arg-type, return-value]
-        two = FirstUseChannel(HERE, scheme, lambda: caller(here.address, THERE), False)  # type: ignore[arg-type, return-value]
+        one = FirstUseChannel(THERE, scheme, lambda: caller(there.address, HERE), True, SMALL)  # type: ignore[arg-type, return-value]
+        two = FirstUseChannel(HERE, scheme, lambda: caller(here.address, THERE), False, SMALL)  # type: ignore[arg-type, return-value]
         accepting = [asyncio.ensure_future(accept(here, one)), asyncio.ensure_future(accept(there, two))]
         try:
             yield one, two
@@ -132,7 +133,7 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     async def call() -> Channel:
         raise AddressError("nobody listens at inproc://x")
 
-    end = FirstUseChannel(THERE, "inproc", call, True)
+    end = FirstUseChannel(THERE, "inproc", call, True, SMALL)
     receiving = asyncio.ensure_future(end.recv())
     with pytest.raises(BrokenChannelError, match="inproc: nobody listens"):
         await end.send(numbered(0))
@@ -142,13 +143,42 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     await end.aclose()
 
 
+async def test_a_message_that_is_too_large_is_refused_at_once_and_opens_nothing() -> None:
+    async with two_ends("inproc") as (one, _):
+        large = SMALL.max_message_bytes + 1
+        with pytest.raises(LimitError, match=str(large)):
+            one.send_nowait(Message("data", tensors=(Tensor(TensorSpec("uint8", (large,)), bytes(large)),)))
+        assert one.state is State.IDLE
+
+
+@pytest.mark.parametrize("plan", ["out.delay:0.05@0", "out.delay:0.02@100%"])
+async def test_the_mark_goes_first_also_where_messages_are_held_up(plan: str) -> None:
+    async with asyncio.timeout(20), two_ends(f"faulty+inproc?{plan}") as (one, two):
+        await one.send(numbered(0))
+        await receive_all(two, 0, 1)
+        for number in range(3):
+            if not two.send_nowait(numbered(number)):
+                await two.send(numbered(number))
+        await receive_all(one, 0, 3)
+
+
+async def test_open_it_costs_nothing_more() -> None:
+    """Every message passes these four."""
+    async with two_ends("inproc") as (one, two):
+        await one.send(numbered(0))
+        await receive_all(two, 0, 1)
+        for end in (one, two):
+            for name in ("send", "send_nowait", "recv", "recv_nowait"):
+                assert getattr(end, name).__self__ is end._channel
+
+
 async def test_closing_before_the_first_use_and_while_it_calls() -> None:
     async def call() -> Channel:
         await asyncio.Event().wait()
         raise AssertionError
 
     for speak in (False, True):
-        end = FirstUseChannel(THERE, "inproc", call, True)
+        end = FirstUseChannel(THERE, "inproc", call, True, SMALL)
         receiving = asyncio.ensure_future(end.recv())
         if speak:
             assert not end.send_nowait(numbered(0))

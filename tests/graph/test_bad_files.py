@@ -75,6 +75,7 @@ BAD = {
     "threads": (deploy("threads: all"), 4, "deploy.attention.threads", ["'all'", "auto"]),
     "device": (deploy("", "device: gpu"), 5, "deploy.experts.device", ["'gpu' is no device", "cuda"]),
     "transport": (deploy(rest="  links: {attention-experts: {transport: shmm}}\n"), 6, "deploy.links.attention-experts.transport", []),
+    "open": (deploy(rest="  links: {attention-experts: {open: later}}\n"), 6, "deploy.links.attention-experts.open", ["later", "start"]),
     "link": (
         deploy("", "servers: 1", "  links: {attention-experts: {link: ubb}}\n"),
         6,
@@ -389,6 +390,12 @@ BAD_USER = {
         USER.replace("process: right", "process: left").replace("to: b.x", "to: b.x, transport: shm"),
         7,
         "edges.1.transport",
+        ["both ends lie in process left"],
+    ),
+    "open inside": (
+        USER.replace("process: right", "process: left").replace("to: b.x", "to: b.x, open: start"),
+        7,
+        "edges.1.open",
         ["both ends lie in process left"],
     ),
     "inproc": (USER.replace("to: b.x", "to: b.x, transport: inproc"), 7, "edges.1.transport", ["from left to right", "processes: one"]),

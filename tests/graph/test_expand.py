@@ -176,6 +176,7 @@ SHAPES = st.fixed_dictionaries(
         "copies": st.integers(1, 4),
         "processes": st.sampled_from(["one", "many", "2"]),
         "transport": st.sampled_from(["auto", "shm", "zmq"]),
+        "open": st.sampled_from(["first use", "start"]),
         "link": st.sampled_from(["null", "ub", "vpc", "{bandwidth_bytes_per_second: 1.5e10}"]),
         "threads": st.sampled_from(["auto", "2"]),
     }
@@ -199,7 +200,7 @@ def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) 
             held[expert % servers].add(expert)
         placement = ", placement: {" + ", ".join(f'{s}: "{LayerSet(frozenset(ids))}"' for s, ids in enumerate(held)) + "}"
         shape["copies"] = 1
-    link = f"{{transport: {shape['transport'] if servers else 'auto'}, link: {shape['link']}}}"
+    link = f"{{transport: {shape['transport'] if servers else 'auto'}, link: {shape['link']}, open: {shape['open']}}}"
     text = (
         f"flowrt: 1\nmodel: {{path: m}}\ndeploy:\n"
         f"  attention: {{groups: {shape['groups']}, micro_batches: {shape['micro_batches']}, threads: {shape['threads']}}}\n"

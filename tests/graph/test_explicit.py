@@ -36,6 +36,12 @@ def test_the_example_of_the_design(load, tmp_path: Path) -> None:
     assert graph.edges[1].line == 7
 
 
+def test_when_a_link_opens(load) -> None:
+    graph = load(DESIGN.replace("credits: 4", "credits: 4, open: start"))
+    assert [edge.open for edge in graph.edges] == ["first use", "start", "first use", "first use"]
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
 def test_every_key_of_the_form_survives_being_written(load) -> None:
     text = """flowrt: 1
 processes: one

@@ -1,0 +1,129 @@
+"""Links that open at their first use, with real processes: never without one, in order under load, and with a peer that died before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from served_models import Served
+
+import flowrt
+from flowrt.cluster import events
+from transports.registry import unavailable_reason
+
+SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is None]
+NEW_TOKENS = 16
+ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+OPERATORS = """
+import torch
+
+class Numbered:
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, x):
+        self.seen += 1
+        return torch.cat([x, torch.tensor([float(self.seen)])])
+
+numbered = Numbered()
+
+def same(x):
+    return x
+"""
+
+
+def deploy(transport: str, **link: str) -> dict[str, object]:
+    links = {"attention-experts": {"transport": transport} | link}
+    return {"attention": {"groups": 2}, "experts": {"servers": 2, "copies": 2}, "links": links}
+
+
+def descriptors(running: flowrt.RunningGraph) -> dict[str, int]:
+    """What each worker of a role holds open: every link of shm or zmq has several."""
+    return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in running.pids.items() if "." in name}
+
+
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_a_link_that_is_never_used_is_never_opened(served: Served, tmp_path: Path, transport: str) -> None:
+    """One request is one group's work: the other one's links stay closed, and cost nothing."""
+    async with flowrt.open(served.write(tmp_path, deploy(transport))) as running:
+        before = descriptors(running)
+        done = await running.complete(served.prompts[0], ASKED)
+        after = descriptors(running)
+        both = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts))
+    assert list(done.token_ids) == served.expected[0][:NEW_TOKENS]
+    assert [list(each.token_ids) for each in both] == [tokens[:NEW_TOKENS] for tokens in served.expected]
+    more = sorted(after[name] - before[name] for name in before if name.startswith("attention."))
+    assert more[0] == 0 < more[1]
+    assert all(after[f"experts.{server}"] > before[f"experts.{server}"] for server in range(2))
+
+
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_links_may_all_be_opened_at_the_start(served: Served, tmp_path: Path, transport: str) -> None:
+    async with flowrt.open(served.write(tmp_path, deploy(transport, open="start"))) as running:
+        before = descriptors(running)
+        await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        after = descriptors(running)
+    assert after == before
+
+
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_a_link_first_used_under_load_delivers_in_order(tmp_path: Path, transport: str) -> None:
+    """As many messages as the credits allow are posted before the links are there."""
+    (tmp_path / f"ops_{transport}.py").write_text(OPERATORS)
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(
+        "flowrt: 1\nlimits: {in_flight: 64}\nnodes:\n"
+        f"  a: {{operator: 'ops_{transport}:same', process: p}}\n  b: {{operator: 'ops_{transport}:numbered', process: q}}\n"
+        f"edges:\n  - {{from: input.x, to: a.x, transport: {transport}}}\n  - {{from: a.result, to: b.x, transport: {transport}}}\n"
+        f"  - {{from: b.result, to: output.y, transport: {transport}}}\n"
+    )
+    async with asyncio.timeout(60), flowrt.open(graph) as running:
+        found = [out async for out in running.stream(torch.tensor([float(number)]) for number in range(1, 201))]
+    assert [out.tolist() for out in found] == [[float(number)] * 2 for number in range(1, 201)]
+
+
+@pytest.mark.parametrize("transport", [*SCHEMES, "auto"])
+async def test_a_server_that_dies_before_anybody_asked_it(served: Served, tmp_path: Path, transport: str) -> None:
+    """No link ends, since none was open: the groups hear of it by the launcher, ask the other server, and open links to the new life."""
+    back = asyncio.Event()
+    lost: list[str] = []
+
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.WorkerLost):
+            lost.append(event.name)
+        elif isinstance(event, events.WorkerRestarted):
+            back.set()
+
+    graph = served.write(tmp_path, deploy(transport), numerics="strict")
+    async with asyncio.timeout(120), flowrt.open(graph, on_event=note) as running:
+        os.kill(running.pids["experts.1"], signal.SIGKILL)
+        done = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        await back.wait()
+        again = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+    expected = [tokens[:NEW_TOKENS] for tokens in served.expected[:4]]
+    assert [list(each.token_ids) for each in done] == [list(each.token_ids) for each in again] == expected
+    assert lost == ["experts.1"]
+
+
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_a_worker_without_a_stand_in_that_dies_before_its_first_message_ends_the_run(tmp_path: Path, transport: str) -> None:
+    (tmp_path / f"ops_{transport}.py").write_text(OPERATORS)
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(
+        f"flowrt: 1\nnodes:\n  a: {{operator: 'ops_{transport}:same', process: p}}\n"
+        f"edges:\n  - {{from: input.x, to: a.x, transport: {transport}}}\n  - {{from: a.result, to: output.y, transport: {transport}}}\n"
+    )
+    async with asyncio.timeout(60):
+        with pytest.raises(flowrt.WorkerDiedError, match="p was killed"):
+            await _kill_and_call(graph, "p")
+
+
+async def _kill_and_call(graph: Path, process: str) -> None:
+    async with flowrt.open(graph) as running:
+        os.kill(running.pids[process], signal.SIGKILL)
+        await running(x=torch.ones(1))
