@@ -10,23 +10,24 @@ import asyncio
 import importlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from flowrt.actors.control import Control, Ended, Statistics, Submit, Tokens
+from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
-from flowrt.actors.mailbox import Mailbox
 from flowrt.cluster import events
 from flowrt.cluster.completion import Choice, Completion
-from flowrt.cluster.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel
+from flowrt.cluster.gateway import ClientEvent, Gateway, Parameters
 from flowrt.cluster.launcher import Launcher
 from flowrt.cluster.request_log import shown
+from flowrt.cluster.requests import Requests
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT
+from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
 from operators.model_config import ModelConfig, read_model_config
@@ -72,25 +73,21 @@ class RunningGraph:
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
         self._on_event = on_event or events.tell
-        self._gateway: Gateway | None = None
         self._tokenizer: Tokenizer | None = None
         self._config: ModelConfig | None = None
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
-        if graph.model is not None:
-            self._open_model(graph, seams)
+        gateway = self._open_model(graph, seams) if graph.model is not None else None
         if INPUT in graph.nodes or OUTPUT in graph.nodes:
             self._endpoint = importlib.import_module("flowrt.workers.endpoint").Endpoint(graph)
             hosted[GATEWAY] = self._endpoint.run
         self.launcher = Launcher(
             graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
         )
-        self._changed: dict[int, asyncio.Event] = {}
-        self._followed: set[int] = set()
+        self._clock = seams.clock
+        self._progress = self.launcher.standing.progress
+        self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock) if gateway is not None else None
         self._opened = False
-        groups: list[str] = list(self._gateway.loads) if self._gateway is not None else []
-        self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in groups}
-        self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
         self._failure: Exception | None = None
         self.final_statistics: dict[str, Statistics] = {}
 
@@ -106,7 +103,7 @@ class RunningGraph:
     @property
     def max_requests(self) -> int:
         """How many requests may be unfinished at once; one more is refused."""
-        return self._model_gateway().max_requests
+        return self._of_model().gateway.max_requests
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -119,24 +116,22 @@ class RunningGraph:
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
         await self.launcher.__aenter__()
-        for group in self._outgoing:  # ended in __aexit__
-            self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
+        if self._requests is not None:  # ended in __aexit__
+            self._requests.begin()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for sender in self._senders:
-            sender.cancel()
         try:
-            if self._senders:
-                await asyncio.wait(self._senders)
+            if self._requests is not None:
+                await self._requests.aclose()
             if error is None and self._failure is None:
                 self.final_statistics = await self.launcher.stop()
             await self.launcher.__aexit__(kind, error, trace)
         finally:
             if self._endpoint is not None:
                 self._endpoint.fail(ConnectionError("the graph was closed"))
-            if self._gateway is not None and self._failure is None:
-                self._carry_out(self._gateway.end_all("cancelled"))
+            if self._requests is not None and self._failure is None:
+                self._requests.end_all()
 
     # --- a model --------------------------------------------------------------------------------------------------------------
 
@@ -188,48 +183,21 @@ class RunningGraph:
 
     async def submit(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> int:
         """Take a request and return its number, to be given to `follow` once. It runs whether or not somebody follows."""
-        gateway = self._model_gateway()
+        requests = self._of_model()
         self._raise_failure()
         try:
-            admitted = gateway.admit(self._encode(prompt, chat), parameters)
+            prompt_token_ids = self._encode(prompt, chat)
         except UserError as error:
-            admitted = gateway.refuse(str(error))
-        if isinstance(admitted, EndEvent):
-            self._changed[admitted.request] = asyncio.Event()
-            return admitted.request
-        self._changed[admitted.index] = asyncio.Event()
-        await self.launcher.send(admitted.group, Submit(admitted.request))
-        return admitted.index
+            return requests.refuse(str(error))
+        return await requests.submit(prompt_token_ids, parameters)
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """The prompt of a submitted request, as the model sees it; empty when its text could not be tokenised. KeyError once it is over."""
-        return self._model_gateway().log(index).prompt_token_ids
+        return self._of_model().gateway.log(index).prompt_token_ids
 
-    async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
+    def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """The events of a submitted request, from its first; UserError for a second reader. Leaving early cancels the request."""
-        gateway = self._model_gateway()
-        if type(index) is not int or index not in self._changed:
-            raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, and it can be followed once")
-        if index in self._followed:
-            raise UserError(f"request {index} is followed already; a request has one reader")
-        self._followed.add(index)
-        seen = 0
-        try:
-            while True:
-                self._changed[index].clear()
-                for event in gateway.events(index, seen):
-                    seen += 1
-                    yield event
-                    if isinstance(event, EndEvent):
-                        return
-                self._raise_failure()
-                await self._changed[index].wait()
-        finally:
-            self._carry_out(gateway.cancel(index))
-            if gateway.log(index).end is not None:
-                gateway.forget(index)
-            del self._changed[index]
-            self._followed.discard(index)
+        return self._of_model().follow(index)
 
     async def complete(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> Completion:
         """As `generate`, all at once."""
@@ -244,7 +212,11 @@ class RunningGraph:
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
         self._raise_failure()
-        outputs: dict[str, Any] = await self._endpoint.call(tensors)
+        self._progress.opened(self._clock.now())
+        try:
+            outputs: dict[str, Any] = await self._endpoint.call(tensors)
+        finally:
+            self._progress.ended(self._clock.now())
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
@@ -273,19 +245,24 @@ class RunningGraph:
         """What every worker has done so far, by name."""
         return await self.launcher.statistics()
 
+    def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
+        """Whether work progresses: not ok when requests are open and nothing has come of any for `stall_seconds`, when an expert has no
+        copy left, and when the run has ended. Never waits."""
+        return self.launcher.standing.health(stall_seconds)
+
     async def drain(self) -> None:
         """Admit nothing new and wait until everything running has ended."""
         await self.launcher.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _open_model(self, graph: Graph, seams: Seams) -> None:
+    def _open_model(self, graph: Graph, seams: Seams) -> Gateway:
         assert graph.model is not None
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
         self._tokenizer = Tokenizer.open(directory)
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
-        self._gateway = Gateway(
+        return Gateway(
             groups,
             graph.limits,
             config.max_position_embeddings,
@@ -294,10 +271,10 @@ class RunningGraph:
             eos_token_ids=config.eos_token_ids,
         )
 
-    def _model_gateway(self) -> Gateway:
-        if self._gateway is None:
+    def _of_model(self) -> Requests:
+        if self._requests is None:
             raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
-        return self._gateway
+        return self._requests
 
     def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
         if not isinstance(chat, bool):
@@ -313,33 +290,13 @@ class RunningGraph:
             self._failure = event.error
             if self._endpoint is not None:
                 self._endpoint.fail(event.error)
-            for changed in self._changed.values():
-                changed.set()
+            if self._requests is not None:
+                self._requests.fail(event.error)
         self._on_event(event)
 
     def _on_control(self, worker: str, control: Control) -> None:
-        if self._gateway is None:
-            return
-        match control:
-            case Tokens(tokens):
-                for token in tokens:
-                    self._carry_out(self._gateway.on_token(token))
-            case Ended():
-                self._carry_out(self._gateway.on_ended(control))
-
-    def _carry_out(self, decisions: Iterable[ClientEvent | SendCancel]) -> None:
-        for decision in decisions:
-            if isinstance(decision, SendCancel):
-                self._outgoing[decision.group].post(decision)
-            elif (changed := self._changed.get(decision.request)) is not None:
-                changed.set()
-
-    async def _send_cancels(self, group: str) -> None:
-        while True:
-            decision = await self._outgoing[group].wait_item()
-            self._outgoing[group].take_nowait()
-            with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
-                await self.launcher.send(decision.group, decision.cancel)
+        if self._requests is not None:
+            self._requests.on_control(control)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

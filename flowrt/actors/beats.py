@@ -32,8 +32,6 @@ class BeatSources(Protocol):
     def num_firings(self) -> int: ...
     @property
     def running(self) -> Running | None: ...
-    @property
-    def map_version(self) -> int: ...
 
 
 async def send_beats(
@@ -55,7 +53,6 @@ async def send_beats(
                 running_seconds=running_seconds,
                 bound_seconds=bound_seconds,
                 incarnation=sources.incarnation,
-                map_version=sources.map_version,
                 process=process,
             )
         )

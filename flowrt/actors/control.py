@@ -245,8 +245,7 @@ class Beat(Control, frozen=True):
     """From the loop of a worker, at even intervals while it turns: relayed to the monitor.
 
     `sequence` counts the beats of this life; `lag_seconds`: how late the loop made this one; `num_firings` so far. `running` names the
-    operation that computes, for how long it has and for how long at most it should (0: none is declared). `map_version`: that of the
-    expert map in use, 0 where there is none.
+    operation that computes, for how long it has and for how long at most it should (0: none is declared).
     """
 
     kind: ClassVar[str] = "control.beat"
@@ -257,7 +256,6 @@ class Beat(Control, frozen=True):
     running_seconds: float = 0.0
     bound_seconds: float = 0.0
     incarnation: str = ""
-    map_version: int = 0
     process: str = ""  # filled in by the launcher, which relays it
     pid: int = 0  # the same; 0: not on this machine, or not known
 

@@ -34,7 +34,7 @@ class Beating:
     """The sources of its beats."""
 
     def __init__(self, start: Start, seams: Seams) -> None:
-        self.incarnation, self.num_firings, self.map_version = start.incarnation, 0, 0
+        self.incarnation, self.num_firings = start.incarnation, 0
         self.hangs = False
         self.compute = seams.new_compute(start.name)
         self._rest_seconds = msgspec.json.decode(start.graph, type=Habits).rest_seconds

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -26,9 +25,11 @@ from flowrt.cluster.ending import close_all, end_all, kill_all, see_end, tell_al
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
 from flowrt.cluster.introduction import Introduction
 from flowrt.cluster.revival import EXPLAINED_SECONDS, Revival
+from flowrt.cluster.standing import Standing
 from flowrt.cluster.starter import WorkerMain, load_worker
 from flowrt.cluster.verdict import Kind, Verdict, named_error
 from flowrt.cluster.watching import Watching
+from flowrt.cluster.words import write_line
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
@@ -86,9 +87,10 @@ class Launcher:
         self.key = secrets.token_bytes(_KEY_BYTES)
         self.run_id = self.seams.new_incarnation()
         self._log_level = log_level
-        self._on_event = on_event or (lambda event: None)
+        self.standing = Standing(self._minting(), self.seams.clock.now)
+        self._on_event = self.standing.overhear(on_event or (lambda event: None))
         self._on_control = on_control or (lambda name, control: None)
-        self._on_line = on_line or _write_line
+        self._on_line = on_line or write_line
         self._hosted = dict(hosted or {})
         self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
         self._stop_seconds = stop_seconds
@@ -320,6 +322,8 @@ class Launcher:
             self._on_event(events.WorkerConnected(line.name))
 
     def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
+        if isinstance(sign, Beat):
+            self.standing.on_beat(line.name, sign)
         self._watching.on_sign(line, sign)
 
     def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
@@ -394,7 +398,3 @@ class Launcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _write_line(name: str, line: str) -> None:
-    print(f"[{name}] {line}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ MONITOR_WORKER = "flowrt.workers.monitor:run_monitor"
 class _OwnSigns:
     """What the launcher's own beats tell: that its loop turns, and so how far silence on its lines means anything."""
 
-    num_firings = map_version = 0
+    num_firings = 0
     running: Running | None = None
 
     def __init__(self, run_id: str) -> None:

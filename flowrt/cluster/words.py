@@ -1,6 +1,6 @@
 """What OS processes say at their end: their last lines, and their exit status in words.
 
-Here: `Words`, `exit_text`. Not here: starting processes (forked.py, which calls this).
+Here: `Words`, `exit_text`, `write_line`. Not here: starting processes (forked.py, which calls this).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable
 
@@ -24,6 +25,11 @@ def exit_text(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def write_line(name: str, line: str) -> None:
+    """A process's line on our stderr, where nobody else wants it."""
+    print(f"[{name}] {line}", file=sys.stderr, flush=True)
 
 
 class Words:

@@ -1,7 +1,7 @@
 """Health: ok only while work progresses.
 
-Here: Progress, which is told of requests and of their tokens, and `health`, which judges. Not here: who asks (a command, later HTTP), who
-is alive (detector.py). Pure: the clock is an argument.
+Here: Progress, which is told of requests and of their tokens, and `health`, which judges. Not here: who gathers what it looks at
+(flowrt/cluster/standing.py), who asks (flowrt/api, later HTTP), who is alive (detector.py). Pure: the clock is an argument.
 
 That a process answers says little: an engine that hangs can keep a friendly front. So whoever asks is told whether something came out
 lately for those who wait. With nobody waiting there is nothing to come out, and that is healthy.
@@ -10,7 +10,7 @@ lately for those who wait. With nobody waiting there is nothing to come out, and
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STALL_SECONDS = 5.0  # more than a failover takes, less than a person waits
 
@@ -47,26 +47,44 @@ class Progress:
         return now - self._since if self._num_open else 0.0
 
 
+@dataclass(frozen=True)
+class WorkerProgress:
+    """What a worker's latest beat told: firings in this life, for how long none was added, what it computes, for how long it has and at
+    most should (0: no bound), and how late its loop was."""
+
+    num_firings: int
+    idle_seconds: float
+    running: str | None = None
+    running_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    lag_seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceState:
     """What `health` looks at. `failure`: why the run has ended. `suspects`: process -> why. `lost_experts`: a sentence about experts of
-    which no copy is left; `given_up`: processes that are not started again, the others carry their load."""
+    which no copy is left; `degraded`: the same where the graph wants to go on without; `down`: process -> how it died, to be started again;
+    `given_up`: processes that are not, the others carry their load. `workers`: what those tell who beat."""
 
     num_open: int = 0
     idle_seconds: float = 0.0
     failure: str | None = None
     lost_experts: str | None = None
-    suspects: Mapping[str, str] | None = None
+    degraded: str | None = None
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    down: Mapping[str, str] = field(default_factory=dict)
     given_up: Collection[str] = ()
+    workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Health:
-    """`ok`: send requests here. `problems`: why not; `warnings`: what does not keep it from working."""
+    """`ok`: send requests here. `problems`: why not; `warnings`: what does not keep it from working. `workers`: how far each has come."""
 
     ok: bool
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
 
 
 def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
@@ -78,6 +96,8 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
     if state.num_open and state.idle_seconds > stall_seconds:
         requests = "1 request is" if state.num_open == 1 else f"{state.num_open} requests are"
         problems.append(f"{requests} open, and nothing has come of any for {state.idle_seconds:.1f} s")
-    warnings = [f"{process} is suspect: {why}" for process, why in sorted((state.suspects or {}).items())]
+    warnings = [f"{state.degraded}; output is degraded"] if state.degraded is not None else []
+    warnings += [f"{process} is suspect: {why}" for process, why in sorted(state.suspects.items())]
+    warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
     warnings += [f"{process} is down and not started again" for process in sorted(state.given_up)]
-    return Health(not problems, tuple(problems), tuple(warnings))
+    return Health(not problems, tuple(problems), tuple(warnings), dict(state.workers))

@@ -48,7 +48,7 @@ class Owner(Protocol):
 class _OwnSigns:
     """What the launcher's beats tell."""
 
-    num_firings = map_version = 0
+    num_firings = 0
     running: Running | None = None
 
     def __init__(self, incarnation: str) -> None:

@@ -147,10 +147,6 @@ class Worker:
     def num_firings(self) -> int:
         return self._runner.statistics.num_firings if self._runner is not None else 0
 
-    @property
-    def map_version(self) -> int:
-        return self._failover.map_version if self._failover is not None else 0
-
     def mint(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """A new tag of a source of this process. Raises RuntimeError before the worker has loaded."""
         if self._runner is None:

@@ -24,7 +24,6 @@ class Sources:
     incarnation: str = "a"
     num_firings: int = 3
     running: Running | None = None
-    map_version: int = 5
 
 
 def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Beat]]:
@@ -56,7 +55,7 @@ def test_a_beat_tells_what_the_sources_say_at_even_intervals() -> None:
     said = beats_of(1.05)
     assert [at for at, _ in said] == [pytest.approx(BEAT_SECONDS * i, abs=1e-5) for i in range(11)]
     assert [beat.sequence for _, beat in said] == list(range(11))
-    assert said[4][1] == Beat(4, 0.0, 3, incarnation="a", map_version=5)
+    assert said[4][1] == Beat(4, 0.0, 3, incarnation="a")
 
 
 @pytest.mark.parametrize(

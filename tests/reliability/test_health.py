@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, health
+from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, WorkerProgress, health
 
 
 def state_of(progress: Progress, now: float) -> ServiceState:
@@ -44,6 +44,15 @@ def test_requests_without_progress_are_no_health() -> None:
             ServiceState(suspects={"experts.1": "no beat for 0.42 s"}, given_up=["experts.0"]),
             Health(True, (), ("experts.1 is suspect: no beat for 0.42 s", "experts.0 is down and not started again")),
         ),
+        (
+            ServiceState(degraded="no copy of expert 3 is left", down={"experts.1": "was killed by SIGKILL"}),
+            Health(
+                True,
+                (),
+                ("no copy of expert 3 is left; output is degraded", "experts.1 was killed by SIGKILL; it is being started again"),
+            ),
+        ),
+        (ServiceState(workers={"experts.0": WorkerProgress(7, 0.1)}), Health(True, workers={"experts.0": WorkerProgress(7, 0.1)})),
     ],
 )
 def test_what_is_told(state: ServiceState, expected: Health) -> None:

@@ -55,7 +55,6 @@ class Sources:
     incarnation: str
     compute: Compute | None = None
     num_firings: int = 0
-    map_version: int = 0
 
     @property
     def running(self) -> Running | None:
