@@ -181,7 +181,8 @@ class Channel(ABC):
     def send_nowait(self, message: Message) -> bool:
         """As `send` if it need not wait: True. False, and nothing sent, when the channel is full or a `send` is waiting.
 
-        Also False for a message of more than an eighth of the capacity that this transport can only send in parts.
+        Also False for a message of more than an eighth of the capacity that this transport sends in parts, or copies while others have
+        their turn.
         """
 
     @abstractmethod

@@ -15,8 +15,8 @@ without an event loop) and who sleeps and wakes (shared_memory.py). The protocol
 it has been let go of; `HELD` is how many bytes are not. A payload goes, in this order of preference,
 
     INLINE   in the record, copied out once: up to INLINE_BYTES
-    PLACED   in the area before its record, and not copied by the receiver: up to a quarter of the area, if there is room and no more
-             than half of it is held
+    PLACED   in the area before its record, and not copied by the receiver: up to half of the area, if there is room and no more than
+             half of it is held
     BULK     the same, of a size that is worth a copier of its own: the record comes at once, then each lane copies its stripe and
              writes the event id into its field when it is done
     CHUNKED  through the lanes' slots, chunk k in lane k modulo their number, each chunk announced in its lane's field and

@@ -68,6 +68,7 @@ class RingWriter:
         self._direction = direction
         self._words = words = layout.words(direction)
         self._limits = limits
+        self._most_at_once = limits.capacity_bytes // 8
         self._counters = counters
         self._window = SendWindow(limits)
         self._wake_fd = wake_fd
@@ -81,6 +82,7 @@ class RingWriter:
         self._area_bytes = layout.area_bytes
         self._used_bytes = 0  # the part of the area that is used and allocated
         self._placed = self._released = 0  # in the area
+        self._begun = 0  # where the area was entirely free last: nothing before it is used, though the reader may not have said so
         self._seen: tuple[int, ...] = ()
         self._sequence = 0
         self._chunks: _Chunks | None = None
@@ -91,9 +93,12 @@ class RingWriter:
     def send(self, message: Message, later: bool = False) -> bool:
         """Send `message` in one go, or return False with nothing done. Raises LimitError, InvalidMessageError.
 
+        Without `later`, False for more than an eighth of the capacity: whoever cannot wait would hold up all it has for others.
         With `later`, bulk may be copied after this returns (`copying`, `ticket`); its tensors must not change until then.
         """
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
+        if not later and total > self._most_at_once:
+            return False
         bulk = later and total >= FEWEST_BYTES and total >= threshold_bytes()
         if self._send(message, envelope, sizes, total, bulk):
             return True
@@ -221,6 +226,8 @@ class RingWriter:
                 self._fill(message, sizes, self._area + start % self._area_bytes, offsets)
                 if not self._put_record(PLACED, start, total, envelope):
                     return False
+            if self._released == self._placed:
+                self._begun = start
             self._placed = start + area_bytes
         self._sequence += 1
         window.sent_messages += 1
@@ -267,7 +274,7 @@ class RingWriter:
     def _place(self, nbytes: int) -> int:
         """Where `nbytes` may go in the area, as a count of all its bytes ever used; -1 when nowhere (now)."""
         size = self._area_bytes
-        if 4 * nbytes > size or 2 * self._memory.load(self._words + HELD) > size:
+        if 2 * nbytes > size or 2 * self._memory.load(self._words + HELD) > size:
             return -1
         while True:
             start = self._start_of(nbytes)
@@ -280,9 +287,10 @@ class RingWriter:
         at = start % size
         if nbytes > used:
             return -1
-        if at and (self._released == start or at + nbytes > used):
+        all_free = self._released == start
+        if at and (all_free or at + nbytes > used):
             start += size - at  # all of it is free, or this end is full: begin anew at its start, whose pages and cache lines are warm
-        return start if start + nbytes - self._released <= size else -1
+        return start if all_free or start + nbytes - max(self._released, self._begun) <= size else -1
 
     def _grow(self, nbytes: int) -> bool:
         """Use more of the area. False when the machine has no memory for it: then payloads go in chunks."""
@@ -299,7 +307,7 @@ class RingWriter:
         window, layout, held = self._window, self._layout, self._memory.load(self._words + HELD)
         if total <= INLINE_BYTES or self._chunks is not None or not window.fits(total) or window.taken_messages < self._given_up_after:
             return False
-        may_be_placed = 4 * placement(sizes)[1] <= self._area_bytes and 2 * held <= self._area_bytes
+        may_be_placed = 2 * placement(sizes)[1] <= self._area_bytes and 2 * held <= self._area_bytes
         if may_be_placed and window.taken_messages < window.sent_messages:
             return False  # the area may have room once the reader has read what is on the way
         if whole:

@@ -215,6 +215,49 @@ class TestRing:
         for number, message in enumerate(kept):
             check_numbered(message, number, 20_000)
 
+    def test_payloads_that_grow_are_placed_in_an_area_that_is_free(self) -> None:
+        """Each is longer than what lies before the place where the last one ended."""
+        _, layout, writer, reader = ring()
+        for number, size in enumerate([9000, 10_000, 20_000, 40_000, layout.area_bytes // 2, 9000, layout.area_bytes // 2]):
+            assert writer.send(numbered(number, size), True)
+            writer.settle()
+            message = reader.take()
+            assert message is not None
+            assert type(message.tensors[0].data) is memoryview, "a lease, and no copy that came in chunks"
+            check_numbered(message, number, size)
+            del message
+            assert writer.num_taken() == number + 1, "and the writer knows that all is free"
+
+    @given(st.lists(st.tuples(st.integers(8193, 90_000), st.integers(0, 3)), max_size=60))
+    @settings(max_examples=100, deadline=None)
+    def test_no_placed_payload_is_written_over(self, steps: list[tuple[int, int]]) -> None:
+        _, _, writer, reader = ring()
+        held: list[tuple[int, int, Message]] = []
+        for number, (size, num_kept) in enumerate(steps):
+            while not writer.advance(numbered(number, size)):
+                assert reader.take() is None
+            writer.settle()
+            while (message := reader.take()) is None:
+                pass
+            held.append((number, size, message))
+            del message
+            for each, nbytes, kept in held:
+                check_numbered(kept, each, nbytes)
+                del kept
+            del held[: max(0, len(held) - num_kept)]
+
+    def test_what_would_hold_up_others_is_left_to_whoever_waits(self) -> None:
+        _, _, writer, reader = ring()
+        eighth = LIMITS.capacity_bytes // 8
+        assert writer.send(numbered(0, eighth))
+        assert not writer.send(numbered(1, eighth + 1))
+        assert writer.send(numbered(1, eighth + 1), True)
+        writer.settle()
+        for number, size in enumerate([eighth, eighth + 1]):
+            message = reader.take()
+            assert message is not None
+            check_numbered(message, number, size)
+
     @given(st.data())
     @settings(max_examples=150, deadline=None)
     def test_corrupt_records_only_ever_break(self, data: st.DataObject) -> None:

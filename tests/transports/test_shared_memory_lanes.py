@@ -118,7 +118,7 @@ class TestChunks:
     @pytest.mark.parametrize("lanes", [1, 2, 5])
     def test_one_side_drains_while_the_other_fills(self, lanes: int) -> None:
         memory, layout, writer, reader = ring(lanes)
-        size = 3 * lanes * layout.lane_bytes + 12_345
+        size = max(3 * lanes * layout.lane_bytes, layout.area_bytes // 2) + 12_345
         message = numbered(0, size)
         turns, received = 0, None
         while not writer.advance(message):
@@ -159,7 +159,7 @@ class TestChunks:
     def test_given_up_and_gone_on(self) -> None:
         memory, layout, writer, reader = ring(2)
         for turn in range(5):
-            assert not writer.advance(numbered(turn, 4 * layout.lane_bytes))
+            assert not writer.advance(numbered(turn, layout.area_bytes // 2 + 100))
             if turn % 2:
                 assert reader.take() is None
             writer.abandon()
