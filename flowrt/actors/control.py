@@ -263,7 +263,7 @@ class Beat(Control, frozen=True):
 class Late(Control, frozen=True):
     """From a client: a server has owed it an answer for longer than is usual. Relayed to the monitor, which suspects it for a while.
 
-    At most one per server and second. `incarnation`: "" for the life it has now. `by`: the client; filled in by the launcher.
+    At most one per server and second. `incarnation`: that of the life which owes it. `by`: the client; filled in by the launcher.
     """
 
     kind: ClassVar[str] = "control.late"

@@ -59,10 +59,6 @@ class Failover:
     def num_again(self) -> int:
         return self._client.num_again
 
-    @property
-    def map_version(self) -> int:
-        return self._client.map.version
-
     def lost(self, process: str) -> None:
         """It is gone, and all that it was asked. Its parts are cut anew over the copies that are left, under the same tags."""
         assert self._runner is not None

@@ -3,7 +3,7 @@
 Here: Detector, a state machine per process and life (incarnation): events in, decisions out. Not here: who hears and who carries out
 (flowrt/workers/monitor.py, flowrt/cluster), how a worker measures itself (flowrt/actors/beats.py). Pure: the clock is an argument.
 
-    joined, first beat            no beat for suspect_seconds,         no beat for dead_seconds, exited,
+    joined, first beat            no beat for suspect_seconds,         no beat for dead_seconds,
           |                       a client reports it late             an operation beyond its bound
           v                                 |                                    |
         alive ----------------------------> suspect ---------------------------> dead      (also alive -> dead)
@@ -150,25 +150,12 @@ class Detector:
             return [self._clear(process, life)]
         return []
 
-    def exited(self, now: float, process: str, incarnation: str, how: str) -> list[Decision]:
-        """Its process is over ("was killed by SIGKILL"), or the line to it ended."""
-        life = self._lives.get(process)
-        if life is None:
-            life = self._begin(now, process, incarnation)
-        if life.incarnation != incarnation or life.state is State.DEAD:
-            self.left(now, process, incarnation)
-            return []
-        return [self._condemn(process, life, how)]
-
     def reported(
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
     ) -> list[Decision]:
-        """A client waits longer than it should. That is a reason to look, and to ask another one; never to kill.
-
-        incarnation: "" for the life it has now, where the client does not know it.
-        """
+        """A client waits longer than it should. That is a reason to look, and to ask another one; never to kill."""
         life = self._lives.get(process)
-        if life is None or incarnation not in ("", life.incarnation) or life.state is State.DEAD:
+        if life is None or incarnation != life.incarnation or life.state is State.DEAD:
             self.num_ignored += 1
             return []
         life.reported_until = now + REPORT_SECONDS

@@ -6,18 +6,17 @@ Here: ExpertMap. Not here: where copies should lie (flowrt/graph/placement.py), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Copies = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () when none does
-_Place = Callable[[int, tuple[int, ...], "int | None"], tuple[int, ...]]  # (expert, its servers, layer) -> its new servers
 
 
 @dataclass(frozen=True)
 class ExpertMap:
     """The copies of every expert, alike in all layers but for those named in `by_layer`.
 
-    `version` grows by one with each change; messages carry it, so that an answer under an old map is told apart.
+    `version` grows by one with each change.
     """
 
     copies: Copies
@@ -55,10 +54,6 @@ class ExpertMap:
         """The whole layer: expert -> servers, as operators.dispatch.CopyTable.from_lists takes it."""
         return self.copies if layer is None else self.by_layer.get(layer, self.copies)
 
-    def experts_of(self, server: int, layer: int | None = None) -> tuple[int, ...]:
-        """The experts that `server` holds, ascending."""
-        return tuple(expert for expert, servers in enumerate(self.table(layer)) if server in servers)
-
     def missing(self, layer: int | None = None) -> tuple[int, ...]:
         """Experts without any copy: while there are some, rows for them have nowhere to go."""
         return tuple(expert for expert, servers in enumerate(self.table(layer)) if not servers)
@@ -67,36 +62,11 @@ class ExpertMap:
         """The next version, in which `server` holds nothing. The same map if it held nothing."""
         if server not in self.servers:
             return self
-        return self._changed(lambda expert, servers, layer: tuple(other for other in servers if other != server))
 
-    def with_server(self, server: int, experts: Sequence[int] | Mapping[int, Sequence[int]]) -> ExpertMap:
-        """The next version, in which `server` holds exactly `experts`: in every layer, or by layer (others: nothing).
+        def others(table: Copies) -> Copies:
+            return tuple(tuple(other for other in servers if other != server) for servers in table)
 
-        Raises ValueError for an expert id that is too large. The same map if nothing changes.
-        """
-        layers = {None, *self.by_layer, *(experts if isinstance(experts, Mapping) else ())}
-        held = {layer: set(experts.get(layer, ()) if isinstance(experts, Mapping) and layer is not None else ()) for layer in layers}
-        if not isinstance(experts, Mapping):
-            held = {layer: set(experts) for layer in layers}
-        wrong = sorted(expert for ids in held.values() for expert in ids if not 0 <= expert < self.num_experts)
-        if wrong:
-            raise ValueError(f"expert {wrong[0]} does not exist; this model has experts 0 to {self.num_experts - 1}")
-
-        def place(expert: int, servers: tuple[int, ...], layer: int | None) -> tuple[int, ...]:
-            others = {other for other in servers if other != server}
-            return tuple(sorted(others | {server} if expert in held[layer] else others))
-
-        changed = self._changed(place, also=tuple(layer for layer in layers if layer is not None))
-        same = all(changed.table(layer) == self.table(layer) for layer in layers)
-        return self if same else changed
-
-    def _changed(self, place: _Place, also: Sequence[int] = ()) -> ExpertMap:
-        copies = tuple(place(expert, servers, None) for expert, servers in enumerate(self.copies))
-        by_layer = {
-            layer: tuple(place(expert, servers, layer) for expert, servers in enumerate(self.table(layer)))
-            for layer in sorted({*self.by_layer, *also})
-        }
-        return ExpertMap(copies, by_layer, self.version + 1)
+        return ExpertMap(others(self.copies), {layer: others(table) for layer, table in sorted(self.by_layer.items())}, self.version + 1)
 
 
 def invert(held: Mapping[int, Sequence[int]], num_experts: int) -> Copies:

@@ -207,6 +207,7 @@ class Worker:
                 self._failover,
                 self._group,
                 self._graph.reliability,
+                peers.incarnations,
             )
             tasks.create_task(runner.run(), name=f"runner of {self._start.name}")
             tasks.create_task(self._run_links(), name=f"links of {self._start.name}")

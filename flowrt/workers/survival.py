@@ -9,7 +9,7 @@ Notices come twice and in any order: the end of a link may be seen before the la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flowrt.actors.control import Control, ExpertsLost, Joined, Late, Left, LinkLost
 from flowrt.actors.links import Links
@@ -24,7 +24,8 @@ COMPLAIN_SECONDS = 1.0  # between two complaints about one server
 
 
 class Survival:
-    """`failover` and `group` are None in workers that ask no expert servers. `tasks` owns what is begun here."""
+    """`failover` and `group` are None in workers that ask no expert servers. `tasks` owns what is begun here. `incarnations`: of everybody,
+    at the start."""
 
     def __init__(
         self,
@@ -36,11 +37,13 @@ class Survival:
         failover: Failover | None,
         group: Group | None,
         settings: ReliabilitySettings,
+        incarnations: Mapping[str, str],
     ) -> None:
         self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
         self._failover, self._group = failover, group
         self._lost_expert_seconds, self._degrades = settings.lost_expert_seconds, settings.lost_expert == "degrade"
         self._hedges = failover is not None and failover.hedges(settings)
+        self._incarnations = dict(incarnations)  # of the life of each process that is asked
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
         self._lost_since = 0.0  # an expert has had no copy
         self._told_lost = ExpertsLost("")
@@ -74,6 +77,7 @@ class Survival:
 
     async def _join(self, joined: Joined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:
+            self._incarnations[joined.process] = joined.incarnation
             self._failover.joined(joined.process)
 
     async def _look_on(self, failover: Failover, group: Group) -> None:
@@ -109,4 +113,4 @@ class Survival:
             now = self._clock.now()
             if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:
                 self._complained[process] = now
-                self._send(Late(process, "", waited, usual))
+                self._send(Late(process, self._incarnations[process], waited, usual))

@@ -295,10 +295,10 @@ def test_rolled_back_tags_are_forgotten(client):
 
 
 def test_versions_of_the_map_grow(client):
-    versions = [client.failover.map_version]
+    versions = [client.client.map.version]
     for change in (client.failover.lost, client.failover.joined, client.failover.lost):
         change("experts.2")
-        versions.append(client.failover.map_version)
+        versions.append(client.client.map.version)
     assert versions == sorted(set(versions))
 
 

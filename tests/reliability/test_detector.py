@@ -99,15 +99,6 @@ END: Event = (6.0, "tick", ())
             [],
         ),
         (
-            "a process that ended, told once",
-            [
-                *beats("x", "1", 0.0, 1.0),
-                (1.0, "exited", ("x", "1", "was killed by SIGKILL")),
-                (1.01, "exited", ("x", "1", "closed its line")),
-            ],
-            [(1.0, "Condemned x 1: was killed by SIGKILL")],
-        ),
-        (
             "others have found it dead: no verdict",
             [*beats("x", "1", 0.0, 1.0), (1.0, "left", ("x", "1"))],
             [],
@@ -157,11 +148,10 @@ def test_words_of_lives_that_are_over_are_ignored_and_counted() -> None:
     assert detector.lives["x"].incarnation == "2"
     assert detector.beat(0.5, "x", "1", 2, "'experts'", 9.0, 1.0) == []
     assert detector.reported(0.5, "x", "1", "attention.0", 1.0, 0.1) == []
-    assert detector.exited(0.5, "x", "1", "exited with status 0") == []
     assert detector.beat(0.6, "x", "2", 5) == []
     assert detector.beat(0.7, "x", "2", 5) == []  # a repeated one proves nothing
     assert detector.num_ignored == 4
-    assert [type(each) for each in detector.reported(0.8, "x", "", "attention.0", 1.0, 0.1)] == [Suspected]  # whoever it is now
+    assert [type(each) for each in detector.reported(0.8, "x", "2", "attention.0", 1.0, 0.1)] == [Suspected]
     assert detector.lives["x"].heard_at == 0.6
 
 
@@ -333,13 +323,6 @@ class Promises(RuleBasedStateMachine):
         if process in self.lives:
             self.detector.left(self.now, process, str(self.lives[process]))
             self.heard.pop(process, None)
-
-    @rule(process=names)
-    def exit(self, process: str) -> None:
-        if process in self.lives:
-            said = self.detector.exited(self.now, process, str(self.lives[process]), "was killed by SIGKILL")
-            assert len(said) == (process in self.heard)
-            self.take(said, {process})
 
     @rule(process=names)
     def report(self, process: str) -> None:
