@@ -322,6 +322,8 @@ class _Cluster:
         if self._verdict.any_accused:
             await asyncio.get_running_loop().create_future()  # the verdict is on its way
         insides = self._insides()
+        while credit_faults(insides) and self._world.loop.time() < healed + SETTLE_SECONDS:
+            await self._seams.clock.sleep(QUIET_SECONDS)  # what was sent on a link 300 times as slow is still on its way
         self.look()
         self._servers.check_in_use(insides)
         self._world.num_faults.update(self._servers.counts)
