@@ -17,7 +17,7 @@ from flowrt.bench.pairs import Target, Verdict, judge, median_interval, quantile
 from flowrt.bench.report import Machine
 from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, Told
-from flowrt.chaos.measure import Found
+from flowrt.chaos.measure import Found, expert_servers
 from flowrt.chaos.watch import Deed, Watch
 from flowrt.cluster import events
 from flowrt.graph.model import MONITOR
@@ -70,7 +70,7 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
             difference += compare.difference_of(expected[told.number], told)
     num_failed = sum(told.failed for told in found.told)
     done = [deed for deed in found.deeds if not deed.missed]
-    is_tried = bool(done and found.told)
+    is_tried = bool(done and any(told.tokens for told in found.told))
     rows = [
         *_done(found, done),
         _count("requests failed", num_failed, f"of {len(found.told)}", is_tried),
@@ -154,7 +154,8 @@ def _times(found: Found, done: Sequence[Deed]) -> list[Row]:
     """A standstill shorter than the detector waits is none of this: nobody is to notice."""
     watch, rows = found.watch, []
     assert watch is not None
-    kills = [deed for deed in done if deed.kind == "crash" and deed.process != MONITOR]
+    servers = set(expert_servers(found.graph))  # the death of any other process but the monitor's ends the run
+    kills = [deed for deed in done if deed.kind == "crash" and deed.process in servers]
     monitors = [deed for deed in done if deed.kind == "crash" and deed.process == MONITOR]
     long = [deed for deed in done if deed.kind in STANDSTILLS and deed.for_seconds >= found.graph.reliability.dead_seconds]
     for deeds, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):

@@ -138,7 +138,7 @@ class Obedience:
         result = call()
         now = time.monotonic()
         if now < self._slow_until:
-            _dawdle(now + (self._factor - 1.0) * (now - begun))
+            _dawdle(min(now + (self._factor - 1.0) * (now - begun), self._slow_until))
         return result
 
 

@@ -88,6 +88,14 @@ async def test_slow_calls_take_their_factor_wherever_they_run() -> None:
     await compute.aclose()
 
 
+async def test_nobody_is_slow_for_longer_than_he_is_to_be() -> None:
+    worker, obedience = obedient()
+    obedience.obey(Order("slow", 0.1, factor=1e6))
+    async with asyncio.timeout(30.0):  # 10000 s, were it not for the end of the fault
+        await worker._compute.run("long", lambda: time.sleep(0.01))
+    await worker._compute.aclose()
+
+
 async def test_a_stall_blocks_whoever_obeys() -> None:
     _, obedience = obedient()
     begun = time.monotonic()
