@@ -11,6 +11,7 @@ from flowrt.api import read_graph
 from flowrt.chaos.plan import load_plan, needs_obedience, parse_words, told
 from flowrt.errors import UserError
 from flowrt.graph import Graph
+from flowrt.reliability.roles import may_die
 from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +112,19 @@ def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "chaos").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_examples_fit_the_quickstart(graph: Graph, path: Path) -> None:
     assert load_plan(path, graph).faults
+
+
+def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare_in_one_alone() -> None:
+    folder = ROOT / "examples" / "chaos" / "graphs"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["with-spare.yaml", "without-spare.yaml"]
+    for name in names:
+        graph = read_graph(folder / name)
+        assert graph.emulation is not None
+        seconds = graph.emulation.charges()
+        assert (seconds["experts"] < seconds["attention"]) == (name == "with-spare.yaml")
+        assert graph.numerics == "strict"
+        assert len(may_die(graph)) == 3
 
 
 def test_only_what_a_process_does_to_itself_needs_obedient_workers(graph: Graph) -> None:
