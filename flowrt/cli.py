@@ -175,6 +175,8 @@ def doctor(model: str | None = None, dtype: str | None = None, graph: str | None
 
     from flowrt.doctor import collect, report
 
+    if dtype is not None and model is None:
+        raise UserError("--dtype says how the model of --model is to be computed; give --model DIR too")
     raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
 
 
@@ -183,7 +185,7 @@ def _plain(text: str) -> str:
     if text.startswith("Unused Tokens: ["):
         extra = text.removeprefix("Unused Tokens: [").rstrip("].")
         return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
-    if text.endswith("parameter GRAPH requires an argument."):
+    if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
         return "a graph file is missing, such as examples/quickstart.yaml"
     return text
 

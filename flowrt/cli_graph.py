@@ -32,7 +32,7 @@ def read_facts(directory: Path) -> ModelFacts:
 
 
 @graph_app.command
-def validate(file: GraphPath, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
+def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
     """Check a graph file; one line says what is wrong, or what the graph is made of."""
     graph = _load(file, overrides, model)
     from flowrt.graph.show import valid_words
@@ -43,6 +43,7 @@ def validate(file: GraphPath, *, overrides: Overrides = None, model: ModelDirect
 @graph_app.command
 def show(
     file: GraphPath,
+    /,
     *,
     mermaid: Annotated[bool, Parameter(negative=(), help="Print Mermaid text instead.")] = False,
     dot: Annotated[bool, Parameter(negative=(), help="Print Graphviz text instead.")] = False,
@@ -73,7 +74,7 @@ def show(
 
 
 @graph_app.command
-def expand(file: GraphPath, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
+def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
     """Print the explicit form: nodes, edges, every default filled in. It runs like the file itself."""
     from flowrt.graph import to_yaml
 

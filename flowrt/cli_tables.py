@@ -85,7 +85,8 @@ def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
     table.add_column("transport", min_width=9)
     with_links = any(edge.link is not None for edge in edges)
     if with_links:
-        table.add_column("link", overflow="fold", min_width=9)
+        longest = max(len(edge.link or UNKNOWN) for edge in edges)
+        table.add_column("link", overflow="fold", min_width=min(longest, 16))
     table.add_column("messages", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     shown = edges if len(edges) <= MOST_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MOST_EDGES]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -23,10 +24,11 @@ from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.cluster.choose import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
 from flowrt.cluster.leftover import Marked, marked_processes
 from flowrt.emulation import smallest_dilation
+from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.observe import duration_text, size_text
 from flowrt.timer import FineTimer, measure_lateness, new_timer
-from operators.model_config import read_model_config
+from operators.model_config import ModelError, read_model_config
 from transports.link_profiles import PROFILES
 
 OLDEST_PYTHON = (3, 11)
@@ -75,9 +77,11 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     """Every check, in the order to read them. Takes as long as importing torch once.
 
     With a `model` directory also the blocks that strict numerics of this model use here, as a run would pick them. With a `graph` file
-    also the smallest dilation at which it can be emulated. Raises GraphError for a bad one.
+    also the smallest dilation at which it can be emulated. Raises GraphError for a bad one, UserError for a bad model.
     """
     loaded = None if graph is None else _load_graph(graph)
+    if model is not None:
+        _check_model(model, dtype)
     available = dict(available_transports())
     torch, gpu = await _torch_checks()
     checks = [_python_check(), torch, gpu, *_machine_checks(), _library_check("uvloop", "workers run on the standard loop, slower")]
@@ -177,6 +181,13 @@ def emulation_checks(error_seconds: float, is_fine: bool, graph: Graph | None = 
 
 def _load_graph(path: str) -> Graph:
     return load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
+
+
+def _check_model(path: str, dtype: str | None) -> None:
+    try:
+        read_model_config(Path(path), dtype)
+    except ModelError as error:
+        raise UserError(f"--model {path}: {error}") from None
 
 
 def leftover_check(marked: Sequence[Marked]) -> Check:

@@ -77,6 +77,60 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert (code, err.count("\n")) == (2, 1)
 
 
+def test_what_cannot_be_measured_is_refused_before_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    for line, text in (
+        ("bench hop --pairs 0", "--pairs"),
+        ("bench hop --pairs x", "--pairs"),
+        (f"bench hop --json {tmp_path}/no/x.json", "there is no folder"),
+        ("bench transports --plot x.txt", "--plot x.txt: draws .svg"),
+        (f"bench transports --plot {tmp_path}/no/x.svg", "its folder does not exist"),
+        ("bench m2n --bytes -1", "--bytes"),
+        ("bench links --dilation 0", "--dilation"),
+        ("bench links --rounds 0", "--rounds"),
+        (f"bench start {graph_file} --runs 0", "--runs"),
+        (f"bench start {graph_file} --model /nope", "/nope does not exist"),
+        ("bench detector --workers 0", "--workers"),
+        ("bench detector --seconds -1", "--seconds"),
+        (f"bench decode /nope --graph {graph_file}", "/nope does not exist"),
+        (f"bench decode {empty} --graph {graph_file}", "model_type: is None"),
+        (f"bench decode {empty} --graph {graph_file} --batch 1 0", "--batch"),
+        (f"bench decode {empty} --graph {graph_file} --new-tokens 0", "--new-tokens"),
+        ("bench operators /nope", "/nope does not exist"),
+        ("bench operators --rows 4 0", "--rows"),
+        ("bench operators --layers 0", "--layers"),
+        ("bench operators --threads -1", "--threads"),
+        ("bench operators --top-k 99", "--top-k is 99, more than --experts"),
+        (f"bench strict {empty}", "model_type: is None"),
+        ("bench nosuch", "nosuch"),
+        ("doctor --model /nope", "--model /nope: "),
+        (f"doctor --model {empty}", "model_type: is None"),
+        ("doctor --dtype float32", "give --model DIR too"),
+        ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),
+        ("graph show", "a graph file is missing"),
+        (f"graph show {graph_file} --svg {tmp_path}/no/x.svg", "cannot be written"),
+        ("graph nosuch", "nosuch"),
+    ):
+        code, out, err = call(monkeypatch, capsys, *line.split())
+        assert (code, out) == (2, ""), (line, err)
+        assert err.startswith("flowrt: error: "), err
+        assert err.count("\n") == 1, err
+        assert text in err, (line, err)
+
+
+def test_without_transformers_decode_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, model: Path
+) -> None:
+    monkeypatch.setattr("flowrt.cli_bench.find_spec", lambda name: None)
+    code, _, err = call(monkeypatch, capsys, "bench", "decode", model, "--graph", graph_file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pip install transformers" in err
+
+
 def test_a_working_directory_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
 ) -> None:
