@@ -37,6 +37,7 @@ class Injector:
     def __init__(self, graph: RunningGraph, watch: Watch, clock: Clock, say: Say = lambda text: None, obedient: bool = True) -> None:
         self._graph, self._watch, self._clock, self._say = graph, watch, clock, say
         self._num_pauses: Counter[int] = Counter()  # that hold a process (by its number) still: only the last one's end wakes it
+        self._killed: set[tuple[str, int, str]] = set()  # lives that are over, though they may not be gone yet
         self.so_far: Callable[[], str] = lambda: ""  # said with every fault: how the load fares
         if obedient:
             graph.launcher.worker = WORKER
@@ -98,7 +99,7 @@ class Injector:
             deed.missed = "the run had ended"
             return deed
         try:
-            descriptor = os.pidfd_open(pid) if is_alive(pid) else None
+            descriptor = os.pidfd_open(pid) if is_alive(pid) and (name, pid, incarnation) not in self._killed else None
         except OSError:
             descriptor = None
         if descriptor is None:
@@ -109,6 +110,7 @@ class Injector:
             deed.at = self._clock.now()
             match fault:
                 case Crash():
+                    self._killed.add((name, pid, incarnation))
                     _signal(deed, descriptor, signal.SIGKILL)
                 case Pause():
                     self._num_pauses[pid] += 1

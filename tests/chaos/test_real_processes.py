@@ -209,6 +209,13 @@ async def test_what_is_not_there_is_missed() -> None:
         assert watch.deeds[0].missed == "experts.1 is not there"
 
 
+async def test_a_life_is_killed_once_however_long_it_takes_to_die() -> None:
+    async with running() as (graph, injector, watch, _):
+        await injector.run(parse_words("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
+        assert [deed.missed for deed in watch.deeds] == ["", *["experts.1 is not there"] * 2]
+        assert await watch.wait_until(lambda: watch.back_seconds(watch.deeds[0]) < math.inf, PLENTY_SECONDS)
+
+
 async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
     seams = Seams()
     graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_line=lambda name, line: None)

@@ -212,6 +212,17 @@ def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
     assert report.notes == ["left behind: launcher: 11 descriptors, 10 before"]
 
 
+def test_what_could_not_be_done_is_told_once_and_who_stayed_down_with_the_remedy() -> None:
+    found = found_of(answers(0.5, 80))
+    found.deeds += [Deed("kill experts.1", "crash", "experts.1", 3.0, missed="experts.1 is not there") for _ in range(30)]
+    assert found.watch is not None
+    found.watch.on_event(events.WorkerGivenUp("experts.1", "it was started again 3 times in 30 s"))
+    assert report_of(found, MACHINE).notes == [
+        "could not be done: kill experts.1: experts.1 is not there (30 times)",
+        "experts.1 stayed down: it was started again 3 times in 30 s; use --set reliability.restarts=N",
+    ]
+
+
 def test_the_record_is_json_and_the_table_can_be_printed() -> None:
     report = report_of(found_of(answers(0.5, 80)), MACHINE)
     record = json.loads(json.dumps(report.as_json(), allow_nan=False))
