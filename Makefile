@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Two stamps: what running needs, and what tests, lints and figures need on top of it.
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 # Whatever decides what is installed; a change of any of these installs again, nothing else does.
 INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_*.[ch])
@@ -17,23 +19,27 @@ TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz simulate plant clean
+.PHONY: help install run test lint format types fuzz simulate plant picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
-$(STAMP): $(INSTALL_INPUTS)
+$(RUNS): $(INSTALL_INPUTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "make: $(PYTHON) cannot make virtual environments; install its venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e ".[dev,ucx]"
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-install: $(STAMP) ## make .venv and install flowrt in it, with what the tests need
+$(STAMP): $(RUNS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,ucx]"
+	@touch $@
 
-run: $(STAMP) ## answer eight prompts with the quickstart's graph (GRAPH=... for another)
+install: $(STAMP) ## make .venv and install flowrt in it, with what tests, benches and pictures need
+
+run: $(RUNS) ## answer eight prompts with the quickstart's graph (GRAPH=... for another)
 	@$(BIN)/flowrt run $(GRAPH) $(ARGS)
 
 test: $(STAMP) ## the whole test suite (ARGS="tests/graph -k cycle" for a part)
@@ -59,7 +65,10 @@ simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, fault
 plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
 
+picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
+	@$(BIN)/python docs/pictures/quickstart.py
+
 clean: ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info transports/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(STAMP)
+	rm -f $(STAMP) $(RUNS)
