@@ -140,7 +140,7 @@ def reliability(
     /,
     *,
     pairs: Annotated[Positive, Parameter(help="Alternating pairs; a claim takes 20 or more.")] = 20,
-    batch: Annotated[int, Parameter(help="Prompts at a time.")] = 8,
+    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8,
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16,
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 64,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None,
@@ -151,6 +151,7 @@ def reliability(
     from flowrt.bench.commands import reliability as measure
     from flowrt.bench.reliability import Options
 
+    _check(json, model=model)
     options = Options(
         graph=graph,
         model=model,
