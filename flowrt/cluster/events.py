@@ -67,6 +67,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
+class WorkerDiedLoading:
+    """`name`, which may die, has died while the run started: `how` is said as in WorkerLost. It is loaded again, within its budget."""
+
+    name: str
+    how: str
+
+
+@dataclass(frozen=True)
 class WorkerRestarted:
     """`name` lives again and is linked up, `seconds` after its death was noticed."""
 
@@ -141,6 +149,7 @@ Event = (
     | WorkerConnected
     | Ready
     | WorkerLost
+    | WorkerDiedLoading
     | WorkerRestarted
     | WorkerGivenUp
     | WorkerSuspected
@@ -157,6 +166,8 @@ def news(event: Event) -> str | None:
     match event:
         case WorkerLost(name, how):
             return f"{name} {how}; the run goes on without it"
+        case WorkerDiedLoading(name, how):
+            return f"{name} {how} while it loaded; it is loaded again"
         case WorkerRestarted(name, pid, seconds):
             return f"{name} is back after {seconds:.2f} s, pid {pid}"
         case WorkerGivenUp(name, why):

@@ -24,6 +24,7 @@ from flowrt.cluster.descriptors import check_descriptors, is_too_few, too_few_de
 from flowrt.cluster.ending import close_all, end_all, kill_all, see_end, tell_all
 from flowrt.cluster.hosts import Hosts, Placed, set_own_threads
 from flowrt.cluster.introduction import Introduction
+from flowrt.cluster.loading import Loading
 from flowrt.cluster.revival import EXPLAINED_SECONDS, Revival
 from flowrt.cluster.standing import Standing
 from flowrt.cluster.starter import WorkerMain, load_worker
@@ -109,8 +110,8 @@ class Launcher:
         self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
         self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
-        self._told_failure = False
+        self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict)
+        self._stopping = self._told_failure = False
         self._failure_frames: TracebackType | None = None
 
     async def __aenter__(self) -> Self:
@@ -198,7 +199,7 @@ class Launcher:
         orderly = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                judge = tasks.create_task(self._judge(), name="judge")
+                judge = tasks.create_task(self._verdict.judge(), name="judge")
                 own = [judge]
                 await self._start(tasks, own)
                 self._revival.begin()
@@ -234,11 +235,12 @@ class Launcher:
             self.add(placed := self._hosts.place_here(tasks, name, worker, self.seams))
             assert placed.task is not None
             own.append(placed.task)
-        lines = list(self.workers.values())
-        for each in lines:
-            own.append(tasks.create_task(self.follow(each), name=f"line of {each.name}"))
-            await self._introduction.start(each)
-        if not (await self._introduction.wait_loaded(lines) and await self._introduction.wait_connected(lines)):
+
+        async def begin(line: WorkerLine) -> None:
+            own.append(tasks.create_task(self.follow(line), name=f"line of {line.name}"))
+            await self._introduction.start(line)
+
+        if not (await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))):
             await own[0]  # the judge, who says who has ended
         self._on_event(events.Ready(self._now() - begun))
 
@@ -292,7 +294,7 @@ class Launcher:
     async def follow(self, worker: WorkerLine) -> None:
         """Hear a worker until its line ends, which is the run's end unless it was told to stop or may die."""
         await worker.listen()
-        if worker.told_to_stop:
+        if worker.told_to_stop or self._loading.loads_again(worker.host):
             return
         if self._revival.outlives(worker.host):
             self._revival.on_line_end(worker)
@@ -361,9 +363,6 @@ class Launcher:
         if not self._stopping or (line is not None and not line.told_to_stop):
             name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
             self._verdict.accuse(kind, name, host, reason)
-
-    async def _judge(self) -> None:
-        raise await self._verdict.wait_error()
 
     async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
         """Wait for every answer, or for the end of the run, which raises."""

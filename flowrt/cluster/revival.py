@@ -87,10 +87,14 @@ class Revival:
         if ends:
             await asyncio.wait(ends, timeout=EXPLAINED_SECONDS)
 
+    def may_die(self, host: str) -> bool:
+        """Whether it is an OS process all of whose workers may die, at the right time."""
+        workers = self._hosts.workers_of(host)
+        return bool(workers) and self._may_die.issuperset(workers)
+
     def outlives(self, host: str) -> bool:
         """Whether the run goes on when this host dies now."""
-        workers = self._hosts.workers_of(host)
-        return self._has_begun and bool(workers) and self._may_die.issuperset(workers)
+        return self._has_begun and self.may_die(host)
 
     def statistics(self, name: str) -> Statistics:
         """Of all lives, as far as they have told."""
@@ -177,29 +181,40 @@ class Revival:
         is_first = how is None
         while is_first or await self._is_to_live(host):
             is_first = False
-            for name in self._hosts.workers_of(host):
-                self._run.renew(name)
             try:
-                placed = await self._hosts.fork_again(host)
+                lines = await self.fork_again(host)
             except (WorkerDiedError, UserError):  # no memory or no descriptor for it; or the starter has died, which ends the run
                 if self._hosts.has_exited(STARTER):
                     return
                 continue
-            lines = [self._run.add(each) for each in placed]
             if await self._introduce(lines) and how is not None:
                 for line in lines:
-                    self._num_restarts[line.name] = self._num_restarts.get(line.name, 0) + 1
+                    self.count_restart(line.name)
                     self._run.on_event(events.WorkerRestarted(line.name, line.placed.pid, self._now() - died))
             return
 
+    async def fork_again(self, host: str) -> list[WorkerLine]:
+        """The next life of a host, and of its workers. Raises WorkerDiedError and UserError as Hosts.fork_again."""
+        for name in self._hosts.workers_of(host):
+            self._run.renew(name)
+        return [self._run.add(each) for each in await self._hosts.fork_again(host)]
+
+    def count_restart(self, name: str) -> None:
+        self._num_restarts[name] = self._num_restarts.get(name, 0) + 1
+
+    def delay_before_next(self, host: str, now: float) -> float | str:
+        """A host has died: the seconds to wait before its next life; or why the budget allows none."""
+        decision = self._supervision.on_death(host, now)
+        return decision.why if isinstance(decision, GiveUp) else decision.delay_seconds
+
     async def _is_to_live(self, host: str) -> bool:
         """Whether the budget allows another life, and the run goes on; after the wait that the budget asks for."""
-        decision = self._supervision.on_death(host, self._now())
-        if isinstance(decision, GiveUp):
+        delay_seconds = self.delay_before_next(host, self._now())
+        if isinstance(delay_seconds, str):
             for name in self._hosts.workers_of(host):
-                self._run.on_event(events.WorkerGivenUp(name, decision.why))
+                self._run.on_event(events.WorkerGivenUp(name, delay_seconds))
             return False
-        return not await self._pause(decision.delay_seconds)
+        return not await self._pause(delay_seconds)
 
     async def _introduce(self, lines: list[WorkerLine]) -> bool:
         """Lead new lives from Start to where the others know them. False: they have died, which is another death like the first."""

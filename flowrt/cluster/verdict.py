@@ -52,6 +52,10 @@ class Verdict:
     def accused(self, *names: str) -> bool:
         return any(accusation.name in names for accusation in self._accusations)
 
+    async def judge(self) -> None:
+        """Raises what `wait_error` gives."""
+        raise await self.wait_error()
+
     async def wait_error(self) -> UserError | WorkerDiedError:
         """Waits until somebody is accused, and a moment more. The error that ends the run."""
         await self._any.wait()

@@ -21,6 +21,7 @@ from flowrt.actors.control import (
     LinkLost,
     Listening,
     Peers,
+    Progress,
     Start,
     Statistics,
     Stop,
@@ -57,6 +58,13 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     assert isinstance(start, Start)
     role = start.name.split(".")[0]
     life = count_life(from_json(start.graph).folder, start.name)
+    if role == "stillborn" or (role == "infant" and life <= 2):
+        os._exit(7)
+    if role == "mute" and life == 1:
+        await say(Progress("weights", 0, 2))
+        await asyncio.sleep(3600)
+    if role == "broken":
+        raise RuntimeError("no weights here")
     if life > 1:
         if role == "frail":
             raise RuntimeError("never again")

@@ -152,6 +152,22 @@ async def test_the_last_copy_gone_and_output_goes_on_marked_until_it_is_back(ser
         assert again.token_ids == expected.token_ids
 
 
+async def test_a_server_killed_while_it_loads_its_weights_costs_nothing(served: Served, tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.WorkerLoading) and event.name == "experts.1" and not killed:
+            killed.append(running.pids["experts.1"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    running = flowrt.open(write(served, tmp_path, COPIES), on_event=kill)
+    async with running:
+        assert killed
+        assert running.pids["experts.1"] != killed[0]
+        assert (await running.complete(served.prompts[0], ASKED)).finish_reason == "length"
+        assert not running.health().warnings
+
+
 async def test_without_failover_a_death_ends_the_run(served: Served, tmp_path: Path) -> None:
     async def run() -> None:
         async with flowrt.open(write(served, tmp_path, COPIES, reliability={"failover": False})) as running:
