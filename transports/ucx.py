@@ -11,8 +11,9 @@ Two lanes, one tag each. *Regions* (ucx_regions.py) carry what is large. *Frames
 at once, and credits never wait behind payload:
 
     uint8 kind, 3 zero bytes, uint32 envelope bytes, uint64 a, uint64 b, uint64 frames read so far; then the body
-    MESSAGE  the envelope and the tensors                     TAKEN                        a: messages, b: bytes, as in stream.py
-    REGION   a: payload bytes, b: bytes of the region         WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
+    MESSAGE   the envelope and the tensors                    TAKEN                        a: messages, b: bytes, as in stream.py
+    REGION    the envelope; the tensors go the other lane     WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
+    ENVELOPE  what a REGION's frame has no room for, ahead
 
 The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD): a full one could only be waited for by spinning.
 """
@@ -22,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import socket
 import struct
 from collections import deque
 from typing import Any, ClassVar
@@ -31,12 +31,12 @@ from transports.address import expect_scheme
 from transports.codec import Part, WireError, decode_envelope, encode, is_repeat
 from transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from transports.errors import HandshakeError
-from transports.handshake import MAX_PAYLOAD_BYTES, check_key
+from transports.handshake import check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.ucx_blocks import BlockPool
 from transports.ucx_link import IN_PROGRESS, Link, LostError, check_status, unavailable_reason
-from transports.ucx_regions import Arrival, RegionReceiver, RegionSender, region_layout
+from transports.ucx_regions import Arrival, RegionReceiver, RegionSender
 from transports.windowed import WindowedEndpoint
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
@@ -46,7 +46,8 @@ TURNS = 16  # of progress before the loop gets its turn
 _HEAD = struct.Struct("<B3xIQQQ")
 _HEAD_BYTES = _HEAD.size
 _READ_SO_FAR = struct.Struct("<Q")  # the head's last field
-_MESSAGE, _REGION, _TAKEN, _WAITING, _CLOSE, _CLOSED, _READ, _GREETING = range(1, 9)
+_MESSAGE, _REGION, _TAKEN, _WAITING, _CLOSE, _CLOSED, _READ, _GREETING, _ENVELOPE = range(1, 10)
+_BODY_BYTES = FRAME_BYTES - _HEAD_BYTES
 _PROOF_BYTES = 32
 _CONNECTOR, _LISTENER = "connector", "listener"
 
@@ -60,7 +61,6 @@ class UCXChannel(WindowedEndpoint):
         super().__init__(meeting.limits, meeting.peer)
         self._side = side
         self._link = link
-        self._line = meeting.line
         secret = meeting.handshake.session_key("ucx tags")
         self._tag = link.tag(int.from_bytes(secret[:8], "little"))
         bulk_tag = link.tag(int.from_bytes(secret[8:16], "little"))
@@ -68,9 +68,10 @@ class UCXChannel(WindowedEndpoint):
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
-        self._regions_out = RegionSender(link, self._pool, bulk_tag)
-        self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.limits)
+        self._regions_out = RegionSender(link, bulk_tag)
+        self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
         self._arrivals: deque[Arrival] = deque()  # those that are not whole, and what came after them
+        self._envelope = b""  # what came ahead of a region's frame
         self._outbox: deque[bytes] = deque()  # frames for which there is no slot yet; bounded by the window
         self._frames_sent = self._frames_told = 0  # told: how many the peer has said to have read
         self._frames_read = self._frames_acknowledged = 0
@@ -106,10 +107,11 @@ class UCXChannel(WindowedEndpoint):
         if _HEAD_BYTES + len(envelope) + size <= FRAME_BYTES:
             self._write(_MESSAGE, len(envelope), 0, 0, envelope if len(parts) == 1 else b"".join(parts))
         else:
-            parts = [*parts[1:], envelope]
-            starts, region_bytes = region_layout([len(part) for part in parts])
-            self._write(_REGION, len(envelope), size, region_bytes)
-            self._regions_out.send(parts, starts, region_bytes)
+            while len(envelope) > _BODY_BYTES:
+                self._write(_ENVELOPE, _BODY_BYTES, body=envelope[:_BODY_BYTES])
+                envelope = envelope[_BODY_BYTES:]
+            self._write(_REGION, len(envelope), body=envelope)
+            self._regions_out.send(parts[1:])
             self._turn_soon()
         return True
 
@@ -214,7 +216,8 @@ class UCXChannel(WindowedEndpoint):
             self._read_message(envelope_bytes)
         else:
             self._frames_read += kind != _READ
-            body = bytes(self._in[_HEAD_BYTES : _HEAD_BYTES + MAX_PAYLOAD_BYTES]) if kind == _GREETING else b""
+            nbytes = envelope_bytes + _PROOF_BYTES * (kind == _GREETING)
+            body = bytes(self._in[_HEAD_BYTES : _HEAD_BYTES + nbytes]) if envelope_bytes else b""
             self._in_request = self._link.receive(self._in_array, self._tag)
             self._read_control(kind, envelope_bytes, a, b, body)
         if self._outbox:
@@ -224,9 +227,15 @@ class UCXChannel(WindowedEndpoint):
         if kind == _GREETING or not self.greeted.done():
             self._read_greeting(kind, envelope_bytes, body)
         elif kind == _REGION:
-            self._regions_in.check_announced(envelope_bytes, a, b)
-            self._receiving.arrived(a)  # before memory is taken for it
-            self._arrivals.append(self._regions_in.expect(envelope_bytes, a, b))
+            envelope, sizes = decode_envelope(self._envelope + body, self.limits)
+            self._envelope = b""
+            self._receiving.arrived(sum(sizes))  # before memory is taken for it
+            self._arrivals.append(self._regions_in.expect(envelope, sizes))
+            self._hand_over_whole()  # one without bytes
+        elif kind == _ENVELOPE:
+            self._envelope += body
+            if not body or len(self._envelope) > self.limits.max_header_bytes:
+                raise WireError(f"an envelope of more than {self.limits.max_header_bytes} bytes")
         elif kind == _TAKEN:
             self._hear_taken(a, b)
         elif kind == _WAITING:
@@ -264,12 +273,7 @@ class UCXChannel(WindowedEndpoint):
             self._deliver(envelope, buffers, payload_bytes)
 
     def _read_regions(self) -> None:
-        whole = self._regions_in.look()
-        if not whole:
-            return
-        if not self._line_is_open():  # looked at after the last piece: a sender keeps a region unchanged while its line is open
-            raise LostError(f"{self.peer.name or 'the peer'} died")
-        for arrival in whole:
+        for arrival in self._regions_in.look():
             self._regions_in.open(arrival, wanted=not self._closed)
         self._hand_over_whole()
 
@@ -284,14 +288,6 @@ class UCXChannel(WindowedEndpoint):
                 self._finish()
 
     # The end.
-
-    def _line_is_open(self) -> bool:
-        try:
-            return bool(self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
 
     def _on_gone(self, reason: str | None) -> None:
         """The line of the meeting is closed. What the peer had put into our ring is still there."""
@@ -354,7 +350,7 @@ class UCXTransport(Transport):
     """`ucx://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "ucx"
-    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
