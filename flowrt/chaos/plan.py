@@ -80,7 +80,7 @@ def told(fault: AnyFault) -> str:
 
 
 def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written) -> Scenario:
-    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)}, example)
+    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)}, example, tuple(_FIELDS))
     linked = neighbours(graph)
     for number, fault in enumerate(scenario.faults):
         place = f"{where(('faults', number))}: "

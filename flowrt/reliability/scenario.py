@@ -10,7 +10,7 @@ Times count from the first request. A fault with `for_seconds` heals by itself; 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -194,11 +194,12 @@ def scenario_of(
     where: Callable[[Place], str],
     processes: Collection[str] | None = None,
     example: Callable[[str], str] = written,
+    kinds: Sequence[str] = KINDS,
 ) -> Scenario:
     """The scenario that plain values (dict, list, str, int, float) describe. `where(path)` names a place in the file, as FILE:LINE.
 
-    `processes`: the names that may be given; None, any. `example(kind)` shows how such a fault is written. Raises UserError, one line:
-    what, where, what would be right.
+    `processes`: the names that may be given; None, any. `example(kind)` shows how such a fault is written, `kinds` are those to
+    propose. Raises UserError, one line: what, where, what would be right.
     """
     if not isinstance(value, dict) or "scenario" not in value:
         raise UserError(f"{where(())}: no scenario file; begin it with the line scenario: 1")
@@ -207,7 +208,7 @@ def scenario_of(
         kind = fault.get("fault") if isinstance(fault, dict) else None
         if kind not in KINDS:
             path = ("faults", number, "fault") if isinstance(fault, dict) and "fault" in fault else ("faults", number)
-            raise UserError(f"{where(path)}: faults.{number}: {_kind_text(kind)}; one of: {', '.join(KINDS)}")
+            raise UserError(f"{where(path)}: faults.{number}: {_kind_text(kind)}; one of: {', '.join(kinds)}")
     try:
         scenario = msgspec.convert(value, Scenario)
     except msgspec.ValidationError as error:

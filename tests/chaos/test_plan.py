@@ -102,6 +102,11 @@ def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph:
     path.write_text("scenario: 1\nfaults:\n  - {fault: skew, process: experts.1, rate: 2}\n")
     with pytest.raises(UserError, match=r"plan\.yaml:3: skew is for simulation only; real processes take crash, pause"):
         load_plan(path, graph)
+    path.write_text("scenario: 1\nfaults:\n  - {fault: murder, process: experts.1}\n")
+    with pytest.raises(
+        UserError, match=r"plan\.yaml:3: faults\.0: fault 'murder' is unknown; one of: crash, pause, stall, hang, slow, reset$"
+    ):
+        load_plan(path, graph)
     path.write_text("scenario: 1\nfaults:\n  - fault: reset\n    between: [experts.0, experts.2]\n")
     with pytest.raises(UserError, match=r"plan\.yaml:3: experts.0 has no link to experts.2, so there is none to reset"):
         load_plan(path, graph)
