@@ -24,6 +24,8 @@ from transports.contract import Channel, Identity
 from transports.inproc import InprocChannel
 from transports.stream import StreamChannel
 
+FORK_SECONDS = 15.0  # for the starter to fork in, which takes it milliseconds: beyond that it is stopped
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -94,7 +96,11 @@ class Hosts:
         host = host_name(fork.workers)
         exited = self.exits[host] = asyncio.get_running_loop().create_future()
         try:
-            pid, lines = await self._starter.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
+            async with asyncio.timeout(FORK_SECONDS):
+                pid, lines = await self._starter.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
+        except TimeoutError:
+            exited.set_result("could not be forked")
+            raise WorkerDiedError(STARTER, f"has given no answer for {FORK_SECONDS:g} s", self.last_words(STARTER)) from None
         except (WorkerDiedError, UserError):
             exited.set_result("could not be forked")
             raise

@@ -27,6 +27,7 @@ from flowrt.reliability.roles import may_die, neighbours
 from flowrt.reliability.supervision import GiveUp, Supervision
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed
+STARTER_SECONDS = 15.0  # for the starter to say how a process ended that has
 _LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control line to say why, and to end
 
 
@@ -68,12 +69,15 @@ class Revival:
 
     async def run(self) -> None:
         """Start again what dies, until cancelled. Owns the tasks of all later lives."""
-        async with asyncio.TaskGroup() as self._lives:
-            while True:
-                host, how = await self._down.wait_item()
-                self._down.take_nowait()
-                if not self._stopping.is_set():
-                    self._reviving[host] = self._lives.create_task(self._revive(host, how), name=f"revival of {host}")
+        try:
+            async with asyncio.TaskGroup() as self._lives:
+                while True:
+                    host, how = await self._down.wait_item()
+                    self._down.take_nowait()
+                    if not self._stopping.is_set():
+                        self._reviving[host] = self._lives.create_task(self._revive(host, how), name=f"revival of {host}")
+        finally:
+            self._stopping.set()
 
     async def stop(self) -> None:
         """Start nobody again, and end those that are just being started: they have nothing to say."""
@@ -107,6 +111,8 @@ class Revival:
         if self.outlives(host):
             for line in self._lines(host):
                 self._leave(line, self._causes.get(host, "its process has ended"))
+            if not self._hosts.has_exited(host):
+                asyncio.get_running_loop().call_later(STARTER_SECONDS, self._tell_unless, self._hosts.exits[host], host)
 
     def on_exit(self, host: str, how: str) -> None:
         """The process has ended and was reaped, one that the run outlives."""
@@ -149,6 +155,15 @@ class Revival:
             self._leave(line, self._causes.get(host, "the run is being stopped"))
         self._hosts.kill_now(host)
 
+    def _tell_unless(self, reaped: asyncio.Future[str], host: str) -> None:
+        """Only the starter can reap and fork, and it does not: what it was asked to bring back stays down, unless it wakes up."""
+        if not reaped.done() and not self._stopping.is_set():
+            self._stay_down(host, f"its process has ended, and the starter has given no word for {STARTER_SECONDS:g} s")
+
+    def _stay_down(self, host: str, why: str) -> None:
+        for name in self._hosts.workers_of(host):
+            self._run.on_event(events.WorkerGivenUp(name, why))
+
     def _kill_unless(self, ended: asyncio.Future[str], host: str) -> None:
         if not ended.done():
             self._hosts.kill_now(host)
@@ -183,8 +198,11 @@ class Revival:
             is_first = False
             try:
                 lines = await self.fork_again(host)
-            except (WorkerDiedError, UserError):  # no memory or no descriptor for it; or the starter has died, which ends the run
+            except (WorkerDiedError, UserError) as error:  # no memory or no descriptor for it; or the starter has died, which ends the run
                 if self._hosts.has_exited(STARTER):
+                    return
+                if isinstance(error, WorkerDiedError) and error.process == STARTER:  # it stands still
+                    self._stay_down(host, f"the starter {error.reason}")
                     return
                 continue
             if await self._introduce(lines) and how is not None:
@@ -211,8 +229,7 @@ class Revival:
         """Whether the budget allows another life, and the run goes on; after the wait that the budget asks for."""
         delay_seconds = self.delay_before_next(host, self._now())
         if isinstance(delay_seconds, str):
-            for name in self._hosts.workers_of(host):
-                self._run.on_event(events.WorkerGivenUp(name, delay_seconds))
+            self._stay_down(host, delay_seconds)
             return False
         return not await self._pause(delay_seconds)
 

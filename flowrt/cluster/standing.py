@@ -55,6 +55,7 @@ class Standing:
                     self._suspects.clear()  # nobody would clear them; the next life suspects anew
             case events.WorkerRestarted(name):
                 self._down.pop(name, None)
+                self._given_up.pop(name, None)  # the starter had only stood still
             case events.WorkerGivenUp(name):
                 self._down.pop(name, None)
                 self._given_up[name] = None

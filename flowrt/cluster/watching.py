@@ -1,23 +1,29 @@
 """The monitor as the launcher sees it: started beside the run, given everybody's signs of life, heard when it condemns.
 
 Here: `Watching`. Not here: the verdicts (flowrt/reliability/detector.py, in the monitor's process), what follows from a death (revival.py,
-which starts the monitor again, too). A run goes on without its monitor, and nothing that is told to it ever waits.
+which starts the monitor again, too). A run goes on without its monitor, and nothing that is told to it ever waits. Nobody else watches
+the monitor, so it is asked twice a second; one that answers no more, since it is stopped or hangs, is ended and replaced.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from flowrt.actors.beats import LAUNCHER_BEAT_SECONDS, send_beats
-from flowrt.actors.control import Beat, Cleared, Condemned, Control, Joined, Late, Suspected
+from flowrt.actors.control import Ask, Beat, Cleared, Condemned, Control, Joined, Late, Suspected
 from flowrt.cluster import events
 from flowrt.cluster.hosts import Hosts
 from flowrt.cluster.revival import Revival, Run
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.reliability.answering import Answering
 from flowrt.seams import Clock, Running
 
 MONITOR_WORKER = "flowrt.workers.monitor:run_monitor"
+ASK_SECONDS = 0.5
+MONITOR_SECONDS = 10.0  # for the monitor to answer in: far more than it ever takes, since hardly anything is lost meanwhile
 
 
 class _OwnSigns:
@@ -40,7 +46,22 @@ class Watching:
         """Have the monitor started, and tell it that we live, until cancelled."""
         self._hosts.plan_beside(MONITOR, MONITOR_WORKER, log_level)
         self._revival.bring(MONITOR)
-        await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_BEAT_SECONDS, GATEWAY)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._attend(), name="questions to the monitor")
+            await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_BEAT_SECONDS, GATEWAY)
+
+    async def _attend(self) -> None:
+        """See that the monitor answers."""
+        answering = Answering(MONITOR_SECONDS, ASK_SECONDS)
+        while True:
+            await self._clock.sleep(ASK_SECONDS)
+            monitor = self._run.workers.get(MONITOR)
+            if monitor is None or not monitor.connected.done() or monitor.is_over:
+                continue
+            if answering.look(self._clock.now(), monitor.incarnation, monitor.last_word_seconds):
+                self._revival.condemn(monitor, f"has given no sign for {MONITOR_SECONDS:g} s")
+            else:
+                monitor.try_tell(Ask())
 
     def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
         """A sign of life, or its lack, from a worker: for the monitor."""

@@ -121,6 +121,8 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
         match from_message(await control.recv()):
             case Peers():
                 await say(Connected())
+            case Ask():
+                await say(Statistics())
             case Beat() as beat if beat.process == "gateway":
                 if (folder / "verdict").exists():
                     kind, process, incarnation = (folder / "verdict").read_text().split()

@@ -82,6 +82,8 @@ def test_suspects_and_those_who_are_down_are_warnings_until_they_are_back(told: 
     told.hear(events.WorkerLost("experts.0", "was killed"), events.WorkerGivenUp("experts.0", "too often"))
     assert told.warnings == ("experts.0 is down and not started again",)
     assert told.standing.health().ok
+    told.hear(events.WorkerRestarted("experts.0", 8, 20.0))
+    assert told.warnings == ()
 
 
 def test_with_the_monitor_its_suspicions_are_gone(told: Told) -> None:
