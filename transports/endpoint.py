@@ -48,6 +48,7 @@ class Endpoint(Channel):
         self._line_taken = False
         self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
         self._windows: MessageWindows | None = None
+        self._new_token: Callable[[], bytes] | None = None  # for keys of windows; None: the machine's chance
         self._waiting: list[asyncio.Future[None]] = []  # for acknowledgements, flags, answers
         self._gone: asyncio.Future[None] | None = None
         self._streak = 0
@@ -212,7 +213,7 @@ class Endpoint(Channel):
         if self._windows is None:
             from transports.message_windows import MessageWindows
 
-            self._windows = MessageWindows(self, self._until, self._wake_sender)
+            self._windows = MessageWindows(self, self._until, self._wake_sender, self._new_token)
         return self._windows
 
     async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import ClassVar, NamedTuple
 
 from transports.codec import Part, WireError, decode, encode
-from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
 from transports.endpoint import Endpoint
 from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
 from transports.faulty_plan import TIMED, Direction, Fault, FaultPlan, parse_plan
@@ -163,6 +163,16 @@ class FaultyChannel(Channel):
         finally:
             timer.cancel()
             self._sleeper = None
+
+    # Windows are those of `inner`: no plan befalls what goes through them, but the end of the channel is theirs.
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        self._raise_if_over()
+        return self._inner.open_window(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        self._raise_if_over()
+        return await self._inner.attach_window(key)
 
     # The faults that change what there is to send or receive.
 

@@ -21,54 +21,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
+from transports.codec import WireError
 from transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
 from transports.endpoint import Endpoint
 from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, InvalidMessageError, LimitError, TransportError
+from transports.link_frames import ASK, PASSED, TAKEN, Held, Passed, Stamp, disguised, undisguised
 from transports.link_nic import Cancellable, Nic
 from transports.message import Message
-
-PASSED = "link.passed"
-
-
-class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """Wraps the header of a message: its number, when its service began, when that of the one before ended if that was not told yet."""
-
-    number: int
-    start_seconds: float
-    before_seconds: float | None
-    header: bytes | None
-
-
-class Passed(msgspec.Struct, frozen=True, array_like=True):
-    """Message `number` (and all before it) has passed the sender's NIC."""
-
-    number: int
-    seconds: float
-
-
-@dataclass
-class _Held:
-    """A message on its way in: who has let it pass, and when."""
-
-    message: Message
-    number: int
-    size: int
-    start: float
-    work: float
-    moved: float = 0.0
-    sent: float | None = None  # passed the sender's NIC
-    received: float | None = None  # passed ours
+from transports.message_windows import RESERVED
 
 
 class EmulatedChannel(Endpoint):
     """One end of `inner` as a link; owns `inner`. See transports/contract.py for what it promises, and the top of this file."""
 
     scheme: ClassVar[str] = "emulated"
+    windows_by_message = True
 
     def __init__(self, inner: Channel, nic: Nic, limits: Limits) -> None:
         super().__init__(limits, inner.peer)
@@ -76,7 +47,7 @@ class EmulatedChannel(Endpoint):
         self._nic = nic
         self._tasks: set[asyncio.Task[None]] = set()
         # Out.
-        self._number = -1  # of the last data frame
+        self._number = self._acknowledged = -1  # of the last data frame; of the last that the peer's user is known to have taken
         self._busy = False  # a message of ours is served, or is about to be
         self._asked: tuple[float, float] | None = None  # since when the head of the line waits, and its work
         self._granted: float | None = None  # the head is served since then, and must be sent
@@ -87,9 +58,10 @@ class EmulatedChannel(Endpoint):
         self._writing = False
         self._below: tuple[Message, int, float | None] | None = None  # the head's, waiting for room; `_number`, `_untold` before it
         # In.
-        self._held: deque[_Held] = deque()
+        self._held: deque[Held] = deque()
         self._held_bytes = 0
-        self._inbox: deque[tuple[Message, int]] = deque()
+        self._inbox: deque[Held] = deque()
+        self._taken_number = self._told_number = self._asked_number = -1  # of messages: taken; told as taken; asked after
         self._taken: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
         self._final: str | None = None  # how `inner` ended: "" in order
@@ -103,6 +75,12 @@ class EmulatedChannel(Endpoint):
             held_buffers=below.held_buffers,
             messages_dropped=below.messages_dropped,
         )
+
+    async def send_acknowledged(self, message: Message) -> None:
+        await self.send(message)
+        number = self._number  # still that of `message`: what sends next has not run yet
+        self._queue(Message(ASK, header=Passed(number, self._nic.timer.now())))
+        await self._until(lambda: self._acknowledged >= number)
 
     # Out: Endpoint's line of senders, whose head asks for the NIC.
 
@@ -171,7 +149,7 @@ class EmulatedChannel(Endpoint):
         if header is not None and len(header) > self.limits.max_header_bytes:
             raise LimitError(f"the header of a {message.kind!r} message takes {len(header)} bytes of {self.limits.max_header_bytes}")
         stamp = Stamp(self._number + 1, start, self._untold, header)
-        return Message(message.kind, message.tag, message.edge, stamp, message.tensors)
+        return Message(disguised(message.kind), message.tag, message.edge, stamp, message.tensors)
 
     def _count_sent(self, message: Message) -> None:
         self._counters.messages_sent += 1
@@ -234,13 +212,28 @@ class EmulatedChannel(Endpoint):
     def _take(self) -> Message | None:
         if not self._inbox:
             return None
-        message, size = self._inbox.popleft()
-        self._held_bytes -= size
+        head = self._inbox.popleft()
+        self._let_go(head)
+        self._taken_number = head.number
+        if self._asked_number > self._told_number:
+            self._tell_taken()
+        return head.message
+
+    def _let_go(self, held: Held) -> None:
+        self._held_bytes -= held.size
         self._counters.messages_received += 1
-        self._counters.bytes_received += size
+        self._counters.bytes_received += held.size
         if self._taken is not None and not self._taken.done():
             self._taken.set_result(None)
-        return message
+
+    def _tell_taken(self) -> None:
+        if self._taken_number > self._told_number and self._final is None:
+            self._told_number = self._taken_number
+            self._queue(Message(TAKEN, header=Passed(self._told_number, self._nic.timer.now())))
+
+    def _on_acknowledged(self, number: int) -> None:
+        self._acknowledged = max(self._acknowledged, number)
+        self._wake_sender()
 
     async def _read(self) -> None:
         try:
@@ -269,13 +262,19 @@ class EmulatedChannel(Endpoint):
         if frame.kind == PASSED:
             passed = frame.decode_header(Passed)
             self._has_passed(passed.number, passed.seconds)
+        elif frame.kind == ASK:
+            self._asked_number = max(self._asked_number, frame.decode_header(Passed).number)
+            self._tell_taken()
+        elif frame.kind == TAKEN:
+            taken, latency = frame.decode_header(Passed), self._nic.latency_seconds
+            self._nic.timer.call_at(taken.seconds + latency, lambda: self._on_acknowledged(taken.number))
         else:
             stamp = frame.decode_header(Stamp)
             if stamp.before_seconds is not None:
                 self._has_passed(stamp.number - 1, stamp.before_seconds)
-            message = Message(frame.kind, frame.tag, frame.edge, stamp.header, frame.tensors)
+            message = Message(undisguised(frame.kind), frame.tag, frame.edge, stamp.header, frame.tensors)
             size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
-            held = _Held(message, stamp.number, size, stamp.start_seconds, work)
+            held = Held(message, stamp.number, size, stamp.start_seconds, work)
             self._held.append(held)
             self._held_bytes += size
             held.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
@@ -307,7 +306,10 @@ class EmulatedChannel(Endpoint):
                 self._alarm = nic.timer.call_at(due, self._give_out)
                 break
             self._held.popleft()
-            self._inbox.append((head.message, head.size))
+            if head.message.kind[:1] == RESERVED:
+                self._hear_of_windows(head)
+            else:
+                self._inbox.append(head)
             nic.note(due - head.start, now - due + head.moved)
         if len(self._inbox) > num_before:
             self._wake_receiver()
@@ -316,6 +318,15 @@ class EmulatedChannel(Endpoint):
                 self._break(self._final)
             else:
                 self._end()
+
+    def _hear_of_windows(self, held: Held) -> None:
+        """It has paid its way as any message; only its user is the channel itself."""
+        self._let_go(held)
+        try:
+            if not self._closed:
+                self._message_windows().arrived(held.message)
+        except WireError as error:
+            self._break(str(error), nonsense=True)
 
     def _over(self, reason: str) -> None:
         """`inner` has ended: what has come is still given out in its time, then the end."""

@@ -47,12 +47,20 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MessageWindows:
-    """The windows of `channel`. `until` is Endpoint._until, `wake` Endpoint._wake_sender. Owns the task that answers; `close` ends it."""
+    """The windows of `channel`. `until` is Endpoint._until, `wake` Endpoint._wake_sender; `new_token` gives TOKEN_BYTES for each key, where
+    chance is not to be the machine's. Owns the task that answers; `close` ends it."""
 
-    def __init__(self, channel: Endpoint, until: Callable[[Callable[[], bool]], Awaitable[None]], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        channel: Endpoint,
+        until: Callable[[Callable[[], bool]], Awaitable[None]],
+        wake: Callable[[], None],
+        new_token: Callable[[], bytes] | None = None,
+    ) -> None:
         self._channel = channel
         self._until = until
         self._wake = wake
+        self._new_token = new_token
         self._owned: dict[bytes, _OwnWindow] = {}
         self._attached: dict[bytes, _PeerWindow] = {}
         self._answers: deque[Message] = deque()
@@ -72,7 +80,7 @@ class MessageWindows:
     def open(self, nbytes: int, num_flags: int) -> Window:
         check_window(nbytes, num_flags, len(self._owned), MAX_WINDOWS)
         _ = self.piece_bytes
-        window = _OwnWindow(self, WindowKey.new(nbytes, num_flags))
+        window = _OwnWindow(self, WindowKey.new(nbytes, num_flags, None if self._new_token is None else self._new_token()))
         self._owned[window.token] = window
         return window
 

@@ -26,9 +26,9 @@ class WindowKey(NamedTuple):
     num_flags: int
 
     @classmethod
-    def new(cls, nbytes: int, num_flags: int) -> WindowKey:
-        """A key nobody can guess."""
-        return cls(secrets.token_bytes(TOKEN_BYTES), nbytes, num_flags)
+    def new(cls, nbytes: int, num_flags: int, token: bytes | None = None) -> WindowKey:
+        """A key nobody can guess, unless the caller brings a `token`."""
+        return cls(secrets.token_bytes(TOKEN_BYTES) if token is None else token, nbytes, num_flags)
 
     @classmethod
     def read(cls, key: bytes) -> WindowKey:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -26,11 +25,13 @@ from flowrt.simulation.weather import LinkState, NetworkConditions
 from transports.address import expect_scheme
 from transports.codec import Part, WireError, decode, encode, is_repeat
 from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
-from transports.endpoint import Backlog, Endpoint
+from transports.endpoint import Backlog
 from transports.errors import AddressError, HandshakeError
 from transports.handshake import NONCE_BYTES, Handshake, check_key
 from transports.message import Message
-from transports.window import ReceiveWindow, SendWindow
+from transports.message_windows import RESERVED
+from transports.window_memory import TOKEN_BYTES
+from transports.windowed import WindowedEndpoint
 
 _ALIGNMENT = 64
 
@@ -157,7 +158,7 @@ class SimulatedNetwork:
         return one_in > 0 and self._random.randrange(one_in) == 0
 
 
-class SimulatedChannel(Endpoint):
+class SimulatedChannel(WindowedEndpoint):
     """One end. `_other` is the end at the peer; only `_arrive` of it is ever called, from a timer of its node."""
 
     scheme: ClassVar[str] = "simulated"
@@ -168,12 +169,8 @@ class SimulatedChannel(Endpoint):
         self._network = network
         self._name = name.encode()
         self._other: SimulatedChannel = self
-        self._sending = SendWindow(limits)
-        self._receiving = ReceiveWindow(limits)
-        self._expected = 0
-        self._inbox: deque[tuple[Message, int]] = deque()
         self._last_arrival = 0.0
-        self._asked_for_room = False
+        self._new_token = lambda: network.nonce()[:TOKEN_BYTES]
 
     @classmethod
     def pair(
@@ -209,31 +206,15 @@ class SimulatedChannel(Endpoint):
         size = sum(map(len, parts)) - len(parts[0])
         if not self._sending.fits(size):
             return False
-        self._sending.add(size)
-        self._counters.messages_sent += 1
-        self._counters.bytes_sent += size
+        self._count_sent(size)
         self._send_frame("message", [bytes(parts[0]), *map(_aligned, parts[1:])])
         return True
 
-    def _expect_room(self) -> bool:
-        if not self._asked_for_room:
-            self._asked_for_room = True
-            self._send_frame("waiting")
-        return False
+    def _say_waiting(self) -> None:
+        self._send_frame("waiting")
 
-    def _take(self) -> Message | None:
-        if not self._inbox:
-            return None
-        message, size = self._inbox.popleft()
-        if self._receiving.took(size):
-            self._tell_taken()
-        self._counters.messages_received += 1
-        self._counters.bytes_received += size
-        return message
-
-    def _tell_taken(self) -> None:
-        if not self._ended and self._broken is None:
-            self._send_frame("taken", [b"%d %d" % self._receiving.told()])
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._send_frame("taken", [b"%d %d" % (messages, payload_bytes)])
 
     def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
         network, wire = self._network, parts or []
@@ -258,13 +239,9 @@ class SimulatedChannel(Endpoint):
                 self._arrive_message(parts)
             elif kind == "taken":
                 messages, size = bytes(parts[0]).split()
-                self._sending.update(int(messages), int(size))
-                self._asked_for_room = False
-                self._wake_sender()
+                self._hear_taken(int(messages), int(size))
             elif kind == "waiting":
-                self._receiving.sender_waits = True
-                if self._receiving.taken_messages > self._receiving.told_messages:
-                    self._tell_taken()
+                self._hear_waiting()
             elif kind == "close":
                 self._end()
             else:
@@ -280,8 +257,11 @@ class SimulatedChannel(Endpoint):
         self._expected += 1
         size = message.payload_bytes
         self._receiving.arrived(size)
-        self._inbox.append((message, size))
-        self._wake_receiver()
+        if message.kind[:1] == RESERVED:
+            self._hear_of_windows(message, size)
+        else:
+            self._inbox.append((message, size))
+            self._wake_receiver()
 
     async def _shut(self) -> None:
         self._inbox.clear()

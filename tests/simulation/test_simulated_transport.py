@@ -11,6 +11,7 @@ from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from transports import checks, checks_meeting
+from transports.checks_windows import WINDOW_CHECKS
 from transports.contract import Channel, Identity, Limits
 from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, HandshakeError, LimitError
 from transports.message import Message, Tag, Tensor, TensorSpec
@@ -88,7 +89,7 @@ CALM = NetworkConditions(slow_one_in=0, duplicate_one_in=4)
 ALONE = {"check_other_process", "check_dead_peer", "check_stopped_peer"}  # these start processes of their own
 
 
-@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
 def test_it_keeps_the_promises_of_a_channel(check: checks.Check) -> None:
     for seed in range(3):
 
@@ -109,6 +110,22 @@ def test_it_keeps_the_promises_of_a_transport(check: checks_meeting.TransportChe
             await check("shm")
 
         run(seed, main, conditions=CALM)
+
+
+def test_a_seed_gives_the_same_keys_of_windows() -> None:
+    async def main(world: World) -> bytes:
+        left, right = await connected(world)
+        window = left.open_window(100)
+        remote = await right.attach_window(window.key)
+        await remote.write(0, b"bytes", 0, 1)
+        assert await window.wait_flag(0) == 1
+        await left.aclose()
+        await right.aclose()
+        return window.key
+
+    first, again, other = run(3, main), run(3, main), run(4, main)
+    assert (first.result, first.digest) == (again.result, again.digest)
+    assert first.result != other.result
 
 
 def test_the_digest_covers_what_is_sent() -> None:

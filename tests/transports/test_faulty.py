@@ -14,6 +14,7 @@ from transports import checks, faulty
 from transports.checks import Check
 from transports.checks_basics import check_numbered, numbered, received_bytes
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, pair_maker
+from transports.checks_windows import WINDOW_CHECKS
 from transports.contract import Channel
 from transports.errors import AddressError, BrokenChannelError
 from transports.faulty_plan import KINDS, Fault, FaultPlan, parse_plan
@@ -60,7 +61,24 @@ def steps(messages: list[Message]) -> list[int]:
     return [message.tag.step for message in messages if message.tag is not None]
 
 
-@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_no_plan_befalls_windows_but_the_end_of_the_channel(scheme: str) -> None:
+    async with afflicted(scheme, "drop@2,delay:0.01@0") as (good, bad):
+        window = good.open_window(1000, 1)
+        remote = await bad.attach_window(window.key)
+        for turn in range(5):
+            await remote.write(0, bytes([turn]), 0, turn + 1)
+        assert await window.wait_flag(0, 4) == 5
+        waiting = asyncio.ensure_future(remote.wait_flag(0, 5))
+        await send_count(good, 3)
+        assert (await collect(bad))[1] is BrokenChannelError
+        with pytest.raises(BrokenChannelError):
+            await waiting
+        with pytest.raises(BrokenChannelError):
+            bad.open_window(10)
+
+
+@pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
 async def test_without_a_plan_it_keeps_every_promise(check: Check) -> None:
     await check(pair_maker("faulty+inproc"))
 

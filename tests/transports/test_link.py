@@ -13,10 +13,12 @@ from flowrt.simulation.world import World, run
 from flowrt.timer import LoopTimer, new_timer
 from transports import checks, checks_meeting
 from transports.checks import Check
+from transports.checks_windows import WINDOW_CHECKS
 from transports.contract import Channel, Identity, Limits
 from transports.errors import BrokenChannelError, EndOfChannel
 from transports.inproc import InprocChannel
-from transports.link import PASSED, EmulatedChannel, Passed
+from transports.link import EmulatedChannel
+from transports.link_frames import PASSED, Passed
 from transports.link_nic import Nic
 from transports.link_profiles import LinkProfile
 from transports.message import Message, Tensor, TensorSpec
@@ -244,6 +246,45 @@ async def test_nonsense_breaks_the_channel_and_nothing_more() -> None:
     timer.close()
 
 
+def test_what_goes_through_a_window_pays_as_messages_do() -> None:
+    async def main(stack: AsyncExitStack) -> list[float]:
+        hosts = Hosts()
+        one, two = await opened(stack, hosts.pair("one", "two"))
+        window = one.open_window(4000, 1)
+        remote = await two.attach_window(window.key)
+        await asyncio.sleep(10.0)
+        hosts.begin()
+        times = []
+        for value, work in ((1, lambda: remote.write(0, bytes(2000), 0, 1)), (2, lambda: remote.set_flag(0, 2))):
+            calling = asyncio.ensure_future(work())
+            assert await window.wait_flag(0, value - 1) == value
+            times.append(round(hosts.timer.now() - hosts.start, 6))
+            await calling
+            await asyncio.sleep(10.0)
+            hosts.begin()
+        assert len(await remote.read(0, 3000)) == 3000
+        times.append(round(hosts.timer.now() - hosts.start, 6))
+        return times
+
+    # 0.5 + 2 + 1 for 2000 bytes and their flag; 0.5 + 1 for a flag alone, and to ask for 3000 bytes, which come back in 0.5 + 3 + 1
+    assert in_virtual_time(main) == [3.5, 1.5, 6.0]
+
+
+def test_an_acknowledgement_comes_a_latency_after_its_message_was_taken() -> None:
+    async def main(stack: AsyncExitStack) -> float:
+        hosts = Hosts()
+        one, two = await opened(stack, hosts.pair("one", "two"))
+        sending = asyncio.ensure_future(one.send_acknowledged(message(0, 1000)))
+        await asyncio.sleep(20.0)
+        assert not sending.done()
+        hosts.begin()
+        await two.recv()
+        await sending
+        return round(hosts.timer.now() - hosts.start, 6)
+
+    assert in_virtual_time(main) == 1.0
+
+
 def test_words_about_unknown_messages_change_nothing() -> None:
     async def main(stack: AsyncExitStack) -> None:
         hosts = Hosts()
@@ -265,7 +306,7 @@ SLOWER = LinkProfile("slower", latency_seconds=20e-6, bandwidth_bytes_per_second
 FULL = {"check_bounds": SLOWER, "check_line_of_senders": SLOW, "check_close_under_pending_calls": SLOWER}
 
 
-@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", ["inproc", "shm"])
 async def test_keeps_the_promises_of_a_channel(scheme: str, check: Check, loop_kind: str) -> None:
     if (reason := unavailable_reason(scheme)) is not None:
