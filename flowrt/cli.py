@@ -127,8 +127,9 @@ def run(
 ) -> None:
     """Start a graph, answer all prompts at once, and show how it ran.
 
-    Press Ctrl-C once to let running requests finish, twice to end at once. Exit codes: 0 all finished, 1 a request failed, 2 bad input,
-    3 a worker died, 130 interrupted.
+    Press Ctrl-C once to let running requests finish, twice to end at once.
+    Exit codes: 0 all finished, 1 a request failed, 2 bad input, 3 a worker
+    died, 130 interrupted.
     """
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_LEAST_DESCRIPTORS} are needed)"
@@ -165,11 +166,17 @@ def run(
 
 
 @app.command
-def doctor(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> None:
+def doctor(
+    *,
+    model: Annotated[str | None, Parameter(help="A Hugging Face model directory: are strict numerics possible for it?")] = None,
+    dtype: Annotated[str | None, Parameter(help="Of that model. [default: the checkpoint's own]")] = None,
+    graph: Annotated[str | None, Parameter(help="A graph file: at what dilation can it be emulated here?")] = None,
+) -> None:
     """Say what this machine can do, what is missing, and what would help. Nothing is changed.
 
-    With --model DIR (and --dtype) also whether strict numerics are possible for that model, and in blocks of how many rows. With
-    --graph FILE also the smallest dilation at which this machine can emulate that graph.
+    With --model DIR (and --dtype) also whether strict numerics are possible
+    for that model, and in blocks of how many rows. With --graph FILE also the
+    smallest dilation at which this machine can emulate that graph.
     """
     import asyncio
 
@@ -184,7 +191,9 @@ def _plain(text: str) -> str:
     """The parser's words in the user's."""
     if text.startswith("Unused Tokens: ["):
         extra = text.removeprefix("Unused Tokens: [").rstrip("].")
-        return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
+        if sys.argv[1:2] == ["run"]:
+            return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
+        return f"unexpected {extra}; --help says what the command takes, and a value with spaces needs quotes"
     if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
         return "a graph file is missing, such as examples/quickstart.yaml"
     return text

@@ -187,7 +187,8 @@ def decode(
 ) -> None:
     """Prefill and decode in tokens per second, against the fastest expert implementation of transformers on the same cores.
 
-    Tokens are compared, memory is held against its bound, and where a decode step's time goes is shown. Exit code 1: float32 tokens differ.
+    Tokens are compared, memory is held against its bound, and where a decode
+    step's time goes is shown. Exit code 1: float32 tokens differ.
     """
     from flowrt.bench.decode import Options
     from flowrt.bench.decode_command import run

@@ -43,7 +43,8 @@ def transport(
 ) -> None:
     """Run the suite of checks on a transport and show, by group and event loop, how many promises are kept, and what is broken.
 
-    Without --quick it takes some minutes and 6 GiB of memory. Exit codes: 0 every promise is kept, 1 one is broken, 2 bad input.
+    Without --quick it takes some minutes and 6 GiB of memory. Exit codes: 0
+    every promise is kept, 1 one is broken, 2 bad input.
     """
     from rich.console import Console
 

@@ -109,6 +109,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("bench nosuch", "nosuch"),
         ("doctor --model /nope", "--model /nope: "),
         (f"doctor --model {empty}", "model_type: is None"),
+        ("doctor x", "unexpected 'x'; --help says"),
         ("doctor --dtype float32", "give --model DIR too"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),
         ("graph show", "a graph file is missing"),
