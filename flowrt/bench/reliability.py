@@ -22,7 +22,7 @@ from flowrt.bench.pairs import Target, take_turns
 from flowrt.bench.report import Figure
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from operators.model_config import read_model_config
 
 KEYS = ("detector", "failover", "hedge")

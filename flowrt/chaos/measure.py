@@ -25,7 +25,7 @@ from flowrt.chaos.watch import Deed, Watch
 from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
 from operators.model_config import read_model_config

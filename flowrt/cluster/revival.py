@@ -1,6 +1,6 @@
 """Deaths that a run outlives: everybody is told at once, and the worker is started again.
 
-Here: `Revival`, for the processes that may die, the monitor among them. Not here: who may (flowrt/reliability/roles.py), how often
+Here: `Revival`, for the processes that may die, the monitor among them. Not here: who may (flowrt/graph/roles.py), how often
 (supervision.py), who is held for dead (watching.py), how a process is made (hosts.py). Called by launcher.py, which owns the workers.
 
 What dies is an OS process with all its workers; it can be outlived when each of them may die. Order: `Left` to all that knew them, in
@@ -23,7 +23,7 @@ from flowrt.cluster.totals import total
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import MONITOR, STARTER, Graph
-from flowrt.reliability.roles import may_die, neighbours
+from flowrt.graph.roles import may_die, neighbours
 from flowrt.reliability.supervision import GiveUp, Supervision
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed

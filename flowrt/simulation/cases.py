@@ -18,7 +18,7 @@ import msgspec
 
 from flowrt.cluster.gateway import Gateway, Parameters, Placed
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from flowrt.reliability.scenario import (
     AnyFault,
     Crash,

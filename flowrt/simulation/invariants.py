@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from flowrt.reliability.scenario import AnyFault, Scenario, Skew
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import Served, SimulatedRequest

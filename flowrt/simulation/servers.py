@@ -18,7 +18,7 @@ import msgspec
 from flowrt.actors.beats import send_beats
 from flowrt.actors.control import Beat, Condemned, Control, Joined, Late, Left, LinkLost, Peers, Start, Suspected
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from flowrt.reliability.supervision import GiveUp, Supervision
 from flowrt.seams import Clock, Running
 from flowrt.simulation.errors import InvariantError

@@ -48,7 +48,7 @@ from flowrt.exchange.failover import Failover
 from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
-from flowrt.reliability.roles import may_die
+from flowrt.graph.roles import may_die
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group

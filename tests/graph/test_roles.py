@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowrt.graph.model import Edge, Graph, Node, ReliabilitySettings
-from flowrt.reliability.roles import may_die, neighbours
+from flowrt.graph.roles import may_die, neighbours
 
 
 def graph_of(**operators: tuple[str, ...]) -> Graph:

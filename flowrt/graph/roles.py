@@ -6,44 +6,9 @@ by the launcher, and by workers to know whose loss they outlive: all of them com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from flowrt.graph.model import Graph
 
 _STATELESS = frozenset({"experts"})  # operators that keep nothing between two calls: another copy gives the same answer
-
-
-class Settings(Protocol):
-    @property
-    def failover(self) -> bool: ...
-
-
-class Node(Protocol):
-    @property
-    def operator(self) -> str: ...
-
-    @property
-    def process(self) -> str: ...
-
-
-class Edge(Protocol):
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def target(self) -> str: ...
-
-
-class Graph(Protocol):
-    """What is asked of a graph here (flowrt.graph imports this room, so this room cannot import it)."""
-
-    @property
-    def nodes(self) -> Mapping[str, Node]: ...
-
-    @property
-    def edges(self) -> Iterable[Edge]: ...
-
-    @property
-    def reliability(self) -> Settings: ...
 
 
 def may_die(graph: Graph) -> frozenset[str]:
