@@ -26,6 +26,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(
         ((QUICKSTART,), "either --plan FILE or --kills N is needed"),
         ((QUICKSTART, "--kills", "1", "--plan", plan), "either --plan FILE or --kills N is needed"),
         ((QUICKSTART, "--kills", "-1"), "--kills is -1"),
+        ((QUICKSTART, "--kills", "1000"), "--kills is 1000; give 999 or less"),
         ((QUICKSTART, "--kills", "1", "--apart", "nan"), "--apart is nan"),
         ((QUICKSTART, "--kills", "1", "--seconds", "inf"), "--seconds is inf"),
         ((QUICKSTART, "--kills", "1", "--requests", "0"), "--requests is 0"),
