@@ -85,7 +85,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     chance = random.Random(f"case {seed}")
     graph = graphs[chance.randrange(len(graphs))]
     if scenario is None:
-        graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
+        graph = _draw_opening(random.Random(f"opening {seed}"), _draw_reliability(random.Random(f"reliability {seed}"), graph))
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions = NetworkConditions(
         most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
@@ -114,6 +114,13 @@ def run_case(case: Case) -> Outcome[Served]:
     return outcome
 
 
+def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
+    """Now and then all links open at the start."""
+    if chance.random() < 0.7:
+        return graph
+    return replace(graph, edges=tuple(replace(edge, open="start") for edge in graph.edges))
+
+
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
     """Often without beats, which take more steps than all the rest; sometimes nobody may die."""
     return replace(
@@ -121,8 +128,8 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
         reliability=replace(
             graph.reliability,
             detector=chance.random() < 0.3,
-            failover=chance.random() < 0.9,
-            lost_expert_seconds=chance.choice((0.1, 1.0, 5.0)),
+            failover=chance.random() < 0.8,
+            lost_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
             restarts=chance.choice((0, 1, 3, 3)),
             restart_window_seconds=chance.choice((0.5, 30.0)),
             hedge=chance.random() < 0.7,
@@ -199,6 +206,9 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
     for _ in range(chance.choice((2, 3, 4, 5))):
         patience = chance.uniform(0.0, 0.1) if chance.random() < 0.15 else None
         drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), cancel_seconds=patience))
+    if chance.random() < 0.25:  # one comes when all that befell the others is over, but for what stays wrong
+        latest = 4.0 if graph.reliability.detector else 16.0
+        drawn[-1] = replace(drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None)
     return tuple(drawn)
 
 
@@ -206,12 +216,12 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 12,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 8,
 }  # fmt: skip
 
 
 def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    count = chance.choice((0, 1, 1, 2, 2, 3, 5))
+    count = chance.choice((0, 1, 2, 2, 3, 3, 5))
     names = list(graph.process_names())
     mortal = sorted(may_die(graph))
     process_of = {node.name: node.process for node in graph.nodes.values()}
@@ -219,25 +229,47 @@ def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
     if mortal and graph.reliability.detector:
         names.append(MONITOR)
+    between = [link for link in links if GATEWAY not in link]
+    servers = sorted({node.process for node in graph.nodes.values() if node.operator == "experts"})
     faults: list[AnyFault] = []
     for kind in chance.choices(list(_KINDS), list(_KINDS.values()), k=count):
-        faults += _draw_deaths(chance, mortal) if kind == "deaths" else _draw_fault(chance, kind, names, links)
+        if kind == "deaths":
+            faults += _draw_deaths(chance, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
+        elif kind == "slow_servers":
+            faults += _draw_slow_servers(chance, servers)
+        else:
+            faults += _draw_fault(chance, kind, names, links)
     return faults
 
 
-def _draw_deaths(chance: random.Random, mortal: list[str]) -> list[AnyFault]:
-    """Servers that die one after another, or all at once, or one again and again."""
-    if not mortal:
-        return []
-    at, apart = 10 ** chance.uniform(-3.3, -0.5), chance.choice((0.0, 1e-3, 30e-3, 0.3))
+def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> list[AnyFault]:
+    """Servers that die one after another, or all at once, or one again and again; now and then others take so long over each call
+    meanwhile that much happens within one."""
+    at, apart = 10 ** chance.uniform(-3.3, -0.5), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
     victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
-    return [Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)]
+    faults: list[AnyFault] = [Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)]
+    if chance.random() < 0.6:
+        factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
+        faults += [
+            Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor) for name in names if name not in victims
+        ]
+    return faults
+
+
+def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
+    """Most of them, from early on, each as slow as it likes: who is late, and whom is it asked instead?"""
+    lasts = 10 ** chance.uniform(-1, 0.4)
+    slow = [name for name in servers if chance.random() < 0.7]
+    return [
+        Slow(at_seconds=10 ** chance.uniform(-3.3, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
+        for name in slow
+    ]
 
 
 def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
     name, between = chance.choice(names), chance.choice(links)
     at = 10 ** chance.uniform(-3.3, -0.8)
-    lasts = 10 ** chance.uniform(-3, 0.4)
+    lasts = 10 ** chance.uniform(-3, 0.7)
     match kind:
         case "crash":
             return [Crash(at_seconds=at, process=name)]
@@ -248,7 +280,7 @@ def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[
         case "hang":
             return [Hang(at_seconds=at, process=name, for_seconds=lasts)]
         case "slow":
-            return [Slow(at_seconds=at, process=name, for_seconds=lasts, factor=chance.choice((2.0, 5.0, 50.0)))]
+            return [Slow(at_seconds=at, process=name, for_seconds=lasts, factor=chance.choice((2.0, 5.0, 50.0, 200.0)))]
         case "slow_link":
             return [SlowLink(at_seconds=at, between=between, for_seconds=lasts, factor=chance.choice((3.0, 30.0, 300.0)))]
         case "cut":

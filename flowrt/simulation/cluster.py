@@ -42,7 +42,7 @@ MONITORS = "flowrt.workers.monitor"
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all that is on its way gets there
 STOP_SECONDS = 10.0  # to end in, once told
 NEWS_SECONDS = 0.3  # for so long a group may not know that an expert is back
-SLOWED_SECONDS = 10.0  # the same where a fault may slow it, or the news, down
+SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 SETTLE_SECONDS = 30.0  # from healing everything to the last new life
 STUCK_SECONDS = 20.0  # without a firing, a token or a new life while no fault lasts: beats never end, so a deadlock would not be seen
 
@@ -96,8 +96,9 @@ class _Cluster:
         self._graph = choose_transports(graph, dict.fromkeys(sorted(_schemes())))
         self._worker, self._exact = worker, exact
         self._scenario = scenario
-        slowed = any(fault.ends_seconds > fault.at_seconds for fault in scenario.faults)
-        self._late_seconds = SLOWED_SECONDS if slowed else NEWS_SECONDS
+        self._slow_until = max(
+            (fault.ends_seconds + NEWS_SECONDS for fault in scenario.faults if fault.ends_seconds > fault.at_seconds), default=0.0
+        )
         self.lines: dict[str, Line] = {}
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
         self._seams = world.seams(GATEWAY)
@@ -293,7 +294,9 @@ class _Cluster:
             placed = self._gateway.admit(request.prompt_token_ids, request.parameters)
             if isinstance(placed, Placed):
                 self._indices.append(placed.index)
-                self._placed[placed.index] = placed.group, self._world.loop.time() - self._late_seconds
+                now = self._world.loop.time()
+                late_seconds = SLOWED_SECONDS if now < self._first_seconds + self._slow_until else NEWS_SECONDS
+                self._placed[placed.index] = placed.group, now - late_seconds
                 await self.tell(placed.group, Submit(placed.request))
                 if request.cancel_seconds is not None:
                     tasks.create_task(self._cancel_later(placed.index, request.cancel_seconds), name=f"client of request {placed.index}")
@@ -315,9 +318,12 @@ class _Cluster:
         self._world.network.conditions = CALM
         healed = self._world.loop.time()
         await self._seams.clock.sleep(QUIET_SECONDS)
-        while not self._servers.settled and not self._verdict.any_accused:
+        while not self._verdict.any_accused:
+            if self._servers.settled and not any(inside.computes for inside in self._insides()):
+                break
             if self._world.loop.time() > healed + SETTLE_SECONDS:
-                raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(self._servers.account())}")
+                busy = [f"{inside.name} computes" for inside in self._insides() if inside.computes]
+                raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(self._servers.account() + busy)}")
             await self._seams.clock.sleep(QUIET_SECONDS)
         if self._verdict.any_accused:
             await asyncio.get_running_loop().create_future()  # the verdict is on its way

@@ -13,6 +13,7 @@ from typing import Any
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these bring torch, so they are imported when they are used
 DISPATCH, FAILOVER = "flowrt.exchange.dispatch", "flowrt.exchange.failover"
+CUT = "operators.dispatch"
 
 
 class Inside:
@@ -79,6 +80,11 @@ class Inside:
         runner = self._worker._runner
         return 0 if runner is None else int(runner.statistics.num_firings)
 
+    @property
+    def computes(self) -> bool:
+        """A call that began while it was slow may outlast all faults and all requests."""
+        return self._worker._compute.running is not None
+
     # expert servers, as an attention worker sees them
 
     @property
@@ -99,6 +105,16 @@ class Inside:
         numbers = failover._servers[server]
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
         return peers == {incarnation} and not any(number in failover._client._lost for number in numbers)
+
+    def unasked(self) -> set[tuple[Any, int]]:
+        """Parts that wait for a copy of their experts, by tag and number, although the worker knows of one."""
+        failover, runner = self._worker._failover, self._worker._runner
+        if failover is None or runner is None:
+            return set()
+        client, nowhere = failover._client, frozenset({import_module(CUT).NOWHERE})
+        return {
+            (tag, part) for tag in client.tags for part in client.at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
+        }
 
     @property
     def has_engine(self) -> bool:
@@ -147,6 +163,8 @@ class Inside:
             for sequence, _ in step.parts if step is not None else ():
                 if sequence not in scheduler.running or sequence.lane != lane:
                     faults.append(f"{sequence.name} is in the step of lane {lane} and holds no pages, or is in another lane")
+        if (claim := scheduler._claim) is not None and claim not in scheduler.running:
+            faults.append(f"{claim.name} claims the next free page and does not run")
         return [f"{self.name}: {fault}" for fault in faults]
 
     def branches(self) -> Counter[str]:

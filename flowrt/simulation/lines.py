@@ -79,6 +79,7 @@ class Line:
     def __init__(self, world: World, verdict: Verdict, name: str, owner: Owner, worker: WorkerMain | None, exact: bool) -> None:
         self.name = name
         self.incarnation = world.new_incarnation()
+        self.began_seconds = world.loop.time()
         self.inside: Inside | None = None
         self.statistics = Statistics()
         self.listening: asyncio.Future[Listening] = world.loop.create_future()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,8 +27,11 @@ from flowrt.simulation.lines import EXPLAINED_SECONDS, Line
 from flowrt.simulation.outages import Outages
 from flowrt.simulation.world import Process, World
 
+UNASKED_SECONDS = 0.5  # for so long at most a part waits for a copy that is there: looks are some milliseconds apart, by any clock
+LOOKS_APART_SECONDS = 0.1  # between looks for such parts
+FASTEST_CLOCK = 2.0  # that is drawn
 NOTICE_SECONDS = 10e-6, 30e-3  # from an end to its being told; drawn between these, short ones as often as long ones
-RESTART_SECONDS = 0.3e-3, 1.0  # from there to the next life
+RESTART_SECONDS = 0.3e-3, 3.0  # from there to the next life
 
 
 class Owner(Protocol):
@@ -66,7 +69,10 @@ class Servers:
         self._world, self._owner, self._outages, self._clock = world, owner, outages, clock
         self._random = world.random_of("servers")
         self._supervision = Supervision(graph.reliability.restarts, graph.reliability.restart_window_seconds)
+        self._suspect_seconds = graph.reliability.suspect_seconds
         self._clients = {name: _neighbours(graph, name) for name in self.mortal}
+        self._looked_at = 0.0
+        self._unasked: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a copy that is there
         self._busy = set(self.mortal) & {MONITOR}  # those whose end or beginning is under way
 
     @property
@@ -112,7 +118,7 @@ class Servers:
         """In its moment, which nobody has heard of yet."""
         self._outages.down(process.name, self._world.loop.time())
 
-    def look(self, insides: Iterable[Inside]) -> None:
+    def look(self, insides: Sequence[Inside]) -> None:
         """At any time: no group takes a living server for dead without cause (I7). Notes when each begins to ask a new life."""
         now = self._world.loop.time()
         for inside in insides:
@@ -129,6 +135,17 @@ class Servers:
                     self._outages.up(inside.name, name, now)
         if self.wrong:
             raise InvariantError("I7", self.wrong[0])
+        if now >= self._looked_at + LOOKS_APART_SECONDS:
+            self._looked_at = now
+            self._look_for_unasked(insides, now)
+
+    def _look_for_unasked(self, insides: Sequence[Inside], now: float) -> None:
+        """No part waits for a copy while there is one (I5)."""
+        unasked = {(inside.name, *part) for inside in insides if not self._owner.has_befallen(inside.name) for part in inside.unasked()}
+        self._unasked = {part: self._unasked.get(part, now) for part in unasked}
+        for (name, tag, part), since in self._unasked.items():
+            if now > since + UNASKED_SECONDS:
+                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for a copy that is there")
 
     def check_in_use(self, insides: Iterable[Inside]) -> None:
         """When all has settled: every group asks every server that lives, in its latest life (I8)."""
@@ -144,8 +161,19 @@ class Servers:
             self._relay(msgspec.structs.replace(word, **{"process" if isinstance(word, Beat) else "by": line.name}))
         elif isinstance(word, Suspected):
             self.counts["suspected"] += 1
+            self._on_suspected(word)
         elif isinstance(word, Condemned):
             self._on_condemned(word)
+
+    def _on_suspected(self, word: Suspected) -> None:
+        """Who does not beat may be suspected, for a client's complaint anybody."""
+        line = self._owner.lines.get(word.process)
+        if line is None or line.incarnation != word.incarnation or not word.why.startswith("no beat"):
+            return
+        if self._world.loop.time() < line.began_seconds + self._suspect_seconds / FASTEST_CLOCK:
+            self.wrong.append(f"{word.process} was suspected before it could have been silent for so long: {word.why}")
+        if not any(self._owner.has_befallen(name) for name in (word.process, GATEWAY, MONITOR)):
+            self.wrong.append(f"{word.process} was suspected, and neither it nor who hears its beats stood still: {word.why}")
 
     def _on_condemned(self, word: Condemned) -> None:
         line = self._owner.lines.get(word.process)

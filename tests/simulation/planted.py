@@ -176,8 +176,8 @@ BUGS: tuple[Bug, ...] = (
     bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (
         CLIENT, "ExpertClient.ask", "if tag.epoch < self._epochs.get(tag.source, 0):", "if False:")),
     bug("asked-before-linked", "a new life is asked before its link is up", (
-        SURVIVAL, "Survival._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._failover.joined(joined.process)",
-        "if self._failover is not None:\n        self._failover.joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
+        SURVIVAL, "Survival._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.joined(joined.process)",
+        "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
     bug("left-unheard", "a worker that is told of a death drops the link and keeps the server", (
         SURVIVAL, "Survival.on_control", "self._end(control.process, control.incarnation)", "pass")),
     bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from flowrt.cluster.gateway import Parameters
+from flowrt.exchange.failover import Failover
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.simulation.cases import draw, reference_of
@@ -17,6 +18,7 @@ from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.world import Outcome, run
+from operators.dispatch import NOWHERE
 from operators.model_config import read_model_config
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
@@ -52,10 +54,10 @@ def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
 
 def test_servers_that_die_one_after_another_cost_no_token() -> None:
     graph = load("2x3.yaml", restarts=9)
-    asked = requests(30, apart=0.15)
+    asked = requests(34, apart=0.3)
     again = 0
     for seed in range(2):
-        faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 1.3 * number) for number in range(4)]
+        faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 3.2 * number) for number in range(4)]
         outcome = serve_under(seed, graph, asked, *faults)
         assert outcome.result.finish_reasons == ("length",) * len(asked)
         assert outcome.num_faults["started again"] >= 3
@@ -124,9 +126,9 @@ def test_without_failover_a_death_ends_the_run() -> None:
 
 def test_a_server_that_dies_too_often_stays_down() -> None:
     graph = load("2x3.yaml", restarts=1, restart_window_seconds=30.0)
-    faults = [Crash(process="experts.0", at_seconds=at) for at in (0.02, 1.6)]
+    faults = [Crash(process="experts.0", at_seconds=at) for at in (0.02, 3.2)]
     for seed in range(2):
-        outcome = serve_under(seed, graph, requests(13, apart=0.2), *faults)
+        outcome = serve_under(seed, graph, requests(13, apart=0.3), *faults)
         assert outcome.result.finish_reasons == ("length",) * 13
         assert (outcome.num_faults["started again"], outcome.num_faults["stayed down"]) == (1, 1)
 
@@ -158,6 +160,44 @@ def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: 
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
     assert outcome.result.finish_reasons == ("length",) * 8
     assert (outcome.num_faults["condemned"], outcome.num_faults["started again"]) == (condemned, started_again)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_alone_holds_an_expert_is_waited_for_however_slow(seed: int) -> None:
+    slow = Slow(process="experts.1", at_seconds=1e-3, for_seconds=5.0, factor=50.0)
+    outcome = serve_under(seed, load("uneven.yaml", failover=True), requests(6), slow, expect="tokens")
+    assert outcome.result.finish_reasons == ("length",) * 6
+
+
+def test_a_request_after_an_outage_is_served() -> None:
+    graph = load("tight.yaml", lost_expert_seconds=0.1, restarts=3)
+    asked = [*requests(5), SimulatedRequest((5, 6, 7, 8), Parameters(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
+    refused = 0
+    for seed in range(8):
+        served = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
+        assert served.finish_reasons[-1] == "length"
+        refused += "error" in served.finish_reasons
+    assert refused > 0
+
+
+def test_a_call_that_outlasts_every_request_is_waited_for() -> None:
+    graph = load("tight.yaml", lost_expert_seconds=0.1, restarts=0)
+    slow = Slow(process="attention.0", at_seconds=0.01, for_seconds=5.0, factor=4000.0)
+    for seed in range(3):
+        serve_under(seed, graph, requests(3, apart=0.02), slow, Crash(process="experts.1", at_seconds=0.02))
+
+
+def test_nobody_who_beats_is_suspected() -> None:
+    graph = load("2x3.yaml", detector=True, suspect_seconds=0.05)  # beats are further apart than that
+    with pytest.raises(InvariantError, match=r"I7: .* was suspected"):
+        serve_under(0, graph, requests(8, apart=0.3))
+
+
+def test_a_part_that_waits_for_a_copy_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_again = Failover._ask_again
+    monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if NOWHERE in servers else ask_again(self, servers))
+    with pytest.raises(InvariantError, match=r"I5: part \d+ of .* waits at attention.0 since .* for a copy that is there"):
+        serve_under(0, load("tight.yaml"), requests(5), Crash(process="experts.1", at_seconds=0.05))
 
 
 def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
