@@ -110,7 +110,7 @@ class Launcher:
         self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
         self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
         self._task: asyncio.Task[None] | None = None
-        self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict)
+        self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict, self.seams.clock)
         self._stopping = self._told_failure = False
         self._failure_frames: TracebackType | None = None
 

@@ -17,6 +17,7 @@ from flowrt.cluster.revival import Revival, Run
 from flowrt.cluster.verdict import Verdict
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import WorkerDiedError
+from flowrt.seams import Clock
 
 _END_SECONDS = 0.5  # for a process that has closed its control line to end
 
@@ -25,9 +26,9 @@ class Loading:
     """One start. What a worker says of itself (Failed) ends the run as ever: it would say it again. What dies without a word is loaded
     anew."""
 
-    def __init__(self, run: Run, hosts: Hosts, introduction: Introduction, revival: Revival, verdict: Verdict) -> None:
+    def __init__(self, run: Run, hosts: Hosts, introduction: Introduction, revival: Revival, verdict: Verdict, clock: Clock) -> None:
         self._run, self._hosts, self._introduction = run, hosts, introduction
-        self._revival, self._verdict = revival, verdict
+        self._revival, self._verdict, self._clock = revival, verdict, clock
         self._is_over = False
 
     def loads_again(self, host: str) -> bool:
@@ -52,17 +53,16 @@ class Loading:
             lines = list(self._run.workers.values())
 
     async def _load_again(self, host: str) -> list[WorkerLine]:
-        died = asyncio.get_running_loop().time()
         how = await self._see_end(host)
         names = self._hosts.workers_of(host)
         for name in names:
             await self._run.workers[name].aclose()
             self._revival.count_restart(name)
             self._run.on_event(events.WorkerDiedLoading(name, how))
-        delay_seconds = self._revival.delay_before_next(host, died)
+        delay_seconds = self._revival.delay_before_next(host)
         if isinstance(delay_seconds, str):
             raise WorkerDiedError(names[0], f"{how} while it loaded, and {delay_seconds}", self._hosts.last_words(host))
-        await asyncio.sleep(delay_seconds)
+        await self._clock.sleep(delay_seconds)
         return await self._revival.fork_again(host)
 
     async def _see_end(self, host: str) -> str:

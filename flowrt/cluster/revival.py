@@ -220,14 +220,14 @@ class Revival:
     def count_restart(self, name: str) -> None:
         self._num_restarts[name] = self._num_restarts.get(name, 0) + 1
 
-    def delay_before_next(self, host: str, now: float) -> float | str:
+    def delay_before_next(self, host: str) -> float | str:
         """A host has died: the seconds to wait before its next life; or why the budget allows none."""
-        decision = self._supervision.on_death(host, now)
+        decision = self._supervision.on_death(host, self._now())
         return decision.why if isinstance(decision, GiveUp) else decision.delay_seconds
 
     async def _is_to_live(self, host: str) -> bool:
         """Whether the budget allows another life, and the run goes on; after the wait that the budget asks for."""
-        delay_seconds = self.delay_before_next(host, self._now())
+        delay_seconds = self.delay_before_next(host)
         if isinstance(delay_seconds, str):
             self._stay_down(host, delay_seconds)
             return False

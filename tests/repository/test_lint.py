@@ -39,7 +39,8 @@ EXECUTOR_FILES = (
 )
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
-    "flowrt/api.py": "the cancels of a run and the window of a stream: both end where `async with` and the generator end",
+    "flowrt/api.py": "the window of a stream: ends where the generator ends",
+    "flowrt/cluster/requests.py": "the cancels of a run: ended by aclose",
     "flowrt/actors/opening.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/fallback.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
     "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
