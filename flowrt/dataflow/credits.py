@@ -7,11 +7,14 @@ what waits for one (runner.py), how many an edge has (flowrt/graph).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
+from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import Output
 from flowrt.graph.model import Edge
+from transports.message import Message, Tag
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -76,8 +79,8 @@ class Incoming:
 class Outgoing:
     """An edge that leaves for another worker. `window` is None for one that answers; `sent` counts messages and payload bytes."""
 
-    __slots__ = ("by_reference", "edge", "sent", "window")
+    __slots__ = ("edge", "sent", "to_message", "window")
 
-    def __init__(self, edge: Edge, window: Window | None, by_reference: bool) -> None:
-        self.edge, self.window, self.by_reference = edge, window, by_reference
+    def __init__(self, edge: Edge, window: Window | None, to_message: Callable[[Payload, int, Tag], Message]) -> None:
+        self.edge, self.window, self.to_message = edge, window, to_message
         self.sent = [0, 0]

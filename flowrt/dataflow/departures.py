@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from flowrt.dataflow.credits import Outgoing, Window
-from flowrt.dataflow.payload import by_reference, to_message
+from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.region import OperatorError, Output
 from flowrt.graph.model import Edge
 from transports.errors import InvalidMessageError, LimitError
-from transports.message import Message
+from transports.message import Message, Tag
 
 
 class Departures:
-    """`edges` leave the process; those in `staying` lead to another worker of the same OS process and carry the tensors themselves.
+    """`edges` leave the process; those in `staying` lead to another worker of the same OS process and carry the tensors themselves;
+    those in `on_device` take tensors that lie on a device as they are, all others bring them to the host.
 
     `post(edge, message)` never waits. `on_unsent` is given what would leave on an edge that is closed.
     """
@@ -28,11 +29,12 @@ class Departures:
         staying: Collection[int],
         post: Callable[[Edge, Message], None],
         on_unsent: Callable[[Output], None],
+        on_device: Collection[int] = (),
     ) -> None:
         self._post, self._on_unsent = post, on_unsent
         edges = list(edges)
         self.windows = {edge.id: Window(edge.credits) for edge in edges if edge.answers is None}
-        self._outgoing = {edge.id: Outgoing(edge, self.windows.get(edge.id), edge.id in staying) for edge in edges}
+        self._outgoing = {edge.id: Outgoing(edge, self.windows.get(edge.id), _coding(edge.id, staying, on_device)) for edge in edges}
         self.sent = {edge_id: outgoing.sent for edge_id, outgoing in self._outgoing.items()}
 
     def take(self, output: Output) -> bool:
@@ -77,10 +79,16 @@ class Departures:
     def _send(self, outgoing: Outgoing, output: Output) -> None:
         edge, payload, sent = outgoing.edge, output.payload, outgoing.sent
         try:
-            message = (by_reference if outgoing.by_reference else to_message)(payload, edge.id, output.tag)
+            message = outgoing.to_message(payload, edge.id, output.tag)
             sent[0] += 1
             for tensor in payload.tensors:
                 sent[1] += tensor.nbytes
             self._post(edge, message)
         except (LimitError, InvalidMessageError, TypeError) as error:
             raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
+
+
+def _coding(edge: int, staying: Collection[int], on_device: Collection[int]) -> Callable[[Payload, int, Tag], Message]:
+    if edge in staying:
+        return by_reference
+    return to_device_message if edge in on_device else to_message

@@ -1,7 +1,8 @@
 """Payload: the torch side of a message, and the way to and from a transport's buffers.
 
-Here: Payload, `to_message` and `from_message`, `by_reference` and `from_reference`. Not here: what the bytes look like on a wire
-(transports/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a process.
+Here: Payload, `to_message`, `to_device_message` and `from_message`, `by_reference` and `from_reference`. Not here: what the bytes look
+like on a wire (transports/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a
+process.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Mes
     return Message(kind, tag, edge, payload.header, tuple(map(_to_buffer, payload.tensors)))
 
 
+def to_device_message(payload: Payload, edge: int, tag: Tag) -> Message:
+    """As `to_message`, for a transport whose capabilities say `device_memory`: a tensor on a device stays there."""
+    return Message("data", tag, edge, payload.header, tuple(map(_to_device_buffer, payload.tensors)))
+
+
 def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
     """As `to_message`, for a transport that stays in this process: the tensors themselves, wherever they lie."""
     tensors = payload.tensors
@@ -60,11 +66,12 @@ def from_reference(message: Message) -> Payload:
 
 
 def from_message(message: Message, device: torch.device | None = None) -> Payload:
-    """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` is another one."""
+    """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` (None: the host) is another one."""
     buffers = message.tensors
-    tensors = (_from_buffer(buffers[0]),) if len(buffers) == 1 else tuple(map(_from_buffer, buffers))
     if device is not None and device.type != "cpu":
-        tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+        tensors = tuple([_from_buffer(buffer, device).to(device, non_blocking=True) for buffer in buffers])
+    else:
+        tensors = (_from_buffer(buffers[0]),) if len(buffers) == 1 else tuple(map(_from_buffer, buffers))
     header = message.header
     return Payload(tensors, bytes(header) if isinstance(header, (bytearray, memoryview)) else header)
 
@@ -100,14 +107,40 @@ def _to_buffer(tensor: torch.Tensor) -> Tensor:
     return Tensor(spec, flat.view(torch.uint8).numpy())
 
 
-def _from_buffer(tensor: Tensor) -> torch.Tensor:
+def _to_device_buffer(tensor: torch.Tensor) -> Tensor:
+    if not is_on_device(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return _to_buffer(tensor)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return Tensor(_spec(tensor.dtype, tensor.shape), device_buffer(flat.view(torch.uint8)))
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether its memory is of a kind that transports know by `__cuda_array_interface__`."""
+    return tensor.is_cuda
+
+
+def device_buffer(flat: torch.Tensor) -> object:
+    """What a transport takes for the bytes of `flat`, contiguous uint8 on a device: something with `__cuda_array_interface__`."""
+    return flat
+
+
+def from_device_buffer(data: object) -> torch.Tensor:
+    """The bytes that such a buffer shows, on their device, without a copy; keeps `data` alive."""
+    return torch.as_tensor(data, device="cuda")
+
+
+def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Tensor:
     spec, data = tensor.spec, tensor.data
     dtype, shape = _TORCH_DTYPES[spec.dtype], spec.shape
     if isinstance(data, torch.Tensor):
         return data  # passed by reference
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    view = memoryview(cast("bytearray", data))  # any buffer will do
+    try:
+        view = memoryview(cast("bytearray", data))  # any buffer will do
+    except TypeError:
+        found = from_device_buffer(data).view(dtype).view(shape)
+        return found if device is not None else found.cpu()
     if view.readonly:
         view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would reach memory that is not ours
     flat = torch.frombuffer(view, dtype=dtype)

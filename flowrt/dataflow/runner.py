@@ -47,11 +47,10 @@ class RunnerStatistics(msgspec.Struct):
 
 
 class Runner:
-    """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to
-    `on_sink`. `post(edge, message)` hands a message to the link of that edge and never waits. `staying`: the edges that leave for
-    another worker of the same OS process; their messages carry the tensors themselves. `early`: long calls run on a thread of their
-    own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent` is given what would leave on
-    a closed edge, `on_answer` the edge and the tag of every answer.
+    """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to `on_sink`.
+    `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see Departures. `early`: long
+    calls run on a thread of their own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent`
+    is given what would leave on a closed edge, `on_answer` the edge and the tag of every answer.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -71,6 +70,7 @@ class Runner:
         early: bool = False,
         on_unsent: Callable[[Output], None] | None = None,
         on_answer: Callable[[int, Tag], None] | None = None,
+        on_device: Collection[int] = (),
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -89,7 +89,7 @@ class Runner:
         self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
-        self._departures = Departures(leaving, staying, post, on_unsent or (lambda output: None))
+        self._departures = Departures(leaving, staying, post, on_unsent or (lambda output: None), on_device)
         self._windows = self._departures.windows
         incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
         self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.answers is None}

@@ -246,7 +246,7 @@ class Worker:
         graph, name, seams = self._graph, self._start.name, self._seams
         identity = Identity(name, self._start.incarnation)
         leaving = {edge.transport for edge in graph.edges if graph.nodes[edge.source].process == name != graph.nodes[edge.target].process}
-        staying = {scheme for scheme in leaving if not seams.transport(scheme).capabilities.between_processes}
+        abilities = {scheme: seams.transport(scheme).capabilities for scheme in leaving}
         self._runner = Runner(
             graph,
             name,
@@ -256,10 +256,11 @@ class Worker:
             self._post,
             self._on_sink,
             self._device,
-            {edge.id for edge in graph.edges if edge.transport in staying},
+            {edge.id for edge in graph.edges if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(self._compute, "beside_loop", False),
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
             on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
+            on_device={edge.id for edge in graph.edges if edge.transport in abilities and abilities[edge.transport].device_memory},
         )
         if self._failover is not None:
             self._failover.begin(self._runner)

@@ -404,6 +404,59 @@ def test_ranges_never_overlap_and_come_back_whole(steps: list[tuple[bool, int]])
 # From here on: a real GPU.
 
 
+class OurTensor:
+    """The bytes of a torch tensor on the tests' device, as torch would show those of one on a GPU."""
+
+    def __init__(self, flat: Any) -> None:
+        self._flat = flat
+        interface = {"shape": tuple(flat.shape), "typestr": "|u1", "data": (flat.data_ptr(), False), "strides": None, "version": 2}
+        self.__cuda_array_interface__ = interface
+
+
+def as_torch_would(data: Any) -> Any:
+    import torch
+
+    interface = data.__cuda_array_interface__
+    memory = (ctypes.c_char * interface["shape"][0]).from_address(interface["data"][0])
+    memory.kept = data  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+    """From the edge that knows of the transport's device memory to the tensors of the receiving node; other tensors go as ever."""
+    import torch
+
+    from flowrt.dataflow import payload as coding
+    from flowrt.dataflow.departures import Departures
+    from flowrt.dataflow.payload import Payload, from_message
+    from flowrt.dataflow.region import Output
+    from flowrt.graph.model import Edge
+
+    first, host, last = torch.arange(12.0).view(3, 4).t(), torch.arange(5), torch.randn(7, 100).bfloat16()
+    tensors = (first, host, last, torch.empty(0, 3), torch.tensor(2.5))
+    on_gpu = {id(tensor) for tensor in tensors if tensor is not host}
+    monkeypatch.setattr(coding, "is_on_device", lambda tensor: id(tensor) in on_gpu)
+    monkeypatch.setattr(coding, "device_buffer", OurTensor)
+    monkeypatch.setattr(coding, "from_device_buffer", as_torch_would)
+    edges = [Edge(number, "a", "x", "b", "x", scheme, credits=1) for number, scheme in enumerate(("cuda", "shm"))]
+    posted: list[Message] = []
+    departures = Departures(edges, (), lambda edge, message: posted.append(message), print, on_device={0})
+    for edge in edges:
+        departures.take(Output(edge, Tag("s"), Payload(tensors)))
+    on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]
+    assert on == [[True, False, True, False, True], [False] * 5]
+    async with opened(pair_maker("cuda"), LIMITS) as pair:
+        one, two = await settled(pair)
+        await one.send(posted[0])
+        received = from_message(await within(two.recv(), "recv")).tensors
+        assert [(got.dtype, got.shape) for got in received] == [(sent.dtype, sent.shape) for sent in tensors]
+        assert all(torch.equal(got, sent) for got, sent in zip(received, tensors, strict=True))
+        inside = [any(start <= got.data_ptr() < start + len(driver.memory[start]) for start in driver.memory) for got in received]
+        assert inside == [True, False, True, False, True]  # aliased, not copied
+        del received
+        await all_given_back(one)
+
+
 def torch_message(torch: Any, number: int, tensors: list[Any]) -> Message:
     specs = [TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors]
     return Message("data", Tag("s", step=number), 0, None, tuple(map(Tensor, specs, [each.view(torch.uint8) for each in tensors])))
@@ -424,6 +477,33 @@ async def test_a_gpu_echo_through_another_process(loop_kind: str) -> None:
                     assert torch.equal(received, sent)
         assert isinstance(channel, CUDAChannel)
         assert channel.host_copies <= 1  # but the first, if the peer's area was not open yet
+
+
+@pytest.mark.gpu
+async def test_payloads_on_a_gpu_never_pass_the_host() -> None:
+    import torch
+
+    from flowrt.dataflow.payload import Payload, from_message, to_device_message
+
+    device = torch.device("cuda")
+    async with opened(pair_maker("cuda"), Limits(capacity_bytes=1 << 22)) as pair:
+        one, two = await settled(pair)
+        tensors = (
+            torch.randn(100, 7, device=device).t(),
+            torch.randn(3, 5).bfloat16(),
+            torch.randn(9, device=device).bfloat16(),
+            torch.tensor(7, device=device),
+        )
+        await one.send(to_device_message(Payload(tensors), 0, Tag("s")))
+        message = await within(two.recv(), "recv")
+        assert [hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] == [True, False, True, True]
+        received = from_message(message, device).tensors
+        assert all(tensor.is_cuda for tensor in received)
+        assert all(torch.equal(got, sent.to(device)) for got, sent in zip(received, tensors, strict=True))
+        assert not any(tensor.is_cuda for tensor in from_message(message).tensors)
+        assert one.host_copies == 0
+        del message, received
+        await all_given_back(one)
 
 
 @pytest.mark.gpu
