@@ -82,17 +82,23 @@ class _UserNode:
                 given += port, tensor.dtype, tensor.shape
             else:
                 arguments[port] = [self._one(port, payload) for payload in value]  # nothing is declared of several
-        fits = tuple(given)
+        fits: Any = tuple(given)
         sizes: dict[str, int] | None = None
         if fits not in self._fitting:
             self._check("input", self._in, arguments, sizes := {})
             self._remember(fits)
         result = self._function(**arguments)
         outputs = self._outputs
-        if len(outputs) == 1 and isinstance(result, torch.Tensor):
+        if type(result) is torch.Tensor and len(outputs) == 1:
             fits = (fits, result.dtype, result.shape)
             if fits in self._fitting:
                 return {outputs[0]: Payload((result,))}
+        elif type(result) is dict:
+            fits = (fits, *[(port, tensor.dtype, tensor.shape) for port, tensor in result.items() if type(tensor) is torch.Tensor])
+            if fits in self._fitting and len(fits) == 1 + len(result):
+                return {port: Payload((tensor,)) for port, tensor in result.items()}
+        else:
+            fits = None
         if result is None and any(firing.tag.layer in edge.layers for edge in self._needing):
             raise OperatorError(
                 f"{self._node.name} gave nothing for its output {self._outputs[0]}; return a dict without the port to send nothing"
@@ -101,7 +107,7 @@ class _UserNode:
         if sizes is None:
             self._check("input", self._in, arguments, sizes := {})  # for the sizes that the outputs must have
         self._check("output", self._out, named, sizes)
-        if len(outputs) == 1 and isinstance(result, torch.Tensor):
+        if fits is not None:
             self._remember(fits)
         return {port: Payload((tensor,)) for port, tensor in named.items()}
 
