@@ -9,6 +9,7 @@ the system's monotonic one, the same in all processes of a machine.
 
 from __future__ import annotations
 
+import struct
 import time
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -50,7 +51,11 @@ def send(go: torch.Tensor) -> dict[str, torch.Tensor]:
     """A round's payloads: `go` is (receivers, bytes, the receiver that gets more or -1, how many times as much)."""
     num_receivers, num_bytes, favoured, factor = go.tolist()
     sizes = [num_bytes * factor if receiver == favoured else num_bytes for receiver in range(num_receivers)]
-    return {f"to{receiver}": payload for receiver, payload in enumerate(stamped(_parts(tuple(sizes))))}
+    payloads, stamps = _stampable(tuple(sizes))
+    now = np.float64(time.monotonic())
+    for stamp in stamps:
+        stamp[0] = now
+    return payloads
 
 
 def receive(**parts: torch.Tensor) -> torch.Tensor:
@@ -82,13 +87,16 @@ def stamped(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A tensor's own bytes; it must be dense."""
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1:
+        return tensor.numpy()
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def check_stamped(data: np.ndarray[Any, Any]) -> float:
     """The time in front. Raises ValueError when what follows is not all ones."""
     check(data[STAMP_BYTES:])
-    return float(data[:STAMP_BYTES].view(np.float64)[0])
+    stamp: tuple[float] = struct.unpack_from("d", data.data)
+    return stamp[0]
 
 
 def check(data: np.ndarray[Any, Any]) -> None:
@@ -109,6 +117,13 @@ def digest_of_ones(num_bytes: int) -> int:
 @lru_cache(maxsize=4)
 def _parts(sizes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+
+@lru_cache(maxsize=4)
+def _stampable(sizes: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], list[np.ndarray[Any, Any]]]:
+    """A round's payloads by port, and where the time goes in each."""
+    parts = _parts(sizes)
+    return {f"to{index}": part for index, part in enumerate(parts)}, [part.numpy()[:STAMP_BYTES].view(np.float64) for part in parts]
 
 
 @lru_cache(maxsize=8)
