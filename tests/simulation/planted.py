@@ -195,7 +195,7 @@ BUGS: tuple[Bug, ...] = (
     bug("old-life-read", "messages of a life that is over are read on", (
         LINKS, "Links._end", "reader.cancel()", "pass"), (
         LINKS, "Links._end", "link.end()", "pass")),
-    bug("any-life-will-do", "the address of a new life is taken for that life, whoever answers", (
+    bug("any-life-will-do", "the end of an old life ends the life that counts", (
         LIVES, "Lives.end", "self._current.get(life.name) != life.incarnation", "life.name not in self._current")),
     # beats and the monitor
     bug("beats-of-the-dead", "beats of an old life count for the new one", (
