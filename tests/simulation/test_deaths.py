@@ -97,8 +97,9 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
     graph = load("tight.yaml", restarts=1, lost_expert_seconds=0.05, lost_expert="degrade")
-    outcome = serve_under(seed, graph, requests(25, apart=0.1), Crash(process="experts.1", at_seconds=0.02))
-    assert outcome.result.finish_reasons == ("length",) * 25
+    asked = requests(6, apart=0.1) + requests(2, apart=8.0)
+    outcome = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.02))
+    assert outcome.result.finish_reasons == ("length",) * 8
     assert outcome.num_faults["started again"] == 1
     assert not any(outcome.result.degraded[-1])
 
