@@ -46,13 +46,15 @@ class Injector:
         """Carry out the scenario, whose times count from `begun`; returns when the last fault is over. Cancelled, it takes back what it
         has begun."""
         faults = sorted(scenario.faults, key=lambda fault: fault.at_seconds)
-        if faults:
+        several = len(faults) > 1
+        if several:
             self._say(f"{len(faults)} faults, the first at {faults[0].at_seconds:g} s, the last at {faults[-1].at_seconds:g} s")
         async with asyncio.TaskGroup() as tasks:
             for number, fault in enumerate(faults):
                 following = faults[number + 1].at_seconds if number + 1 < len(faults) else None
                 then = f"next at {following:g} s" if following is not None else "the last"
-                tasks.create_task(self._befall(fault, begun, f" ({number + 1} of {len(faults)})", then), name=told(fault))
+                place, then = (f" ({number + 1} of {len(faults)})", then) if several else ("", "")
+                tasks.create_task(self._befall(fault, begun, place, then), name=told(fault))
 
     async def kill_randomly(self, names: Sequence[str], num: int, seed: int, apart_seconds: float) -> bool:
         """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. False when one was not
