@@ -9,7 +9,7 @@ from flowrt.actors.links import LinkPlan
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from transports.contract import Limits
 
-RING_BYTES = 8 << 20  # per direction: payloads up to a quarter of its area are not copied by the receiver; 1 MiB is one
+RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
