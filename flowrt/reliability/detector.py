@@ -27,7 +27,7 @@ LAG_SECONDS = 0.025  # a loop this late has done nothing but its work
 LAG_MEMORY_SECONDS = 10.0  # for so long a lag of the observer stretches its time-outs
 DISTRUST_SECONDS = 2.0  # when nearly all fall silent at once: the observer takes it for its own fault, but no longer than this
 DISTRUST_SHARE = 0.8
-STARVED_SECONDS = 2.0  # so much longer may be silent who stands in line for a processor
+STARVED_SECONDS = 2.0  # so much of a silence, at most, is forgiven for standing in line for a processor
 REPORT_SECONDS = 2.0  # for so long a client's complaint keeps a process suspect
 MOST_PAST_LIVES = 64  # remembered per process
 
@@ -83,6 +83,7 @@ class Life:
     state: State = State.ALIVE
     why: str = ""  # it is suspect or dead
     sequence: int = -1
+    starved_seconds: float = 0.0  # of its silence, spent in line for a processor
     reported_until: float = -math.inf
     past: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_PAST_LIVES))  # earlier incarnations
 
@@ -99,6 +100,7 @@ class Detector:
         self._lags: deque[tuple[float, float]] = deque()  # the observer's own: (when, how late)
         self._path_at: float | None = None  # when whoever passes the beats on last gave a sign of its own; None: it never does
         self._starved: frozenset[str] = frozenset()
+        self._looked_at = math.inf
         self._distrust_began: float | None = None
         self._distrust_until = -math.inf
         self.num_ignored = 0
@@ -143,7 +145,7 @@ class Detector:
         if incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence:
             self.num_ignored += 1
             return []
-        life.heard_at, life.sequence = now, sequence
+        life.heard_at, life.sequence, life.starved_seconds = now, sequence, 0.0
         if running is not None and 0 < bound_seconds < running_seconds:
             return [self._condemn(process, life, f"{running} has run {running_seconds:.2f} s, its bound is {bound_seconds:.2f} s")]
         if life.state is State.SUSPECT and now >= life.reported_until:
@@ -163,9 +165,15 @@ class Detector:
             return []
         return [self._suspect(process, life, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
 
-    def starved(self, processes: Collection[str]) -> None:
-        """From now on these, and no others, are seen to stand in line for a processor: slow, which is neither stopped nor hung."""
-        self._starved = frozenset(processes)
+    def starved(self, now: float, processes: Collection[str]) -> None:
+        """From now on these, and no others, are seen to stand in line for a processor: slow, which is neither stopped nor hung.
+
+        The time from look to look is taken off the silence of those who stood there at the first of the two, for whatever befalls them next:
+        who is stopped for a moment after two seconds in line has been silent for that moment.
+        """
+        for process in self._starved & self._lives.keys():
+            self._lives[process].starved_seconds += max(0.0, now - self._looked_at)
+        self._starved, self._looked_at = frozenset(processes), now
 
     # --- time, and the observer itself ----------------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class Detector:
         self._weigh_own_fault(now, sum(silence > suspect_seconds for _, _, silence in judged), len(judged))
         decisions: list[Decision] = []
         for process, life, silence in judged:
-            patience = dead_seconds + (STARVED_SECONDS if process in self._starved else 0.0)
+            patience = dead_seconds + min(life.starved_seconds, STARVED_SECONDS)
             trusted = now >= self._distrust_until or silence > dead_seconds + DISTRUST_SECONDS
             if silence > patience and trusted:
                 decisions.append(self._condemn(process, life, f"no beat for {silence:.2f} s"))

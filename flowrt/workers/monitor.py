@@ -138,7 +138,7 @@ class Monitor:
 
     def _look(self, now: float) -> None:
         silent = [name for name, life in self.detector.lives.items() if life.state is State.SUSPECT]
-        self.detector.starved(self._starvation.look(now, {name: self._pids.get(name, 0) for name in silent}))
+        self.detector.starved(now, self._starvation.look(now, {name: self._pids.get(name, 0) for name in silent}))
         self._tell(self.detector.tick(now, now - self._due))
         self._due += TICK_SECONDS
         if self._due <= now:

@@ -235,9 +235,26 @@ def test_who_stands_in_line_for_a_processor_has_longer_but_not_for_ever() -> Non
         now = tenth / 10 + 0.05
         for process in "ab":
             detector.beat(now, process, "1", tenth)
-        detector.starved({"x"} if now < 5 else ())
+        detector.starved(now, {"x"} if now < 5 else ())
         condemned += [(now, each.process) for each in detector.tick(now) if isinstance(each, Condemned)]
     assert condemned == [(pytest.approx(1.05), "y"), (pytest.approx(3.05), "x")]
+
+
+def test_time_in_line_is_forgiven_whatever_befalls_it_next() -> None:
+    """In line for 1.5 s, then stopped: the stop alone must last for a second. Then it beats, and nothing is forgiven any more."""
+    detector = Detector()
+    condemned: list[tuple[float, str]] = []
+    for process in "abx":
+        detector.joined(0.0, process, "1")
+    for tenth in range(200):
+        now = tenth / 10 + 0.05
+        for process in "ab":
+            detector.beat(now, process, "1", tenth)
+        if 1.9 < now < 2.0 or 5.0 < now < 5.1:
+            detector.beat(now, "x", "1", tenth)
+        detector.starved(now, {"x"} if now < 1.5 or 2.0 < now < 3.5 else ())
+        condemned += [(now, each.process) for each in detector.tick(now) if isinstance(each, Condemned)]
+    assert condemned == [(pytest.approx(4.55), "x")]
 
 
 def test_silence_counts_only_as_far_as_somebody_could_have_told() -> None:
