@@ -168,8 +168,8 @@ class Detector:
     def starved(self, now: float, processes: Collection[str]) -> None:
         """From now on these, and no others, are seen to stand in line for a processor: slow, which is neither stopped nor hung.
 
-        The time from look to look is taken off the silence of those who stood there at the first of the two, whatever befalls them next: who
-        is stopped for a moment after two seconds in line has been silent for that moment.
+        The time from look to look is taken off the silence of those who stood there at the first of the two, whatever befalls them
+        next: who is stopped for a moment after two seconds in line has been silent for that moment.
         """
         for process in self._starved & self._lives.keys():
             self._lives[process].starved_seconds += max(0.0, now - self._looked_at)
