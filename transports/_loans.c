@@ -1,7 +1,7 @@
 /* Memory lent to a library that says from a thread of its own when it is done with it. Part of the module transports._words.
  *
  * Here: Loan, and the function such a library is to call. It touches one word and no Python, so that the library's thread never waits
- * for the interpreter. Not here: the library (zeromq_sockets.py, which alone uses this).
+ * for the interpreter. Not here: the library (zeromq_loans.py, which alone uses this).
  */
 #include "_words.h"
 

@@ -172,6 +172,8 @@ class ZeroMQChannel(WindowedEndpoint):
             self._read_data(body, envelope_bytes, frames)
         elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
             self._hear_taken(*_TAKEN.unpack_from(body, _FRAME.size))
+            if shared_context.lender is not None:
+                shared_context.lender.collect()
         elif kind == _WAITING_KIND:
             self._hear_waiting()
         elif kind == _CLOSE_KIND:

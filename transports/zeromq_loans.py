@@ -9,6 +9,7 @@ libzmq's I/O thread (_loans.c) and looked at when something is lent, and libzmq 
 from __future__ import annotations
 
 import ctypes
+import errno
 from collections import deque
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ class Lender:
         library = _library()
         assert library is not None
         self._library, self._loan_type = library
-        self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._lent: deque[Loan] = deque()
 
     @property
@@ -40,17 +40,19 @@ class Lender:
 
     def send(self, pair: zmq.Socket[bytes], part: bytes | bytearray | memoryview, flags: int) -> None:
         """As `pair.send(part, flags)`, but nothing is copied: the memory is kept until libzmq is done with it. Raises zmq.ZMQError."""
-        self._collect()
+        self.collect()
         loan = self._loan_type(part)
-        message, library = self._message, self._library
-        library.zmq_msg_init_data(message, *loan.terms())
+        message, library = ctypes.create_string_buffer(_MESSAGE_BYTES), self._library
+        if library.zmq_msg_init_data(message, *loan.terms()) < 0:
+            raise zmq.ZMQError(zmq.zmq_errno())
         self._lent.append(loan)
-        if library.zmq_msg_send(message, pair.underlying, flags) < 0:
+        while library.zmq_msg_send(message, pair.underlying, flags) < 0:
             number = zmq.zmq_errno()
-            library.zmq_msg_close(message)  # which ends the loan
-            raise zmq.ZMQError(number)
+            if number != errno.EINTR:  # a signal came between: as pyzmq does, once more
+                library.zmq_msg_close(message)  # which ends the loan
+                raise zmq.ZMQError(number)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Let go of what has come back."""
         lent = self._lent
         while lent and lent[0].returned:

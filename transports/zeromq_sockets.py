@@ -126,6 +126,8 @@ class SharedContext:
         pair.close(0)
         monitor.close(0)
         self._users -= 1
+        if self.lender is not None:
+            self.lender.collect()
         if not self._users and self._context is not None:
             context, self._context = self._context, None
             context.term()  # all that was lent is back

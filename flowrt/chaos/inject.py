@@ -102,10 +102,12 @@ class Injector:
             return deed
         try:
             descriptor = os.pidfd_open(pid) if is_alive(pid) and (name, pid, incarnation) not in self._killed else None
-        except OSError:
+        except OSError as error:
             descriptor = None
+            if not isinstance(error, ProcessLookupError):
+                deed.missed = f"{name} cannot be reached: {error.strerror}"
         if descriptor is None:
-            deed.missed = f"{name} is not there"
+            deed.missed = deed.missed or f"{name} is not there"
             self._say(self._progress(f"{deed.text}{place}: {deed.missed}", then))
             return deed
         try:

@@ -89,8 +89,14 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
     notes = [f"left behind: {line}" for line in found.leaks[:MOST_LINES]]
     missed = Counter(f"{deed.text}: {deed.missed}" for deed in found.deeds if deed.missed)
     notes += [f"could not be done: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MOST_LINES]
-    down = {event.name: event.why for _, event in watch.seen if isinstance(event, events.WorkerGivenUp)}
-    notes += [f"{name} stayed down: {why}; use --set reliability.restarts=N" for name, why in down.items()]
+    down: dict[str, str] = {}
+    for _, event in watch.seen:
+        if isinstance(event, events.WorkerGivenUp):
+            down[event.name] = event.why
+        elif isinstance(event, events.WorkerRestarted):
+            down.pop(event.name, None)
+    more = "; use --set reliability.restarts=N"
+    notes += [f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()]
     notes += [f"failed: {line}" for line in dict.fromkeys(told.error or "never ended" for told in found.told if told.failed)][:MOST_LINES]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")

@@ -100,7 +100,8 @@ class Hosts:
                 pid, lines = await self._starter.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
         except TimeoutError:
             exited.set_result("could not be forked")
-            raise WorkerDiedError(STARTER, f"has given no answer for {FORK_SECONDS:g} s", self.last_words(STARTER)) from None
+            reason = f"has given no answer for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
+            raise WorkerDiedError(STARTER, reason, self.last_words(STARTER)) from None
         except (WorkerDiedError, UserError):
             exited.set_result("could not be forked")
             raise

@@ -40,10 +40,14 @@ def _library() -> ctypes.CDLL | None:
 def hold(fd: int) -> None:
     """Take the lock of the LifeLock that `fd` is of, for as long as the calling thread lives: the process's first. Closes `fd`.
 
-    Should the C library refuse, this death will be heard of by the pidfd only.
+    Should the system refuse, this death will be heard of by the pidfd only.
     """
-    memory = mmap.mmap(fd, _BYTES)
-    os.close(fd)
+    try:
+        memory = mmap.mmap(fd, _BYTES)
+    except OSError:
+        return
+    finally:
+        os.close(fd)
     library, lock = ctypes.CDLL(None), _address(memory)
     attributes = ctypes.create_string_buffer(64)
     failed: int = (
@@ -60,7 +64,7 @@ def hold(fd: int) -> None:
 class LifeLock:
     """Calls `on_death` in the running loop, once, when the process that was given `fd` and holds the lock ends, however it ends.
 
-    A thread sleeps until then. `fd` is -1 where the system has no such locks: then nobody is told.
+    A thread sleeps until then. `fd` is -1 where the system has no such locks, or has run out of something: then nobody is told.
     """
 
     def __init__(self, name: str, on_death: Callable[[], None]) -> None:
@@ -70,19 +74,24 @@ class LifeLock:
         self._memory: mmap.mmap | None = None
         self._thread: threading.Thread | None = None
         self.fd = -1
-        if _library() is not None:
+        if _library() is None:
+            return
+        with contextlib.suppress(OSError):  # no descriptor or memory to be had: the pidfd will tell, later
             self.fd = os.memfd_create("flowrt-life", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, _BYTES)
             self._memory = mmap.mmap(self.fd, _BYTES)
             self._thread = threading.Thread(target=self._wait, name=f"life of {name}", daemon=True)
+        if self._memory is None:
+            self.close()
 
     def given_away(self) -> None:
         """Another process has `fd`, or will have none: begin to wait for its death."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        if self._thread is not None:
-            self._thread.start()
+        if self._thread is not None and not self._is_over:  # its end may be known already
+            with contextlib.suppress(RuntimeError):  # no thread to be had
+                self._thread.start()
 
     def close(self) -> None:
         """Forget the process, which has ended, or was never there. Idempotent."""

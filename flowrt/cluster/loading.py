@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable
 from flowrt.cluster import events
 from flowrt.cluster.hosts import Hosts
 from flowrt.cluster.introduction import Introduction
-from flowrt.cluster.revival import Revival, Run
+from flowrt.cluster.revival import STARTER_SECONDS, Revival, Run
 from flowrt.cluster.verdict import Verdict
 from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import WorkerDiedError
+from flowrt.graph.model import STARTER
 from flowrt.seams import Clock
 
 _END_SECONDS = 0.5  # for a process that has closed its control line to end
@@ -71,5 +72,8 @@ class Loading:
         await asyncio.wait([ended], timeout=_END_SECONDS)
         if not ended.done():
             self._hosts.kill_now(host)
-            await asyncio.wait([ended])
+            await asyncio.wait([ended], timeout=STARTER_SECONDS)
+        if not ended.done():
+            reason = f"has not said for {STARTER_SECONDS:g} s that {host} has ended: is it stopped, or the machine overloaded?"
+            raise WorkerDiedError(STARTER, reason, self._hosts.last_words(STARTER))
         return ended.result()

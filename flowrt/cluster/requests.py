@@ -57,7 +57,11 @@ class Requests:
             return self._refused(admitted)
         self._changed[admitted.index] = asyncio.Event()
         self._progress.opened(self._clock.now())
-        await self._send(admitted.group, Submit(admitted.request))
+        try:
+            await self._send(admitted.group, Submit(admitted.request))
+        except BaseException:  # nobody has its number, so nobody else can end it
+            self._let_go(admitted.index)
+            raise
         return admitted.index
 
     def refuse(self, error: str) -> int:
@@ -85,10 +89,7 @@ class Requests:
                     raise self._failure
                 await self._changed[index].wait()
         finally:
-            self._carry_out(gateway.cancel(index))
-            if gateway.log(index).end is not None:
-                gateway.forget(index)
-            del self._changed[index]
+            self._let_go(index)
             self._followed.discard(index)
 
     def on_control(self, control: Control) -> None:
@@ -103,6 +104,13 @@ class Requests:
     def end_all(self) -> None:
         """The run was closed: what is left is cancelled."""
         self._carry_out(self.gateway.end_all("cancelled"))
+
+    def _let_go(self, index: int) -> None:
+        """Nobody reads this request any more: cancel it, unless it has ended."""
+        self._carry_out(self.gateway.cancel(index))
+        if self.gateway.log(index).end is not None:
+            self.gateway.forget(index)
+        del self._changed[index]
 
     def _refused(self, end: EndEvent) -> int:
         self._changed[end.request] = asyncio.Event()

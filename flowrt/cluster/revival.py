@@ -43,7 +43,7 @@ class Run(Protocol):
 
 
 class Revival:
-    """Until `begin`, at the start of a run, every death ends it; after `stop` those that may die are outlived, but not started again."""
+    """Until `begin`, deaths are loading.py's, or end the run; after `stop` those that may die are outlived, but not started again."""
 
     def __init__(self, graph: Graph, run: Run, hosts: Hosts, introduction: Introduction) -> None:
         self._run, self._hosts, self._introduction = run, hosts, introduction
@@ -53,6 +53,7 @@ class Revival:
         self._lives: asyncio.TaskGroup | None = None
         self._down: Mailbox[tuple[str, str | None]] = Mailbox(1 << 16)  # (host, how it died; None: it has not lived yet)
         self._has_begun = False
+        self._awaited: dict[str, asyncio.Future[str]] = {}  # host -> the exit that the starter is to tell of
         self._causes: dict[str, str] = {}  # host -> why it dies, where more is known of it than its exit status
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
@@ -107,12 +108,14 @@ class Revival:
     # What is heard of deaths. None of these waits.
 
     def on_gone(self, host: str) -> None:
-        """The kernel says that the process has ended."""
+        """The kernel says that the process has begun to die, or has ended: the first word of it counts."""
         if self.outlives(host):
             for line in self._lines(host):
                 self._leave(line, self._causes.get(host, "its process has ended"))
-            if not self._hosts.has_exited(host):
-                asyncio.get_running_loop().call_later(STARTER_SECONDS, self._tell_unless, self._hosts.exits[host], host)
+            reaped = self._hosts.exits[host]
+            if not reaped.done() and self._awaited.get(host) is not reaped:
+                self._awaited[host] = reaped
+                asyncio.get_running_loop().call_later(STARTER_SECONDS, self._tell_unless, reaped, host)
 
     def on_exit(self, host: str, how: str) -> None:
         """The process has ended and was reaped, one that the run outlives."""
@@ -158,7 +161,8 @@ class Revival:
     def _tell_unless(self, reaped: asyncio.Future[str], host: str) -> None:
         """Only the starter can reap and fork, and it does not: what it was asked to bring back stays down, unless it wakes up."""
         if not reaped.done() and not self._stopping.is_set():
-            self._stay_down(host, f"its process has ended, and the starter has given no word for {STARTER_SECONDS:g} s")
+            asked = "is it stopped, or the machine overloaded?"
+            self._stay_down(host, f"it died {STARTER_SECONDS:g} s ago, and the starter has not said so: {asked}")
 
     def _stay_down(self, host: str, why: str) -> None:
         for name in self._hosts.workers_of(host):

@@ -49,15 +49,17 @@ class Standing:
                 self._suspects.pop(name, None)
             case events.WorkerLost(name, how):  # of attention groups nothing is heard here: their death ends the run
                 self._down[name] = how
+                self._given_up.pop(name, None)  # the starter had only stood still
                 self._workers.pop(name, None)
                 self._suspects.pop(name, None)
                 if name == MONITOR:
                     self._suspects.clear()  # nobody would clear them; the next life suspects anew
             case events.WorkerRestarted(name):
                 self._down.pop(name, None)
-                self._given_up.pop(name, None)  # the starter had only stood still
+                self._given_up.pop(name, None)
             case events.WorkerGivenUp(name):
-                self._down.pop(name, None)
+                for known in (self._down, self._suspects, self._workers):
+                    known.pop(name, None)
                 self._given_up[name] = None
             case events.ExpertsLost(name, text):
                 self._lost_experts.pop(name, None)

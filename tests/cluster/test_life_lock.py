@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -122,6 +123,31 @@ def test_a_death_that_is_known_is_not_told() -> None:
         lock.close()
         await asyncio.sleep(0.01)
         assert not told
+        assert not lives()
+
+    asyncio.run(main())
+
+
+def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
+    async def main() -> None:
+        lock = LifeLock("child", lambda: None)
+        lock.close()
+        lock.given_away()
+        assert not lives()
+
+    asyncio.run(main())
+
+
+def test_without_descriptors_nobody_is_told_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        def refuse(name: str, flags: int) -> int:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        lock = LifeLock("child", lambda: None)
+        assert lock.fd == -1
+        lock.given_away()
+        lock.close()
         assert not lives()
 
     asyncio.run(main())
