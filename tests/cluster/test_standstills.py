@@ -59,7 +59,9 @@ async def test_a_death_that_a_stopped_starter_does_not_tell_of(tmp_path: Path, m
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
-            events.WorkerGivenUp("server.0", "its process has ended, and the starter has given no word for 0.3 s"),
+            events.WorkerGivenUp(
+                "server.0", "it died 0.3 s ago, and the starter has not said so: is it stopped, or the machine overloaded?"
+            ),
         ]
         await r.ask("client.0", "work")  # the run goes on
         await r.until(lambda: r.heard("client.0", "done", "work"))
@@ -80,7 +82,7 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_starter(tmp_path: 
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
-            events.WorkerGivenUp("server.0", "the starter has given no answer for 0.3 s"),
+            events.WorkerGivenUp("server.0", "the starter has given no answer for 0.3 s: is it stopped, or the machine overloaded?"),
         ]
         monkeypatch.setattr(hosts, "FORK_SECONDS", 20.0)
         os.kill(starter_of(r), signal.SIGCONT)
