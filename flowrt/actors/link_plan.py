@@ -9,9 +9,7 @@ from flowrt.actors.links import LinkPlan
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from transports.contract import Limits
 
-# Per direction. Payloads up to half of its area are not copied by the receiver: some 13 MiB, and 512 rows of 7168 are 7.
-# Memory is taken as it is used, from its beginning whenever all of it is free.
-RING_BYTES = 32 << 20
+RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
 
 
 def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:

@@ -17,14 +17,13 @@ from typing import Any, Self
 
 import msgspec
 
-from flowrt.actors.link_plan import RING_BYTES
 from flowrt.bench.peers import new_event_loop
 from transports.contract import Channel, Identity, Limits
 from transports.errors import EndOfChannel, TransportError
 from transports.message import Message, Tag, Tensor, TensorSpec
 from transports.registry import get_transport
 
-LIMITS = Limits(capacity_bytes=RING_BYTES)  # as links between workers have
+LIMITS = Limits(capacity_bytes=8 << 20)  # as links between workers have
 _TAG = Tag("bench@0")
 _LARGEST_FLOODED_BYTES = 64 << 10
 
