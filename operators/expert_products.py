@@ -30,6 +30,7 @@ LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures: the times c
 MEAN_LOADS = (1, 2, 4)  # that decide how experts are held: those of decoding
 SPREAD = (0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.5, 2.5)  # of rows over experts, as shares of the mean
 PROFILE_BYTES = 64 << 20  # of weights, so that they come from memory as they do in a step, not from a cache
+ROWS_ALIKE = 16  # products of more rows are taken of multiples
 PROFILE_SECONDS = 0.4  # no further load is measured after this long
 
 
@@ -75,6 +76,19 @@ class Profile:
         return seconds[min(bisect_left(self.loads, load), len(seconds) - 1)]
 
 
+def window(start: int, count: int, num_rows: int) -> tuple[int, int]:
+    """(first row, rows) of a product for the `count` rows from `start` of `num_rows`: a multiple of ROWS_ALIKE with neighbours' rows among
+    them, when there are more than that, and so many rows at all.
+
+    The library compiles a product for each number of rows it meets and keeps them: seconds and a gigabyte when every number up to a few
+    hundred comes. Its instructions take 16 rows at a time or nearly so; what comes out for a neighbour's, nobody looks at.
+    """
+    taken = -(-count // ROWS_ALIKE) * ROWS_ALIKE
+    if count <= ROWS_ALIKE or taken > num_rows:
+        return start, count
+    return min(start, num_rows - taken), taken
+
+
 NEVER_DENSE = Profile((0,), (0.0,), (0.0,))
 
 
@@ -90,11 +104,14 @@ class GroupedExperts(LayerExperts):
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
         """As `run`, for counts that the host knows."""
-        pieces = [
-            _expert(*expert, x_PH[end - count : end])
-            for expert, count, end in zip(self._experts, counts, accumulate(counts), strict=True)
-            if count
-        ]
+        num_rows = len(x_PH)
+        pieces = []
+        for expert, count, end in zip(self._experts, counts, accumulate(counts), strict=True):
+            if count:
+                first, taken = window(end - count, count, num_rows)
+                skipped = end - count - first
+                y_RH = _expert(*expert, x_PH[first : first + taken])
+                pieces.append(y_RH if taken == count else y_RH[skipped : skipped + count])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty_like(x_PH)
 
     def expert(self, place: int) -> Callable[[Tensor], Tensor]:

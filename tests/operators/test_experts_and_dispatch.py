@@ -136,3 +136,32 @@ def test_combine_adds_in_the_order_given_and_changes_nothing_given() -> None:
     assert torch.equal(residual, kept[0])
     assert all(torch.equal(y, before) for (_, y), before in zip(parts, kept[1], strict=True))
     assert torch.equal(combine(residual, []), residual)
+
+
+@given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6))
+def test_products_are_taken_of_few_numbers_of_rows_and_hold_those_asked_for(counts: list[int]) -> None:
+    total, start = sum(counts), 0
+    for count in counts:
+        first, taken = expert_products.window(start, count, total)
+        assert 0 <= first <= start
+        assert start + count <= first + taken <= total
+        if count > expert_products.ROWS_ALIKE and -(-count // 16) * 16 <= total:
+            assert taken % expert_products.ROWS_ALIKE == 0
+            assert taken - count < expert_products.ROWS_ALIKE
+        else:
+            assert (first, taken) == (start, count)
+        start += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_rows_in_a_product_change_nothing(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate_up = (torch.randn(4, 48, 32, generator=generator) / 6).to(dtype)
+    down = (torch.randn(4, 32, 24, generator=generator) / 5).to(dtype)
+    counts = [17, 1, 40, 21]
+    x_PH = torch.randn(sum(counts), 32, generator=generator).to(dtype)
+    grouped = expert_products.GroupedExperts(
+        [(expert_products.lay_out(each), expert_products.lay_out(other)) for each, other in zip(gate_up, down, strict=True)]
+    )
+    alone = torch.cat([grouped.expert(place)(rows) for place, rows in enumerate(x_PH.split(counts))])
+    torch.testing.assert_close(grouped.run_counted(x_PH, counts), alone)
