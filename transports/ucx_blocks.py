@@ -1,7 +1,8 @@
 """Memory that UCX writes into: blocks that are used again and again, so that they stay mapped and registered.
 
 Here: `BlockPool`. Not here: UCX (ucx_link.py), what is in the blocks (ucx.py, which calls this). A block is whole pages of anonymous
-memory. A receiver takes one for a message's tensors and hands out a *lease* on it: the block comes back by itself when the last view of the lease is gone, on whatever thread that happens.
+memory. A receiver takes one for a message's tensors and hands out a *lease* on it: the block comes back by itself when the last view of
+the lease is gone, on whatever thread that happens.
 
 Sizes are rounded up to eighths of a power of two, so that a block fits many messages; at most `idle_bytes` are kept unused.
 """
