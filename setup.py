@@ -1,4 +1,5 @@
-"""Only for the one C module, which is optional: without a compiler the install goes on, and shared memory reports why it is missing.
+"""Only for the two C modules, which are optional: without a compiler the install goes on, shared memory reports why it is missing, and
+products are those of the library.
 
 Everything else about the package is in pyproject.toml. For development: python setup.py build_ext --inplace
 """
@@ -16,6 +17,15 @@ if sys.platform == "linux":
             depends=["transports/_words.h"],
             extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-pthread"],
             extra_link_args=["-pthread"],
+            optional=True,
+        )
+    )
+    extensions.append(
+        Extension(
+            "operators._panels",
+            ["operators/_panels.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
+            extra_link_args=["-fopenmp"],
             optional=True,
         )
     )

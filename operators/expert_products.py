@@ -5,15 +5,15 @@ the forms of a single matrix (products.py). Built by experts.py while it loads.
 
 *Grouped*: a product per expert that has rows, of exactly these rows. *Dense*: one batched product of all experts held, each padded to
 the most rows that any has: fewer, larger calls, paid with rows of zeros and with experts that have none. Which is faster depends on the
-load, the library and the machine, so a small profile is taken once, with the first layer's own weights. On CUDA one grouped product
-does all, and the host learns nothing about the rows.
+load, the library and the machine, so a small profile is taken once, with the first layer's own weights. Matrices laid out one by one,
+packed or in panels, are measured beside the stacks. On CUDA one grouped product does all, and the host learns nothing about the rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from operators.dense import gated_silu
-from operators.products import Form, Plain, Product, form_for, lay_out, shared_form
+from operators.products import COPIED, Form, Panels, Plain, Product, form_for, lay_out, shared_form
 
 LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures: the times climb in steps, which a load in between belongs to
 MEAN_LOADS = (1, 2, 4)  # that decide how experts are held: those of decoding
@@ -118,6 +118,20 @@ class GroupedExperts(LayerExperts):
         return partial(_expert, *self._experts[place])
 
 
+class PanelExperts(GroupedExperts):
+    """The same for matrices in panels: each product writes its rows where they belong, and all are activated at once."""
+
+    def __init__(self, experts: Sequence[tuple[Panels, Panels]]) -> None:
+        super().__init__(experts)
+        self._matrices = [list(each) for each in zip(*experts, strict=True)]  # all gate_up, all down
+
+    def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
+        if not self._matrices:
+            return torch.empty_like(x_PH)
+        gate_up, down = self._matrices
+        return _into_place(down, gated_silu(_into_place(gate_up, x_PH, counts)), counts)
+
+
 class StackedExperts(LayerExperts):
     """Matrices in two stacks, for whichever product the profile says."""
 
@@ -164,23 +178,29 @@ def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) ->
     return _batched(gate_up, down, padded.view(num_experts, most, -1)).flatten(0, 1).index_select(0, places_P)
 
 
+def one_by_one(gate_up: Sequence[Product], down: Sequence[Product]) -> GroupedExperts:
+    """The experts of these laid-out matrices, of the kind that suits their form."""
+    pairs = [(a, b) for a, b in zip(gate_up, down, strict=True) if isinstance(a, Panels) and isinstance(b, Panels)]
+    return PanelExperts(pairs) if len(pairs) == len(gate_up) else GroupedExperts(list(zip(gate_up, down, strict=True)))
+
+
 def profile_size(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
     """How many experts of such matrices a profile takes: PROFILE_BYTES of them."""
     return max(1, PROFILE_BYTES // (sum(rows * columns for rows, columns in shapes) * dtype.itemsize))
 
 
-def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Profile | None:
+def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Form | Profile:
     """How experts like these are best held on this machine, measured with them (`profile_size` says with how many).
 
-    None: packed, one by one (GroupedExperts); else what StackedExperts needs to know. `now` gives seconds.
+    The form in which they are laid out one by one, or what StackedExperts needs to know. `now` gives seconds.
     """
     number = len(gate_up)
     kinds: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
         "dense": partial(dense, gate_up, down),
         "grouped": _grouped(gate_up, down, shared_form(gate_up)).run_counted,
     }
-    if form_for(gate_up.dtype) == "packed":
-        kinds["packed"] = _grouped(gate_up, down, "packed").run_counted
+    laid_out: set[Form] = {form_for(gate_up.dtype), form_for(gate_up.dtype, "cpu", *_shapes(gate_up, down))} & COPIED
+    kinds |= {form: _grouped(gate_up, down, form).run_counted for form in laid_out}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     deadline = now() + PROFILE_SECONDS
     for load in LOADS:
@@ -189,22 +209,25 @@ def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Pro
             seconds[kind].append(_fastest(partial(run, x_PH, [load] * number), now) / number)
         if now() > deadline:
             break
-    return choose(LOADS[: len(seconds["dense"])], seconds["grouped"], seconds["dense"], seconds.get("packed"))
+    return choose(LOADS[: len(seconds["dense"])], seconds["grouped"], seconds["dense"], {form: seconds[form] for form in laid_out})
 
 
 def choose(
-    loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], packed_seconds: Sequence[float] | None
-) -> Profile | None:
-    """None when packed matrices are faster over MEAN_LOADS, each counting alike; else the profile to choose by at each load. Pure.
+    loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], laid_out_seconds: Mapping[Form, Sequence[float]]
+) -> Form | Profile:
+    """The form whose products are faster than those of stacks over MEAN_LOADS, each counting alike; else the profile to choose by at each
+    load. Pure.
 
     Rows are never spread evenly: an expert has some, its neighbour three times as many or none (SPREAD).
     """
     stacked = Profile(tuple(loads), tuple(grouped_seconds), tuple(dense_seconds))
-    if packed_seconds is None:
-        return stacked
-    packed = Profile(tuple(loads), tuple(packed_seconds), tuple(packed_seconds))
     spread = [[round(share * mean) for share in SPREAD] for mean in MEAN_LOADS]
-    return None if prod(packed.grouped(counts) / stacked.fastest(counts) for counts in spread) < 1 else stacked
+    ratios: dict[Form, float] = {}
+    for form, seconds in laid_out_seconds.items():
+        alone = Profile(tuple(loads), tuple(seconds), tuple(seconds))
+        ratios[form] = prod(alone.grouped(counts) / stacked.fastest(counts) for counts in spread)
+    best = min(ratios, key=ratios.__getitem__, default=None)
+    return best if best is not None and ratios[best] < 1 else stacked
 
 
 def has_grouped_product(dtype: torch.dtype, device_type: str, *widths: int) -> bool:
@@ -213,7 +236,23 @@ def has_grouped_product(dtype: torch.dtype, device_type: str, *widths: int) -> b
 
 
 def _grouped(gate_up: Tensor, down: Tensor, form: Form) -> GroupedExperts:
-    return GroupedExperts([(lay_out(each, form), lay_out(other, form)) for each, other in zip(gate_up, down, strict=True)])
+    return one_by_one(*([lay_out(matrix, form) for matrix in matrices] for matrices in (gate_up, down)))
+
+
+def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
+    return [(stack.shape[1], stack.shape[2]) for stack in stacks]
+
+
+def _into_place(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
+    """y_PN: each matrix's rows with it."""
+    x_PK, num_outputs, num_threads = x_PK.contiguous(), matrices[0].shape[0], torch.get_num_threads()
+    y_PN = x_PK.new_empty(len(x_PK), num_outputs)
+    x, y, x_bytes, y_bytes = x_PK.data_ptr(), y_PN.data_ptr(), x_PK.shape[1] * x_PK.itemsize, num_outputs * y_PN.itemsize
+    for matrix, count in zip(matrices, counts, strict=True):
+        if count:
+            matrix.into(x, y, count, num_threads)
+            x, y = x + count * x_bytes, y + count * y_bytes
+    return y_PN
 
 
 def _expert(gate_up: Product, down: Product, x_RH: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ from operators.expert_products import (
     DeviceExperts,
     GroupedExperts,
     LayerExperts,
+    Profile,
     StackedExperts,
     has_grouped_product,
+    one_by_one,
     profile_size,
     take_profile,
 )
 from operators.model_config import ModelConfig
-from operators.products import form_for, lay_out
+from operators.products import Form, Product, form_for, lay_out
 from operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from operators.weights import Checkpoint, torch_dtype
 
@@ -56,8 +58,7 @@ class Experts:
         self.config = config
         self._blocks, self._device = blocks, device
         self._now = None if blocks.strict else now
-        self._packed: bool | None = None  # not known before the first layer
-        self._profile = NEVER_DENSE
+        self._how: Form | Profile | None = None  # experts are held: not known before the first layer
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
     @property
@@ -120,7 +121,8 @@ class Experts:
         gate_up, down, x_RH = (
             torch.randn(shape, generator=generator).to(self._device, dtype) for shape in (*shapes, (PROOF_ROWS, config.hidden_size))
         )
-        drawn = GroupedExperts([(lay_out(gate_up.div_(config.hidden_size**0.5)), lay_out(down))])
+        form = form_for(dtype, gate_up.device.type, *shapes)
+        drawn = GroupedExperts([(lay_out(gate_up.div_(config.hidden_size**0.5), form), lay_out(down, form))])
         self._blocks.run("experts", drawn.expert(0), x_RH)
 
     @property
@@ -140,32 +142,27 @@ class Experts:
         return _Held(expert_ids, place.to(self._device), self._read_experts(checkpoint, layer, expert_ids))
 
     def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
-        """Each expert is read straight into its place, or, if it is packed, into one that all share until they are."""
-        dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
-        if self._packs(checkpoint, layer, expert_ids):
-            gate_up, down = self._read_stacks(checkpoint, layer, expert_ids[:1])
-            experts = []
+        """Each expert is read straight into its place, or, if it is laid out in a copy, into one that all share until they are."""
+        if self._how is None and expert_ids:
+            self._how = self._choose(checkpoint, layer, expert_ids)
+        if expert_ids and (self._how == "packed" or self._how == "panels"):
+            (gate_up,), (down,) = self._read_stacks(checkpoint, layer, expert_ids[:1])
+            products: list[tuple[Product, Product]] = []
             for expert in expert_ids:
-                self._read_expert(checkpoint, layer, expert, gate_up[0], down[0])
-                experts.append((lay_out(gate_up[0], "packed"), lay_out(down[0], "packed")))
-            return GroupedExperts(experts)
-        gate_up, down = self._read_stacks(checkpoint, layer, expert_ids)
-        if has_grouped_product(dtype, device_type, *self._shapes[1]):
-            return DeviceExperts(gate_up, down)
-        return StackedExperts(gate_up, down, self._profile)
+                self._read_expert(checkpoint, layer, expert, gate_up, down)
+                products.append((lay_out(gate_up, self._how), lay_out(down, self._how)))
+            return one_by_one(*zip(*products, strict=True))
+        stacks = self._read_stacks(checkpoint, layer, expert_ids)
+        if has_grouped_product(torch_dtype(self.config), torch.device(self._device).type, *self._shapes[1]):
+            return DeviceExperts(*stacks)
+        return StackedExperts(*stacks, self._how if isinstance(self._how, Profile) else NEVER_DENSE)
 
-    def _packs(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> bool:
-        """Whether experts are packed. The first layer read tells, for all of them."""
-        if not expert_ids:
-            return False
-        if self._packed is None:
-            form = form_for(torch_dtype(self.config), torch.device(self._device).type)
-            self._packed = form == "packed"
-            if self._now is not None and torch.device(self._device).type == "cpu":
-                sample = expert_ids[: profile_size(self._shapes, torch_dtype(self.config))]
-                profile = take_profile(*self._read_stacks(checkpoint, layer, sample), self._now)
-                self._packed, self._profile = profile is None, profile or NEVER_DENSE
-        return self._packed
+    def _choose(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> Form | Profile:
+        """How experts are held. The first layer read tells, for all of them."""
+        dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
+        if self._now is None or device_type != "cpu":
+            return form_for(dtype, device_type, *self._shapes)
+        return take_profile(*self._read_stacks(checkpoint, layer, expert_ids[: profile_size(self._shapes, dtype)]), self._now)
 
     def _read_stacks(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         gate_up, down = (_aligned_stack(len(expert_ids), shape, torch_dtype(self.config), self._device) for shape in self._shapes)

@@ -8,25 +8,38 @@ Why forms: a step of decoding brings few rows, so a product reads more than it c
 the matrix, which costs more than the product itself at 2 to 64 rows; *packed* does that once, at loading. Where the processor has no
 instructions for 16-bit numbers the library's product of many rows computes at a tenth of its float32 rate; *widened* turns blocks
 of the matrix, small enough to stay in the cache, into float32 first.
+
+*Panels* are our own (_panels.c), where the processor has the instructions and the matrix fits: a row's bits depend on that row alone,
+whatever number of rows comes, which no library promises and strict numerics need; and one to sixteen rows take as long as reading
+the matrix once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from operators.model_config import ModelConfig
 from operators.weights import Checkpoint
 
-Form = Literal["plain", "packed", "widened"]
+_panels: ModuleType | None
+try:
+    from operators import _panels
+except ImportError:  # built without a compiler
+    _panels = None
+
+Form = Literal["plain", "packed", "widened", "panels"]
 
 WIDEN_FROM_ROWS = 5  # below, the plain product's one pass over the matrix costs less than widening it
 WIDENED_BYTES = 1 << 20  # of a block of the matrix in float32: what a core's own cache holds
+PANEL_OUTPUTS, PANEL_INPUTS = 16, 32  # a matrix in panels has multiples of both
 
 
 class Product(ABC):
@@ -83,12 +96,63 @@ class Packed(Product):
         return y_TN
 
 
-FORMS: dict[Form, type[Plain | Widened | Packed]] = {"plain": Plain, "widened": Widened, "packed": Packed}
+class Panels(Product):
+    """The matrix in panels of 16 outputs, column by column, where a column is 32 bits: a float32, or two bfloat16 (_panels.c)."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        columns = weight_NK.contiguous().view(torch.float32)
+        self._panels = columns.view(-1, PANEL_OUTPUTS, columns.shape[1]).transpose(1, 2).contiguous()
+        self._kind = _kinds()[weight_NK.dtype]
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        y_TN = panel_product(x_TK, self)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
+        """The product of rows at address x, to address y, without bias; both whole rows, in the matrix's dtype."""
+        assert _panels is not None
+        _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
+
+
+def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
+    """y_TN. A function that torch's overrides see, as they see the library's: a proof of strict blocks watches what is computed."""
+    if has_torch_function_unary(x_TK):
+        seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
+        return seen
+    x_TK = x_TK.contiguous()
+    y_TN = x_TK.new_empty(x_TK.shape[0], matrix.shape[0])
+    matrix.into(x_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
+    return y_TN
+
+
+FORMS: dict[Form, type[Plain | Widened | Packed | Panels]] = {"plain": Plain, "widened": Widened, "packed": Packed, "panels": Panels}
+COPIED: frozenset[Form] = frozenset({"packed", "panels"})  # forms that do not keep the tensor they are made of
+
+
+def form_for(dtype: torch.dtype, device_type: str = "cpu", *shapes: tuple[int, int]) -> Form:
+    """The form for matrices of `dtype` and `shapes`, from what the machine has, not from measuring: the same in every process and run."""
+    if shapes and device_type == "cpu" and dtype in _kinds() and all(fits_panels(shape) for shape in shapes):
+        return "panels"
+    return _library_form(dtype, device_type)
+
+
+def fits_panels(shape: tuple[int, int]) -> bool:
+    """Whether a matrix [N, K] is made of whole panels and, in bfloat16, of whole tiles."""
+    return shape[0] % PANEL_OUTPUTS == 0 and shape[1] % PANEL_INPUTS == 0
 
 
 @lru_cache
-def form_for(dtype: torch.dtype, device_type: str = "cpu") -> Form:
-    """The form for matrices of `dtype`, from what the machine has, not from measuring: the same in every process and every run."""
+def _kinds() -> dict[torch.dtype, int]:
+    """dtype -> the number that _panels.c gives the fastest of its products for it on this processor."""
+    if _panels is None:
+        return {}
+    dtypes = {_panels.FLOAT32: torch.float32, _panels.BFLOAT16: torch.bfloat16, _panels.BFLOAT16_TILES: torch.bfloat16}
+    return {dtypes[kind]: kind for kind in _panels.kinds()}  # ascending: the last of a dtype is the fastest
+
+
+@lru_cache
+def _library_form(dtype: torch.dtype, device_type: str) -> Form:
     if device_type != "cpu":
         return "plain"
     instructions = dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16_instructions())
@@ -99,13 +163,14 @@ def form_for(dtype: torch.dtype, device_type: str = "cpu") -> Form:
 
 def shared_form(weight: Tensor) -> Form:
     """The form for a matrix that something else reads too, and that therefore stays as it is."""
-    form = form_for(weight.dtype, weight.device.type)
-    return "plain" if form == "packed" else form
+    form = _library_form(weight.dtype, weight.device.type)
+    return "plain" if form in COPIED else form
 
 
 def lay_out(weight_NK: Tensor, form: Form | None = None) -> Product:
-    """The matrix in `form`, or in the one that suits its dtype and device. A packed matrix is a copy; others keep the tensor."""
-    return FORMS[form or form_for(weight_NK.dtype, weight_NK.device.type)](weight_NK)
+    """The matrix in `form`, or in the one that suits it. Packed and in panels it is a copy; other forms keep the tensor."""
+    shape = (weight_NK.shape[0], weight_NK.shape[1])
+    return FORMS[form or form_for(weight_NK.dtype, weight_NK.device.type, shape)](weight_NK)
 
 
 def read_product(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from operators.model_config import ModelError
-from operators.products import Product, lay_out
+from operators.products import Product, form_for, lay_out, panel_product
 
 SIZES = (4, 8, 16, 32, 64, 128)
 PROOF_ROWS = SIZES[-1]  # rows that a proof is given
@@ -148,7 +148,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self._seen: dict[torch.dtype, list[Tensor]] = {}  # [T, n] each
-        self.products: list[tuple[torch.dtype, int, int]] = []  # of bytes too few to show an order of additions: dtype, inputs, outputs
+        # Of bytes too few to show an order of additions: dtype, inputs, outputs, whether in panels.
+        self.products: list[tuple[torch.dtype, int, int, bool]] = []
         self._num_rows = num_rows
 
     def __torch_function__(
@@ -157,8 +158,9 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in _NOT_COMPUTED:
             self.note(result)
-        if (func is F.linear or getattr(func, "__name__", "") == "_linear_pointwise") and result.itemsize < 4:
-            self.products.append((result.dtype, args[0].shape[-1], result.shape[-1]))
+        is_product = func in (F.linear, panel_product) or getattr(func, "__name__", "") == "_linear_pointwise"
+        if is_product and result.itemsize < 4:
+            self.products.append((result.dtype, args[0].shape[-1], result.shape[-1], func is panel_product))
         return result
 
     def note(self, result: Any) -> None:
@@ -211,15 +213,17 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
         function(*(x.clone() for x in rows))
     generator = torch.Generator().manual_seed(1)
     made: list[tuple[Tensor, Product]] = []
-    for dtype, num_inputs, num_outputs in sorted(set(watch.products), key=str):
+    device = rows[0].device
+    for dtype, num_inputs, num_outputs, in_panels in sorted(set(watch.products), key=str):
         order = torch.randperm(num_inputs, generator=generator)
         half = num_inputs // 2
         exponents = torch.randint(-8, 9, (num_outputs, half), generator=generator)
         weights = torch.ldexp(torch.randn((num_outputs, half), generator=generator).to(dtype), exponents).to(dtype)
         signs = torch.randn((PROOF_ROWS, half), generator=generator).sign().to(dtype)
         odd = torch.zeros((1, num_inputs - 2 * half), dtype=dtype)
-        x = torch.cat((signs, signs, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(rows[0].device)
-        made.append((x, lay_out(torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(rows[0].device))))
+        x = torch.cat((signs, signs, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(device)
+        weight = torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(device)
+        made.append((x, lay_out(weight, "panels" if in_panels else form_for(dtype, device.type))))
 
     def extended(*blocks: Tensor) -> tuple[Tensor, ...]:
         products = [product(x) for x, (_, product) in zip(blocks[len(rows) :], made, strict=True)]

@@ -9,20 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operators import products
 from operators.expert_products import (
     LOADS,
     NEVER_DENSE,
     DeviceExperts,
     GroupedExperts,
+    PanelExperts,
     Profile,
     StackedExperts,
     choose,
     has_grouped_product,
+    one_by_one,
     take_profile,
 )
-from operators.products import FORMS, Form, form_for, lay_out, shared_form
+from operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
+
+
+OWN = [dtype for dtype in (torch.float32, torch.bfloat16) if form_for(dtype, "cpu", (16, 32)) == "panels"]  # what the processor can do
+KINDS = [] if products._panels is None else products._panels.kinds()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -31,15 +38,88 @@ ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
 def test_every_form_gives_what_the_plain_one_gives(form: Form, dtype: torch.dtype, num_rows: int) -> None:
     if form == "packed" and form_for(torch.float32) != "packed":
         pytest.skip("this build of torch packs no matrices")
+    if form == "panels" and dtype not in OWN:
+        pytest.skip("this processor has no instructions for panels of the dtype, or there was no compiler")
     generator = torch.Generator().manual_seed(num_rows)
-    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((1300, 70), (1300,), (num_rows, 70)))
+    num_outputs, num_inputs = (1296, 96) if form == "panels" else (1300, 70)
+    shapes = ((num_outputs, num_inputs), (num_outputs,), (num_rows, num_inputs))
+    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     product = lay_out(weight.clone(), form)
-    assert (product.shape, product.nbytes) == ((1300, 70), weight.nbytes)
+    assert (product.shape, product.nbytes) == ((num_outputs, num_inputs), weight.nbytes)
     for given_bias in (None, bias):
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if given_bias is None else bias.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.25
         torch.testing.assert_close(product(x, given_bias).double(), expected, rtol=2e-2, atol=tolerance)
         assert product(x, given_bias).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (176, 96), (80, 1024)])
+def test_bits_of_a_row_in_panels_are_its_own(kind: int, shape: tuple[int, int]) -> None:
+    """Whatever number of rows comes, wherever the row stands among them, and with any number of threads."""
+    dtype = torch.float32 if kind == 0 else torch.bfloat16
+    generator = torch.Generator().manual_seed(kind)
+    weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in (shape, (210, shape[1])))
+    matrix = lay_out(weight, "panels")
+    assert isinstance(matrix, Panels)
+    matrix._kind = kind  # not only the fastest
+
+    def product(rows: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
+        y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
+        matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), num_threads)
+        assert (y[-1] == 7.0).all()  # nothing is written behind the last row
+        return y[:-1]
+
+    alone = torch.cat([product(row) for row in x.split(1)])
+    torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4 if kind == 0 else 1e-2, atol=1e-3)
+    for num_rows in (*range(1, 40), 64, 96, 97, 131, 200):
+        for start, num_threads in ((0, 1), (9, 2), (3, 3)):
+            assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+
+
+def test_rows_beyond_what_the_cache_holds_are_taken_in_parts() -> None:
+    for dtype in OWN:
+        weight, x = torch.randn(32, 8192).to(dtype), torch.randn(250, 8192).to(dtype)
+        matrix = lay_out(weight, "panels")
+        assert torch.equal(matrix(x), torch.cat([matrix(row) for row in x.split(1)]))
+
+
+def test_what_c_is_told_must_make_sense() -> None:
+    if products._panels is None:
+        pytest.skip("there was no compiler")
+    for wrong in ((9, 0, 0, 0, 0, 16, 16, 1), (0, 0, 0, 0, 1, 15, 16, 1), (0, 0, 0, 0, -1, 16, 16, 1), (0, 0, 0, 0, 1, 16, 8, 1), (0,) * 8):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            products._panels.product(*wrong)
+    with pytest.raises(TypeError):
+        products._panels.product(0, 0)  # type: ignore[call-arg]
+
+
+def test_panels_are_taken_where_they_fit() -> None:
+    assert fits_panels((16, 32))
+    assert not fits_panels((24, 32))
+    assert not fits_panels((16, 48))
+    for dtype in OWN:
+        assert form_for(dtype, "cpu", (16, 32), (64, 64)) == "panels"
+        assert form_for(dtype, "cpu", (16, 32), (64, 48)) == form_for(dtype)
+        assert form_for(dtype, "cuda", (16, 32)) == "plain"
+    assert form_for(torch.float64, "cpu", (16, 32)) == "plain"
+    assert form_for(torch.float16, "cpu", (16, 32)) != "panels"
+
+
+@settings(max_examples=40)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_experts_in_panels_give_what_each_gives_alone(counts: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in OWN:
+        gate_up, down = (torch.randn(len(counts), *shape, generator=generator).to(dtype) / 8 for shape in ((64, 32), (32, 32)))
+        x_PH = torch.randn(sum(counts), 32, generator=generator).to(dtype)
+        experts = one_by_one([lay_out(each, "panels") for each in gate_up], [lay_out(each, "panels") for each in down])
+        assert isinstance(experts, PanelExperts)
+        found = experts.run(x_PH, torch.tensor(counts))
+        alone = torch.cat([experts.expert(place)(rows) for place, rows in enumerate(x_PH.split(counts))])
+        assert torch.equal(found, alone)
+        expected = StackedExperts(gate_up.float(), down.float(), NEVER_DENSE).run(x_PH.float(), torch.tensor(counts))
+        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-4 if dtype == torch.float32 else 2e-2)
 
 
 def test_what_is_read_by_others_is_never_packed() -> None:
@@ -115,14 +195,16 @@ def test_the_profile_chooses_by_load() -> None:
 
 def test_how_experts_are_held_follows_from_all_decode_loads() -> None:
     flat = [1.0] * len(LOADS)
-    assert choose(LOADS, flat, flat, None) == Profile(LOADS, tuple(flat), tuple(flat))
-    assert choose(LOADS, flat, flat, [0.9] * len(LOADS)) is None
-    assert choose(LOADS, flat, flat, [1.1] * len(LOADS)) is not None
-    assert choose(LOADS, [9.0] * len(LOADS), flat, [1.7] * len(LOADS)) is not None  # dense is faster than either
-    assert choose(LOADS, [1.0, 1.0, 3.0, 4.0, 9.0], [9.0] * len(LOADS), [1.1, 1.1, 1.1, 1.1, 1.2]) is None
+    stacked = Profile(LOADS, tuple(flat), tuple(flat))
+    assert choose(LOADS, flat, flat, {}) == stacked
+    assert choose(LOADS, flat, flat, {"packed": [0.9] * len(LOADS)}) == "packed"
+    assert choose(LOADS, flat, flat, {"packed": [1.1] * len(LOADS)}) == stacked
+    assert choose(LOADS, flat, flat, {"packed": [0.9] * len(LOADS), "panels": [0.8] * len(LOADS)}) == "panels"
+    assert isinstance(choose(LOADS, [9.0] * len(LOADS), flat, {"packed": [1.7] * len(LOADS)}), Profile)  # dense is faster than either
+    assert choose(LOADS, [1.0, 1.0, 3.0, 4.0, 9.0], [9.0] * len(LOADS), {"packed": [1.1, 1.1, 1.1, 1.1, 1.2]}) == "packed"
 
 
 def test_a_profile_is_taken_within_its_time() -> None:
     ticks = iter(range(10_000))
     found = take_profile(*drawn_experts(3), lambda: next(ticks) / 10)  # each look at the clock is a tenth of a second later
-    assert found is None or len(found.loads) == 1
+    assert isinstance(found, str) or len(found.loads) == 1

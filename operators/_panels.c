@@ -1,0 +1,406 @@
+/* Products of rows with a matrix that is held in panels, where a row's bits depend on that row alone.
+ *
+ * Here: `kinds`, what this processor can do, and `product`. Not here: laying a matrix out, choosing this form (products.py), activation
+ * and everything else that is done to rows (torch). Called by products.py and expert_products.py with addresses that they have checked.
+ *
+ * A row of either dtype is a sequence of columns of 32 bits: one float32, or two bfloat16. A panel is 16 outputs of the matrix, column
+ * by column: 64 bytes a column, one register. Decoding brings few rows, so what counts is that the matrix streams by once, in the order in
+ * which it lies, and is used for all rows meanwhile. Sums run over the columns in one order, with one accumulator for each row and
+ * output, whatever the number of rows, their place among others, and the number of threads: no library promises that, and strict
+ * numerics need it. In a tile product (AMX) the processor's order takes that place; it does not depend on the other rows of the tile.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FLOAT32, BFLOAT16, BFLOAT16_TILES, NUM_KINDS };
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#define UNROLLED _Pragma("GCC unroll 24")
+
+#define PANEL 16
+#define COLUMN_BYTES 64      /* of a panel */
+#define MAX_ROWS 12          /* of a block: with two panels, 24 accumulators of 32 registers */
+#define SPAN 256             /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
+#define TILE_ROWS 16
+#define TILE_COLUMNS 16
+#define AHEAD 2048           /* bytes of a panel that are asked for before they are needed */
+#define ROWS_OF_ALL 96       /* whole blocks of every kind */
+#define CHUNK_BYTES (1 << 20) /* of rows that are taken together: they are read once per pair of panels, from the second-level cache */
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+
+typedef struct {
+    const char *x; /* rows at `pitch` bytes */
+    const char *panels;
+    char *y; /* rows at `y_pitch` bytes */
+    long rows, pitch, columns, y_pitch;
+    int kind;
+} Work;
+
+static long output_bytes(int kind) { return kind == FLOAT32 ? 4 : 2; }
+
+/* 16 sums to their place, rounded once if outputs are bfloat16. */
+INLINE void put(int kind, char *y, __m512 sums)
+{
+    if (kind == FLOAT32) {
+        _mm512_storeu_ps(y, sums);
+    } else {
+        __m256bh rounded = _mm512_cvtneps_pbh(sums);
+        memcpy(y, &rounded, sizeof rounded);
+    }
+}
+
+/* `rows` rows with `panels` panels; both known when this is compiled, so that all sums are in registers. */
+INLINE void block(const int kind, const int rows, const int panels, const Work *work, long row, long panel)
+{
+    const long stride = work->columns * COLUMN_BYTES;
+    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    __m512 totals[2 * MAX_ROWS], sums[2 * MAX_ROWS], column[8];
+    UNROLLED for (int i = 0; i < rows * panels; i++) totals[i] = _mm512_setzero_ps();
+    for (long first = 0; first < work->columns; first += SPAN) {
+        const long end = first + SPAN < work->columns ? first + SPAN : work->columns;
+        UNROLLED for (int i = 0; i < rows * panels; i++) sums[i] = _mm512_setzero_ps();
+        for (long k = first; k < end; k++) {
+            UNROLLED for (int p = 0; p < panels; p++) {
+                _mm_prefetch(w + p * stride + k * COLUMN_BYTES + AHEAD, _MM_HINT_T0);
+                column[p] = _mm512_loadu_ps(w + p * stride + k * COLUMN_BYTES);
+            }
+            UNROLLED for (int r = 0; r < rows; r++) {
+                float value; /* or two bfloat16 */
+                memcpy(&value, x + r * work->pitch + k * 4, 4);
+                const __m512 all = _mm512_set1_ps(value);
+                UNROLLED for (int p = 0; p < panels; p++) {
+                    __m512 *sum = &sums[r * panels + p];
+                    *sum = kind == FLOAT32 ? _mm512_fmadd_ps(all, column[p], *sum)
+                                           : _mm512_dpbf16_ps(*sum, (__m512bh)column[p], (__m512bh)all);
+                }
+            }
+        }
+        UNROLLED for (int i = 0; i < rows * panels; i++) totals[i] = _mm512_add_ps(totals[i], sums[i]);
+    }
+    char *y = work->y + row * work->y_pitch + panel * PANEL * output_bytes(kind);
+    UNROLLED for (int r = 0; r < rows; r++) {
+        UNROLLED for (int p = 0; p < panels; p++)
+            put(kind, y + r * work->y_pitch + p * PANEL * output_bytes(kind), totals[r * panels + p]);
+    }
+}
+
+/* All rows, in blocks that are as even as can be, with `panels` panels. */
+INLINE void all_rows(const int kind, const int panels, const Work *work, long panel)
+{
+    const long blocks = (work->rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (long i = 0, row = 0; i < blocks; i++) {
+        const long rows = (work->rows - row + blocks - i - 1) / (blocks - i);
+        switch (rows) {
+#define ROWS(number) \
+    case number: \
+        block(kind, number, panels, work, row, panel); \
+        break;
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#undef ROWS
+        }
+        row += rows;
+    }
+}
+
+/* One to three rows take more panels at once: an addition has to wait for the one before, so eight sums and more must be under way. */
+INLINE void some_panels(const int kind, const Work *work, long panel, long end)
+{
+    if (work->rows == 1)
+        for (; panel + 8 <= end; panel += 8)
+            block(kind, 1, 8, work, 0, panel);
+    if (work->rows == 2)
+        for (; panel + 4 <= end; panel += 4)
+            block(kind, 2, 4, work, 0, panel);
+    if (work->rows == 3)
+        for (; panel + 4 <= end; panel += 4)
+            block(kind, 3, 4, work, 0, panel);
+    for (; panel + 2 <= end; panel += 2)
+        all_rows(kind, 2, work, panel);
+    if (panel < end)
+        all_rows(kind, 1, work, panel);
+}
+
+static TARGET void some_panels_float32(const Work *work, long panel, long end) { some_panels(FLOAT32, work, panel, end); }
+
+static TARGET void some_panels_bfloat16(const Work *work, long panel, long end) { some_panels(BFLOAT16, work, panel, end); }
+
+/* Tiles 0 to 3 are sums, the others rows and panels. A tile of `rows` rows costs that many cycles, so tiles are no higher than needed. */
+static TARGET void configure(long sums_0_1, long sums_2_3, long tile_4, long tile_5)
+{
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    const long rows[8] = {sums_0_1, sums_0_1, sums_2_3, sums_2_3, tile_4, tile_5, TILE_COLUMNS, TILE_COLUMNS};
+    for (int i = 0; i < 8; i++) {
+        tiles.bytes[i] = COLUMN_BYTES;
+        tiles.rows[i] = (uint8_t)rows[i];
+    }
+    _tile_loadconfig(&tiles);
+}
+
+INLINE void ask_for(const char *tile)
+{
+    UNROLLED for (int i = 0; i < TILE_COLUMNS; i++) _mm_prefetch(tile + AHEAD + i * COLUMN_BYTES, _MM_HINT_T0);
+}
+
+/* From a tile's sums to `rows` rows of y. */
+#define PUT_TILE(tile, work, row, num_rows, panel) \
+    do { \
+        float sums_[TILE_ROWS][PANEL] __attribute__((aligned(64))); \
+        _tile_stored(tile, sums_, sizeof sums_[0]); \
+        for (long r_ = 0; r_ < (num_rows); r_++) \
+            put(BFLOAT16, (work)->y + ((row) + r_) * (work)->y_pitch + (panel) * PANEL * 2, _mm512_load_ps(sums_[r_])); \
+    } while (0)
+
+/* At most 16 rows with one panel or four. */
+INLINE void low_tiles(const int panels, const Work *work, long row, long rows, long panel)
+{
+    const long stride = work->columns * COLUMN_BYTES;
+    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
+        _tile_loadd(4, x + k * 4, work->pitch);
+        ask_for(w);
+        _tile_loadd(6, w, COLUMN_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        if (panels == 4) {
+            ask_for(w + stride);
+            _tile_loadd(7, w + stride, COLUMN_BYTES);
+            _tile_dpbf16ps(1, 4, 7);
+            ask_for(w + 2 * stride);
+            _tile_loadd(6, w + 2 * stride, COLUMN_BYTES);
+            _tile_dpbf16ps(2, 4, 6);
+            ask_for(w + 3 * stride);
+            _tile_loadd(7, w + 3 * stride, COLUMN_BYTES);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    PUT_TILE(0, work, row, rows, panel);
+    if (panels == 4) {
+        PUT_TILE(1, work, row, rows, panel + 1);
+        PUT_TILE(2, work, row, rows, panel + 2);
+        PUT_TILE(3, work, row, rows, panel + 3);
+    }
+}
+
+/* 16 rows and `rows` more, at most 16, with two panels. */
+INLINE void high_tiles(const Work *work, long row, long rows, long panel)
+{
+    const long stride = work->columns * COLUMN_BYTES;
+    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
+        _tile_loadd(4, x + k * 4, work->pitch);
+        _tile_loadd(5, x + k * 4 + TILE_ROWS * work->pitch, work->pitch);
+        ask_for(w);
+        _tile_loadd(6, w, COLUMN_BYTES);
+        ask_for(w + stride);
+        _tile_loadd(7, w + stride, COLUMN_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    PUT_TILE(0, work, row, TILE_ROWS, panel);
+    PUT_TILE(1, work, row, TILE_ROWS, panel + 1);
+    PUT_TILE(2, work, row + TILE_ROWS, rows, panel);
+    PUT_TILE(3, work, row + TILE_ROWS, rows, panel + 1);
+}
+
+static TARGET void some_panels_tiles(const Work *work, long first, long end)
+{
+    const long high = work->rows / (2 * TILE_ROWS) * 2 * TILE_ROWS, rest = work->rows - high;
+    const long paired = first + (end - first) / 2 * 2;
+    if (high) {
+        configure(TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS);
+        for (long panel = first; panel < paired; panel += 2)
+            for (long row = 0; row < high; row += 2 * TILE_ROWS)
+                high_tiles(work, row, TILE_ROWS, panel);
+        for (long panel = paired; panel < end; panel++)
+            for (long row = 0; row < high; row += TILE_ROWS)
+                low_tiles(1, work, row, TILE_ROWS, panel);
+    }
+    if (rest > TILE_ROWS) {
+        configure(TILE_ROWS, rest - TILE_ROWS, TILE_ROWS, rest - TILE_ROWS);
+        for (long panel = first; panel < paired; panel += 2)
+            high_tiles(work, high, rest - TILE_ROWS, panel);
+        for (long panel = paired; panel < end; panel++) {
+            configure(TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS);
+            low_tiles(1, work, high, TILE_ROWS, panel);
+            configure(rest - TILE_ROWS, rest - TILE_ROWS, rest - TILE_ROWS, rest - TILE_ROWS);
+            low_tiles(1, work, high + TILE_ROWS, rest - TILE_ROWS, panel);
+        }
+    } else if (rest) {
+        long panel = first;
+        configure(rest, rest, rest, rest);
+        for (; panel + 4 <= end; panel += 4)
+            low_tiles(4, work, high, rest, panel);
+        for (; panel < end; panel++)
+            low_tiles(1, work, high, rest, panel);
+    }
+    _tile_release();
+}
+
+/* The panels of one of `threads` threads; in multiples of eight, so that none has to take its last ones singly. */
+static void share(const Work *work, long panels, int thread, int threads)
+{
+    static void (*const some[NUM_KINDS])(const Work *, long, long) = {some_panels_float32, some_panels_bfloat16, some_panels_tiles};
+    const long eights = (panels + 7) / 8;
+    const long first = eights * thread / threads * 8, end = eights * (thread + 1) / threads * 8;
+    if (first < panels)
+        some[work->kind](work, first, end < panels ? end : panels);
+}
+
+static void all_panels(const Work *work, long panels, int threads)
+{
+    if (threads == 1) {
+        share(work, panels, 0, 1);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int thread = 0; thread < threads; thread++)
+        share(work, panels, thread, threads);
+}
+
+/* 0, or -1 without memory for rows at another pitch. */
+static int multiply(Work work, long outputs, int threads)
+{
+    const long rows = work.rows, row_bytes = work.columns * 4;
+    /* Rows that a block reads over and over must not share the few lines of one set of the cache, as they do at powers of two. A tile
+       reads each line once. */
+    const int padded = work.kind != BFLOAT16_TILES && rows > 3;
+    const char *x = work.x;
+    char *placed = NULL;
+    long most = CHUNK_BYTES / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
+    most = most ? most : ROWS_OF_ALL;
+    work.y_pitch = outputs * output_bytes(work.kind);
+    work.pitch = padded ? row_bytes + 64 : row_bytes;
+    if (padded && !(placed = aligned_alloc(64, ((rows < most ? rows : most) * work.pitch + 63) / 64 * 64)))
+        return -1;
+    for (long row = 0; row < rows; row += most) {
+        work.rows = rows - row < most ? rows - row : most;
+        work.x = padded ? placed : x + row * row_bytes;
+        for (long r = 0; padded && r < work.rows; r++)
+            memcpy(placed + r * work.pitch, x + (row + r) * row_bytes, row_bytes);
+        all_panels(&work, outputs / PANEL, threads);
+        work.y += work.rows * work.y_pitch;
+    }
+    free(placed);
+    return 0;
+}
+
+static int has_bfloat16(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+/* The kernel lets a process use tiles once it has asked; what is forked from it, and its threads, may then too. */
+static int has_tiles(void)
+{
+    unsigned a, b, c, d;
+    const unsigned both = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE */
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both
+           && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+
+static int has(int kind)
+{
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
+        return 0;
+    return kind == FLOAT32 || (has_bfloat16() && (kind == BFLOAT16 || has_tiles()));
+}
+
+#else
+
+typedef struct {
+    const char *x, *panels;
+    char *y;
+    long rows, columns;
+    int kind;
+} Work;
+
+static int multiply(Work work, long outputs, int threads) { return -1; }
+
+static int has(int kind) { return 0; }
+
+#endif
+
+static PyObject *kinds(PyObject *module, PyObject *unused)
+{
+    PyObject *found = PyList_New(0);
+    for (int kind = 0; found && kind < NUM_KINDS; kind++) {
+        PyObject *number = has(kind) ? PyLong_FromLong(kind) : NULL;
+        if (number && PyList_Append(found, number))
+            Py_CLEAR(found);
+        Py_XDECREF(number);
+    }
+    return found;
+}
+
+static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
+{
+    long values[8];
+    if (number != 8) {
+        PyErr_SetString(PyExc_TypeError, "product takes 8 numbers");
+        return NULL;
+    }
+    for (int i = 0; i < 8; i++) {
+        values[i] = PyLong_AsLong(arguments[i]);
+        if (values[i] == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    Work work = {
+        .kind = (int)values[0], .x = (char *)values[1], .panels = (char *)values[2], .y = (char *)values[3], .rows = values[4], .columns = values[6]
+    };
+    const long outputs = values[5], threads = values[7];
+    if (work.kind < 0 || work.kind >= NUM_KINDS || work.rows < 0 || outputs < 0 || outputs % 16 || work.columns < 0 || work.columns % 16
+        || threads < 1) {
+        PyErr_SetString(PyExc_ValueError, "no kind of this module, or outputs or columns that are no multiples of 16");
+        return NULL;
+    }
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = multiply(work, outputs, (int)threads);
+    Py_END_ALLOW_THREADS
+    if (failed)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"kinds", kinds, METH_NOARGS, "The kinds that this processor can do, of FLOAT32, BFLOAT16, BFLOAT16_TILES."},
+    {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL,
+     "product(kind, x, panels, y, rows, outputs, columns, threads): y = x @ matrix.T; the first three after the kind are addresses."},
+    {NULL},
+};
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "operators._panels", .m_size = 0, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__panels(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module
+        && (PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, BFLOAT16) || PyModule_AddIntMacro(module, BFLOAT16_TILES)))
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,6 @@
+FLOAT32: int
+BFLOAT16: int
+BFLOAT16_TILES: int
+
+def kinds() -> list[int]: ...
+def product(kind: int, x: int, panels: int, y: int, rows: int, outputs: int, columns: int, threads: int, /) -> None: ...
