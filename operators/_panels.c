@@ -35,15 +35,16 @@ enum { FLOAT32, BFLOAT16, BFLOAT16_TILES, NUM_KINDS };
 #define TILE_COLUMNS 16
 #define AHEAD 2048           /* bytes of a panel that are asked for before they are needed */
 #define ROWS_OF_ALL 96       /* whole blocks of every kind */
-#define CHUNK_BYTES (1 << 20) /* of rows that are taken together: they are read once per pair of panels, from the second-level cache */
+#define CHUNK_BYTES (8 << 20)       /* of rows that are taken together, and read once per pair of panels */
+#define TILES_CHUNK_BYTES (1 << 20) /* tiles read them so fast that they must be in the second-level cache */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
 typedef struct {
-    const char *x; /* rows at `pitch` bytes */
+    const char *x; /* whole rows for tiles, else interleaved */
     const char *panels;
     char *y; /* rows at `y_pitch` bytes */
-    long rows, pitch, columns, y_pitch;
+    long rows, columns, y_pitch;
     int kind;
 } Work;
 
@@ -64,7 +65,7 @@ INLINE void put(int kind, char *y, __m512 sums)
 INLINE void block(const int kind, const int rows, const int panels, const Work *work, long row, long panel)
 {
     const long stride = work->columns * COLUMN_BYTES;
-    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    const char *w = work->panels + panel * stride, *x = work->x + row * work->columns * 4;
     __m512 totals[2 * MAX_ROWS], sums[2 * MAX_ROWS], column[8];
     UNROLLED for (int i = 0; i < rows * panels; i++) totals[i] = _mm512_setzero_ps();
     for (long first = 0; first < work->columns; first += SPAN) {
@@ -77,7 +78,7 @@ INLINE void block(const int kind, const int rows, const int panels, const Work *
             }
             UNROLLED for (int r = 0; r < rows; r++) {
                 float value; /* or two bfloat16 */
-                memcpy(&value, x + r * work->pitch + k * 4, 4);
+                memcpy(&value, x + (k * rows + r) * 4, 4);
                 const __m512 all = _mm512_set1_ps(value);
                 UNROLLED for (int p = 0; p < panels; p++) {
                     __m512 *sum = &sums[r * panels + p];
@@ -95,12 +96,33 @@ INLINE void block(const int kind, const int rows, const int panels, const Work *
     }
 }
 
-/* All rows, in blocks that are as even as can be, with `panels` panels. */
+/* Rows of the block that begins at `row`: blocks are as even as can be. */
+static long block_rows(long row, long rows)
+{
+    const long left = rows - row, blocks = (left + MAX_ROWS - 1) / MAX_ROWS;
+    return (left + blocks - 1) / blocks;
+}
+
+/* Rows in the order in which a block reads them: column by column. */
+static void interleave(uint32_t *to, const uint32_t *from, long num_rows, long columns)
+{
+    for (long row = 0; row < num_rows;) {
+        const long rows = block_rows(row, num_rows);
+        for (long first = 0; first < columns; first += 16) /* a line of each row */
+            for (long r = 0; r < rows; r++)
+                for (long k = first; k < first + 16; k++)
+                    to[k * rows + r] = from[r * columns + k];
+        row += rows;
+        to += rows * columns;
+        from += rows * columns;
+    }
+}
+
+/* All rows, with `panels` panels. */
 INLINE void all_rows(const int kind, const int panels, const Work *work, long panel)
 {
-    const long blocks = (work->rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (long i = 0, row = 0; i < blocks; i++) {
-        const long rows = (work->rows - row + blocks - i - 1) / (blocks - i);
+    for (long row = 0, rows; row < work->rows; row += rows) {
+        rows = block_rows(row, work->rows);
         switch (rows) {
 #define ROWS(number) \
     case number: \
@@ -109,7 +131,6 @@ INLINE void all_rows(const int kind, const int panels, const Work *work, long pa
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #undef ROWS
         }
-        row += rows;
     }
 }
 
@@ -168,14 +189,14 @@ INLINE void ask_for(const char *tile)
 /* At most 16 rows with one panel or four. */
 INLINE void low_tiles(const int panels, const Work *work, long row, long rows, long panel)
 {
-    const long stride = work->columns * COLUMN_BYTES;
-    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
+    const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
-        _tile_loadd(4, x + k * 4, work->pitch);
+        _tile_loadd(4, x + k * 4, pitch);
         ask_for(w);
         _tile_loadd(6, w, COLUMN_BYTES);
         _tile_dpbf16ps(0, 4, 6);
@@ -202,15 +223,15 @@ INLINE void low_tiles(const int panels, const Work *work, long row, long rows, l
 /* 16 rows and `rows` more, at most 16, with two panels. */
 INLINE void high_tiles(const Work *work, long row, long rows, long panel)
 {
-    const long stride = work->columns * COLUMN_BYTES;
-    const char *w = work->panels + panel * stride, *x = work->x + row * work->pitch;
+    const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
+    const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
-        _tile_loadd(4, x + k * 4, work->pitch);
-        _tile_loadd(5, x + k * 4 + TILE_ROWS * work->pitch, work->pitch);
+        _tile_loadd(4, x + k * 4, pitch);
+        _tile_loadd(5, x + k * 4 + TILE_ROWS * pitch, pitch);
         ask_for(w);
         _tile_loadd(6, w, COLUMN_BYTES);
         ask_for(w + stride);
@@ -281,26 +302,25 @@ static void all_panels(const Work *work, long panels, int threads)
         share(work, panels, thread, threads);
 }
 
-/* 0, or -1 without memory for rows at another pitch. */
+/* 0, or -1 without memory for the rows in another order. */
 static int multiply(Work work, long outputs, int threads)
 {
     const long rows = work.rows, row_bytes = work.columns * 4;
-    /* Rows that a block reads over and over must not share the few lines of one set of the cache, as they do at powers of two. A tile
-       reads each line once. */
-    const int padded = work.kind != BFLOAT16_TILES && rows > 3;
+    const int interleaved = work.kind != BFLOAT16_TILES && rows > 1;
     const char *x = work.x;
     char *placed = NULL;
-    long most = CHUNK_BYTES / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
+    long most = (work.kind == BFLOAT16_TILES ? TILES_CHUNK_BYTES : CHUNK_BYTES) / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
     most = most ? most : ROWS_OF_ALL;
     work.y_pitch = outputs * output_bytes(work.kind);
-    work.pitch = padded ? row_bytes + 64 : row_bytes;
-    if (padded && !(placed = aligned_alloc(64, ((rows < most ? rows : most) * work.pitch + 63) / 64 * 64)))
+    if (interleaved && !(placed = malloc((rows < most ? rows : most) * row_bytes)))
         return -1;
     for (long row = 0; row < rows; row += most) {
         work.rows = rows - row < most ? rows - row : most;
-        work.x = padded ? placed : x + row * row_bytes;
-        for (long r = 0; padded && r < work.rows; r++)
-            memcpy(placed + r * work.pitch, x + (row + r) * row_bytes, row_bytes);
+        work.x = x + row * row_bytes;
+        if (interleaved) {
+            interleave((uint32_t *)placed, (const uint32_t *)work.x, work.rows, work.columns);
+            work.x = placed;
+        }
         all_panels(&work, outputs / PANEL, threads);
         work.y += work.rows * work.y_pitch;
     }

@@ -272,7 +272,8 @@ class ZeroMQChannel(WindowedEndpoint):
     async def _shut(self) -> None:
         try:
             self._inbox.clear()
-            if not self._ended and self._broken is None and self.greeted.done():
+            greeted = self.greeted.done() or self._side == _LISTENER  # whose greeting left first: the peer may be using the channel already
+            if greeted and not self._ended and self._broken is None:
                 self._write(_CLOSE_KIND)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LINGER_SECONDS):
