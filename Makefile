@@ -1,5 +1,5 @@
 # One environment for running and testing. `make run` on a fresh machine needs Python 3.11 or newer and a network, nothing else;
-# a C compiler is used where there is one (it builds the atomics that shared memory needs).
+# a C compiler is used where there is one (it builds the atomics that shared memory needs, and products).
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 # Whatever decides what is installed; a change of any of these installs again, nothing else does.
-INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_*.[ch])
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/_*.[ch] operators/_*.c)
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
@@ -69,6 +69,6 @@ picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows 
 	@$(BIN)/python docs/pictures/quickstart.py
 
 clean: ## remove what was built; the environment stays
-	rm -rf build dist *.egg-info transports/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info transports/*.so operators/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(STAMP) $(RUNS)

@@ -36,8 +36,14 @@ LITTLE_MEMORY_BYTES = 1 << 30
 _TORCH_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
+try:
+    from operators._panels import kinds
+    products = kinds()
+except ImportError:
+    products = None
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"version": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.version.cuda, "gpus": gpus}))
+threads = torch.get_num_threads()
+print(json.dumps({"version": torch.__version__, "threads": threads, "cuda": torch.version.cuda, "gpus": gpus, "products": products}))
 """
 
 
@@ -71,6 +77,7 @@ class _Torch(msgspec.Struct):
     threads: int
     cuda: str | None
     gpus: tuple[str, ...]
+    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if it was not built
 
 
 async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
@@ -83,9 +90,9 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     if model is not None:
         _check_model(model, dtype)
     available = dict(available_transports())
-    torch, gpu = await _torch_checks()
-    checks = [_python_check(), torch, gpu, *_machine_checks(), _library_check("uvloop", "workers run on the standard loop, slower")]
-    checks += [*transport_checks(available), *_kernel_checks(), leftover_check(marked_processes())]
+    checks = [_python_check(), *await _torch_checks(), *_machine_checks()]
+    checks += [_library_check("uvloop", "workers run on the standard loop, slower"), *transport_checks(available)]
+    checks += [*_kernel_checks(), leftover_check(marked_processes())]
     checks += await _emulation_checks(loaded)
     return checks if model is None else [*checks, await _strict_check(model, dtype)]
 
@@ -207,20 +214,20 @@ def _python_check() -> Check:
     return Check("python", ok, text, None if ok else f"flowrt needs Python {wanted} or newer", needed=True)
 
 
-async def _torch_checks() -> tuple[Check, Check]:
-    """Torch, and the GPUs it sees; asked in a process of its own."""
+async def _torch_checks() -> list[Check]:
+    """Torch, the GPUs it sees, and products; asked in a process of its own."""
     installed = _installed("torch")
     if installed is None:
-        return Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")
+        return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")]
     output, error = await _ask_python(_ASK_TORCH)
     if output is None:
         remedy = "reinstall it: pip install --force-reinstall torch"
         broken = Check("torch", False, f"{installed} is installed but cannot be imported: {error}", remedy, needed=True)
-        return broken, Check("gpu", False, "unknown without torch")
+        return [broken, Check("gpu", False, "unknown without torch")]
     answer = msgspec.json.decode(output, type=_Torch)
     kind = f"CUDA {answer.cuda}" if answer.cuda else "CPU build"
     torch = Check("torch", True, f"{answer.version} ({kind}), {answer.threads} threads by default", needed=True)
-    return torch, _gpu_check(answer.gpus)
+    return [torch, products_check(answer.products), _gpu_check(answer.gpus)]
 
 
 def _gpu_check(gpus: Sequence[str]) -> Check:
@@ -296,6 +303,16 @@ def _free_memory_bytes() -> int | None:
     except (OSError, ValueError):
         pass  # no limit
     return free
+
+
+def products_check(kinds: Sequence[int] | None) -> Check:
+    """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
+    if kinds is None:
+        return Check("products", False, "the library's: flowrt was built without its C modules", "install a C compiler, then flowrt again")
+    found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
+    if len(found) == 3:
+        del found[1]  # tiles are faster
+    return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
 
 
 def _library_check(name: str, without: str) -> Check:

@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if x.device.type == "cpu":  # where F.rms_norm is a chain of passes over all rows, 4 times as long at 512 of them
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        normed = wide * length.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+        normed: Tensor = wide * length.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
     else:
         normed = F.rms_norm(wide, x.shape[-1:], None, epsilon)
     return normed.to(x.dtype).mul_(weight)

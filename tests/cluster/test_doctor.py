@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
-from flowrt.doctor import Check, collect, emulation_checks, leftover_check, report, transport_checks
+from flowrt.doctor import Check, collect, emulation_checks, leftover_check, products_check, report, transport_checks
 from flowrt.graph.model import Edge, Emulation, Graph, Node
 
 
@@ -41,6 +41,15 @@ def test_what_auto_takes_and_why() -> None:
     nothing = transport_checks({"inproc": None, "shm": "no compiler", "zmq": "not installed"})[-1]
     assert (nothing.ok, nothing.needed) == (False, True)
     assert nothing.remedy is not None
+
+
+def test_which_products_are_our_own() -> None:
+    assert products_check([0, 1, 2]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
+    assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AVX-512)"
+    assert products_check([]).text == "the library's: this processor has no AVX-512"
+    not_built = products_check(None)
+    assert (not_built.ok, not_built.needed) == (False, False)
+    assert "C compiler" in str(not_built.remedy)
 
 
 def test_the_report_names_what_is_missing_and_the_remedy() -> None:

@@ -15,7 +15,7 @@ from transports import checks, zeromq, zeromq_sockets
 from transports.checks_basics import check_numbered, numbered, opened, receive_all
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
 from transports.contract import Identity, Limits
-from transports.errors import AddressError, BrokenChannelError, TransportError
+from transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
 from transports.handshake import Handshake
 from transports.message import Message, Tensor, TensorSpec
 from transports.registry import get_transport, unavailable_reason
@@ -158,6 +158,25 @@ async def test_a_lost_line_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asyncio.timeout(10):
             with pytest.raises(BrokenChannelError, match="died"):
                 await channel.recv()
+
+
+async def test_a_channel_that_nobody_accepted_ends_in_order_however_late_the_greeting_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener's end closes before it has read what the connector sent."""
+    read, late = ZeroMQChannel._read, asyncio.Event()
+
+    def read_late(channel: ZeroMQChannel) -> None:
+        if channel._side == "connector" or late.is_set():
+            read(channel)
+        else:
+            channel._loop.call_later(0.01, channel._read)
+
+    monkeypatch.setattr(ZeroMQChannel, "_read", read_late)
+    listener = await get_transport("zmq").listen("zmq://", SMALL, KEY, HERE)
+    async with listener, await get_transport("zmq").connect(listener.address, SMALL, KEY, THERE) as forgotten:
+        asyncio.get_running_loop().call_later(0.1, late.set)
+        await listener.aclose()
+        with pytest.raises(EndOfChannel):
+            await forgotten.recv()
 
 
 async def test_over_tcp_on_loopback(loop_kind: str) -> None:
