@@ -24,6 +24,7 @@ from operators.expert_products import (
     take_profile,
 )
 from operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
+from operators.row_blocks import _Watch
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
 
@@ -208,3 +209,12 @@ def test_a_profile_is_taken_within_its_time() -> None:
     ticks = iter(range(10_000))
     found = take_profile(*drawn_experts(3), lambda: next(ticks) / 10)  # each look at the clock is a tenth of a second later
     assert isinstance(found, str) or len(found.loads) == 1
+
+
+def test_a_proof_sees_products_in_panels() -> None:
+    for dtype in OWN:
+        matrix, x, watch = lay_out(torch.randn(16, 32).to(dtype), "panels"), torch.randn(5, 32).to(dtype), _Watch(5)
+        with watch:
+            matrix(x)
+        assert watch.bits().shape == (5, 16 * dtype.itemsize)
+        assert watch.products == ([(dtype, 32, 16, True)] if dtype == torch.bfloat16 else [])
