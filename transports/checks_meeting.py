@@ -172,7 +172,7 @@ async def check_dead_peer(scheme: str) -> None:
     """A killed peer is noticed: what it had sent arrives, then BrokenChannelError, for whoever waits too."""
     async with other_process(scheme, "send five and hang") as (channel, peer):
         check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
-        await asyncio.sleep(0.1)  # the other four are on their way
+        await asyncio.sleep(0.3)  # the other four are on their way
         number = 0
         while channel.send_nowait(numbered(number, 1000)):
             number += 1
