@@ -308,10 +308,8 @@ def _free_memory_bytes() -> int | None:
 def products_check(kinds: Sequence[int] | None) -> Check:
     """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
     if kinds is None:
-        return Check("products", False, "the library's: flowrt was built without its C modules", "install a C compiler, then flowrt again")
-    found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
-    if len(found) == 3:
-        del found[1]  # tiles are faster
+        return Check("products", False, "the library's: operators/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
+    found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
     return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
 
 

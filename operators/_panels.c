@@ -1,13 +1,14 @@
 /* Products of rows with a matrix that is held in panels, where a row's bits depend on that row alone.
  *
- * Here: `kinds`, what this processor can do, and `product`. Not here: laying a matrix out, choosing this form (products.py), activation
- * and everything else that is done to rows (torch). Called by products.py and expert_products.py with addresses that they have checked.
+ * Here: `kinds`, what this processor can do, and `product`. Not here: laying a matrix out, choosing this form and checking what it is given
+ * (products.py), activation and everything else that is done to rows (torch). Called by products.py with addresses.
  *
  * A row of either dtype is a sequence of columns of 32 bits: one float32, or two bfloat16. A panel is 16 outputs of the matrix, column
  * by column: 64 bytes a column, one register. Decoding brings few rows, so what counts is that the matrix streams by once, in the order in
  * which it lies, and is used for all rows meanwhile. Sums run over the columns in one order, with one accumulator for each row and
  * output, whatever the number of rows, their place among others, and the number of threads: no library promises that, and strict
- * numerics need it. In a tile product (AMX) the processor's order takes that place; it does not depend on the other rows of the tile.
+ * numerics need it. In a tile product (AMX, for bfloat16) the processor's order takes that place; it does not depend on the other rows
+ * of the tile. bfloat16 without tiles is left to the library.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,30 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FLOAT32, BFLOAT16, BFLOAT16_TILES, NUM_KINDS };
-
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#define UNROLLED _Pragma("GCC unroll 24")
-
 #define PANEL 16
-#define COLUMN_BYTES 64      /* of a panel */
-#define MAX_ROWS 12          /* of a block: with two panels, 24 accumulators of 32 registers */
-#define SPAN 256             /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
-#define TILE_ROWS 16
-#define TILE_COLUMNS 16
-#define AHEAD 2048           /* bytes of a panel that are asked for before they are needed */
-#define ROWS_OF_ALL 96       /* whole blocks of every kind */
-#define CHUNK_BYTES (8 << 20)       /* of rows that are taken together, and read once per pair of panels */
-#define TILES_CHUNK_BYTES (1 << 20) /* tiles read them so fast that they must be in the second-level cache */
-#define ARCH_REQ_XCOMP_PERM 0x1023
-#define XFEATURE_XTILEDATA 18
+#define MAX_THREADS 4096
+
+enum { FLOAT32, BFLOAT16_TILES, NUM_KINDS };
 
 typedef struct {
     const char *x; /* whole rows for tiles, else interleaved */
@@ -48,21 +29,31 @@ typedef struct {
     int kind;
 } Work;
 
-static long output_bytes(int kind) { return kind == FLOAT32 ? 4 : 2; }
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-/* 16 sums to their place, rounded once if outputs are bfloat16. */
-INLINE void put(int kind, char *y, __m512 sums)
-{
-    if (kind == FLOAT32) {
-        _mm512_storeu_ps(y, sums);
-    } else {
-        __m256bh rounded = _mm512_cvtneps_pbh(sums);
-        memcpy(y, &rounded, sizeof rounded);
-    }
-}
+#define FLOAT32_TARGET __attribute__((target("avx512f")))
+#define TILES_TARGET __attribute__((target("avx512f,avx512bf16,amx-tile,amx-bf16")))
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 24")
+
+#define COLUMN_BYTES 64             /* of a panel */
+#define MAX_ROWS 12                 /* of a block: with two panels, 24 accumulators of 32 registers */
+#define SPAN 256                    /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
+#define TILE_ROWS 16
+#define TILE_COLUMNS 16
+#define AHEAD 2048                  /* bytes of a panel that are asked for before they are needed */
+#define ROWS_OF_ALL 96              /* whole blocks of every kind */
+#define CHUNK_BYTES (8 << 20)       /* of rows that are taken together, and read once per pair of panels */
+#define TILES_CHUNK_BYTES (1 << 20) /* tiles read them so fast that they must be in the second-level cache */
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
 
 /* `rows` rows with `panels` panels; both known when this is compiled, so that all sums are in registers. */
-INLINE void block(const int kind, const int rows, const int panels, const Work *work, long row, long panel)
+INLINE FLOAT32_TARGET void block(const int rows, const int panels, const Work *work, long row, long panel)
 {
     const long stride = work->columns * COLUMN_BYTES;
     const char *w = work->panels + panel * stride, *x = work->x + row * work->columns * 4;
@@ -77,23 +68,18 @@ INLINE void block(const int kind, const int rows, const int panels, const Work *
                 column[p] = _mm512_loadu_ps(w + p * stride + k * COLUMN_BYTES);
             }
             UNROLLED for (int r = 0; r < rows; r++) {
-                float value; /* or two bfloat16 */
+                float value;
                 memcpy(&value, x + (k * rows + r) * 4, 4);
-                const __m512 all = _mm512_set1_ps(value);
-                UNROLLED for (int p = 0; p < panels; p++) {
-                    __m512 *sum = &sums[r * panels + p];
-                    *sum = kind == FLOAT32 ? _mm512_fmadd_ps(all, column[p], *sum)
-                                           : _mm512_dpbf16_ps(*sum, (__m512bh)column[p], (__m512bh)all);
-                }
+                UNROLLED for (int p = 0; p < panels; p++)
+                    sums[r * panels + p] = _mm512_fmadd_ps(_mm512_set1_ps(value), column[p], sums[r * panels + p]);
             }
         }
         UNROLLED for (int i = 0; i < rows * panels; i++) totals[i] = _mm512_add_ps(totals[i], sums[i]);
     }
-    char *y = work->y + row * work->y_pitch + panel * PANEL * output_bytes(kind);
-    UNROLLED for (int r = 0; r < rows; r++) {
+    char *y = work->y + row * work->y_pitch + panel * PANEL * 4;
+    UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int p = 0; p < panels; p++)
-            put(kind, y + r * work->y_pitch + p * PANEL * output_bytes(kind), totals[r * panels + p]);
-    }
+            _mm512_storeu_ps(y + r * work->y_pitch + p * PANEL * 4, totals[r * panels + p]);
 }
 
 /* Rows of the block that begins at `row`: blocks are as even as can be. */
@@ -104,29 +90,26 @@ static long block_rows(long row, long rows)
 }
 
 /* Rows in the order in which a block reads them: column by column. */
-static void interleave(uint32_t *to, const uint32_t *from, long num_rows, long columns)
+static void interleave(char *to, const char *from, long num_rows, long columns)
 {
-    for (long row = 0; row < num_rows;) {
-        const long rows = block_rows(row, num_rows);
+    for (long row = 0, rows; row < num_rows; row += rows) {
+        rows = block_rows(row, num_rows);
         for (long first = 0; first < columns; first += 16) /* a line of each row */
             for (long r = 0; r < rows; r++)
                 for (long k = first; k < first + 16; k++)
-                    to[k * rows + r] = from[r * columns + k];
-        row += rows;
-        to += rows * columns;
-        from += rows * columns;
+                    memcpy(to + (row * columns + k * rows + r) * 4, from + ((row + r) * columns + k) * 4, 4);
     }
 }
 
 /* All rows, with `panels` panels. */
-INLINE void all_rows(const int kind, const int panels, const Work *work, long panel)
+INLINE FLOAT32_TARGET void all_rows(const int panels, const Work *work, long panel)
 {
     for (long row = 0, rows; row < work->rows; row += rows) {
         rows = block_rows(row, work->rows);
         switch (rows) {
 #define ROWS(number) \
     case number: \
-        block(kind, number, panels, work, row, panel); \
+        block(number, panels, work, row, panel); \
         break;
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #undef ROWS
@@ -135,29 +118,25 @@ INLINE void all_rows(const int kind, const int panels, const Work *work, long pa
 }
 
 /* One to three rows take more panels at once: an addition has to wait for the one before, so eight sums and more must be under way. */
-INLINE void some_panels(const int kind, const Work *work, long panel, long end)
+static FLOAT32_TARGET void some_panels_float32(const Work *work, long panel, long end)
 {
     if (work->rows == 1)
         for (; panel + 8 <= end; panel += 8)
-            block(kind, 1, 8, work, 0, panel);
+            block(1, 8, work, 0, panel);
     if (work->rows == 2)
         for (; panel + 4 <= end; panel += 4)
-            block(kind, 2, 4, work, 0, panel);
+            block(2, 4, work, 0, panel);
     if (work->rows == 3)
         for (; panel + 4 <= end; panel += 4)
-            block(kind, 3, 4, work, 0, panel);
+            block(3, 4, work, 0, panel);
     for (; panel + 2 <= end; panel += 2)
-        all_rows(kind, 2, work, panel);
+        all_rows(2, work, panel);
     if (panel < end)
-        all_rows(kind, 1, work, panel);
+        all_rows(1, work, panel);
 }
 
-static TARGET void some_panels_float32(const Work *work, long panel, long end) { some_panels(FLOAT32, work, panel, end); }
-
-static TARGET void some_panels_bfloat16(const Work *work, long panel, long end) { some_panels(BFLOAT16, work, panel, end); }
-
 /* Tiles 0 to 3 are sums, the others rows and panels. A tile of `rows` rows costs that many cycles, so tiles are no higher than needed. */
-static TARGET void configure(long sums_0_1, long sums_2_3, long tile_4, long tile_5)
+static TILES_TARGET void configure(long sums_0_1, long sums_2_3, long tile_4, long tile_5)
 {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -169,25 +148,29 @@ static TARGET void configure(long sums_0_1, long sums_2_3, long tile_4, long til
         tiles.bytes[i] = COLUMN_BYTES;
         tiles.rows[i] = (uint8_t)rows[i];
     }
+    /* Older compilers take the next line to read 8 bytes of the 64, and may leave the others unwritten. */
+    __asm__ volatile("" : : "r"(&tiles) : "memory");
     _tile_loadconfig(&tiles);
 }
 
-INLINE void ask_for(const char *tile)
+INLINE TILES_TARGET void ask_for(const char *tile)
 {
     UNROLLED for (int i = 0; i < TILE_COLUMNS; i++) _mm_prefetch(tile + AHEAD + i * COLUMN_BYTES, _MM_HINT_T0);
 }
 
-/* From a tile's sums to `rows` rows of y. */
+/* From a tile's sums to `rows` rows of y, rounded once. */
 #define PUT_TILE(tile, work, row, num_rows, panel) \
     do { \
         float sums_[TILE_ROWS][PANEL] __attribute__((aligned(64))); \
         _tile_stored(tile, sums_, sizeof sums_[0]); \
-        for (long r_ = 0; r_ < (num_rows); r_++) \
-            put(BFLOAT16, (work)->y + ((row) + r_) * (work)->y_pitch + (panel) * PANEL * 2, _mm512_load_ps(sums_[r_])); \
+        for (long r_ = 0; r_ < (num_rows); r_++) { \
+            const __m256bh rounded_ = _mm512_cvtneps_pbh(_mm512_load_ps(sums_[r_])); \
+            memcpy((work)->y + ((row) + r_) * (work)->y_pitch + (panel) * PANEL * 2, &rounded_, sizeof rounded_); \
+        } \
     } while (0)
 
 /* At most 16 rows with one panel or four. */
-INLINE void low_tiles(const int panels, const Work *work, long row, long rows, long panel)
+INLINE TILES_TARGET void low_tiles(const int panels, const Work *work, long row, long rows, long panel)
 {
     const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
     const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
@@ -221,7 +204,7 @@ INLINE void low_tiles(const int panels, const Work *work, long row, long rows, l
 }
 
 /* 16 rows and `rows` more, at most 16, with two panels. */
-INLINE void high_tiles(const Work *work, long row, long rows, long panel)
+INLINE TILES_TARGET void high_tiles(const Work *work, long row, long rows, long panel)
 {
     const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
     const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
@@ -247,7 +230,7 @@ INLINE void high_tiles(const Work *work, long row, long rows, long panel)
     PUT_TILE(3, work, row + TILE_ROWS, rows, panel + 1);
 }
 
-static TARGET void some_panels_tiles(const Work *work, long first, long end)
+static TILES_TARGET void some_panels_tiles(const Work *work, long first, long end)
 {
     const long high = work->rows / (2 * TILE_ROWS) * 2 * TILE_ROWS, rest = work->rows - high;
     const long paired = first + (end - first) / 2 * 2;
@@ -282,43 +265,43 @@ static TARGET void some_panels_tiles(const Work *work, long first, long end)
 }
 
 /* The panels of one of `threads` threads; in multiples of eight, so that none has to take its last ones singly. */
-static void share(const Work *work, long panels, int thread, int threads)
+static void share(const Work *work, long panels, long thread, long threads)
 {
-    static void (*const some[NUM_KINDS])(const Work *, long, long) = {some_panels_float32, some_panels_bfloat16, some_panels_tiles};
     const long eights = (panels + 7) / 8;
     const long first = eights * thread / threads * 8, end = eights * (thread + 1) / threads * 8;
-    if (first < panels)
-        some[work->kind](work, first, end < panels ? end : panels);
+    (work->kind == FLOAT32 ? some_panels_float32 : some_panels_tiles)(work, first, end < panels ? end : panels);
 }
 
-static void all_panels(const Work *work, long panels, int threads)
+static void all_panels(const Work *work, long panels, long threads)
 {
-    if (threads == 1) {
+    const long useful = (panels + 7) / 8;
+    threads = threads < useful ? threads : useful;
+    if (threads <= 1) {
         share(work, panels, 0, 1);
         return;
     }
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int thread = 0; thread < threads; thread++)
+    for (long thread = 0; thread < threads; thread++)
         share(work, panels, thread, threads);
 }
 
 /* 0, or -1 without memory for the rows in another order. */
-static int multiply(Work work, long outputs, int threads)
+static int multiply(Work work, long outputs, long threads)
 {
     const long rows = work.rows, row_bytes = work.columns * 4;
-    const int interleaved = work.kind != BFLOAT16_TILES && rows > 1;
+    const int interleaved = work.kind == FLOAT32 && rows > 1;
     const char *x = work.x;
     char *placed = NULL;
-    long most = (work.kind == BFLOAT16_TILES ? TILES_CHUNK_BYTES : CHUNK_BYTES) / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
+    long most = (work.kind == FLOAT32 ? CHUNK_BYTES : TILES_CHUNK_BYTES) / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
     most = most ? most : ROWS_OF_ALL;
-    work.y_pitch = outputs * output_bytes(work.kind);
+    work.y_pitch = outputs * (work.kind == FLOAT32 ? 4 : 2);
     if (interleaved && !(placed = malloc((rows < most ? rows : most) * row_bytes)))
         return -1;
     for (long row = 0; row < rows; row += most) {
         work.rows = rows - row < most ? rows - row : most;
         work.x = x + row * row_bytes;
         if (interleaved) {
-            interleave((uint32_t *)placed, (const uint32_t *)work.x, work.rows, work.columns);
+            interleave(placed, work.x, work.rows, work.columns);
             work.x = placed;
         }
         all_panels(&work, outputs / PANEL, threads);
@@ -328,38 +311,22 @@ static int multiply(Work work, long outputs, int threads)
     return 0;
 }
 
-static int has_bfloat16(void)
-{
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
-
 /* The kernel lets a process use tiles once it has asked; what is forked from it, and its threads, may then too. */
 static int has_tiles(void)
 {
     unsigned a, b, c, d;
     const unsigned both = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE */
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) /* AVX512_BF16, which rounds */
+        return 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both
            && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 
-static int has(int kind)
-{
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
-        return 0;
-    return kind == FLOAT32 || (has_bfloat16() && (kind == BFLOAT16 || has_tiles()));
-}
+static int has(int kind) { return __builtin_cpu_supports("avx512f") && (kind == FLOAT32 || has_tiles()); }
 
 #else
 
-typedef struct {
-    const char *x, *panels;
-    char *y;
-    long rows, columns;
-    int kind;
-} Work;
-
-static int multiply(Work work, long outputs, int threads) { return -1; }
+static int multiply(Work work, long outputs, long threads) { return -1; }
 
 static int has(int kind) { return 0; }
 
@@ -379,28 +346,26 @@ static PyObject *kinds(PyObject *module, PyObject *unused)
 
 static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
 {
-    long values[8];
+    long n[8]; /* kind, x, panels, y, rows, outputs, columns, threads */
     if (number != 8) {
         PyErr_SetString(PyExc_TypeError, "product takes 8 numbers");
         return NULL;
     }
     for (int i = 0; i < 8; i++) {
-        values[i] = PyLong_AsLong(arguments[i]);
-        if (values[i] == -1 && PyErr_Occurred())
+        n[i] = PyLong_AsLong(arguments[i]);
+        if (n[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    Work work = {
-        .kind = (int)values[0], .x = (char *)values[1], .panels = (char *)values[2], .y = (char *)values[3], .rows = values[4], .columns = values[6]
-    };
-    const long outputs = values[5], threads = values[7];
-    if (work.kind < 0 || work.kind >= NUM_KINDS || work.rows < 0 || outputs < 0 || outputs % 16 || work.columns < 0 || work.columns % 16
-        || threads < 1) {
-        PyErr_SetString(PyExc_ValueError, "no kind of this module, or outputs or columns that are no multiples of 16");
+    if (n[0] < 0 || n[0] >= NUM_KINDS || n[4] < 0 || n[5] < 0 || n[5] % PANEL || n[6] < 1 || n[6] % 16 || n[7] < 1 || n[7] > MAX_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "no such kind or number of threads, or outputs or columns that are no multiples of 16");
         return NULL;
     }
+    const Work work = {
+        .kind = (int)n[0], .x = (char *)n[1], .panels = (char *)n[2], .y = (char *)n[3], .rows = n[4], .columns = n[6],
+    };
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = multiply(work, outputs, (int)threads);
+    failed = multiply(work, n[5], n[7]);
     Py_END_ALLOW_THREADS
     if (failed)
         return PyErr_NoMemory();
@@ -408,7 +373,7 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
 }
 
 static PyMethodDef methods[] = {
-    {"kinds", kinds, METH_NOARGS, "The kinds that this processor can do, of FLOAT32, BFLOAT16, BFLOAT16_TILES."},
+    {"kinds", kinds, METH_NOARGS, "The kinds that this processor can do: FLOAT32, BFLOAT16_TILES."},
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL,
      "product(kind, x, panels, y, rows, outputs, columns, threads): y = x @ matrix.T; the first three after the kind are addresses."},
     {NULL},
@@ -419,8 +384,7 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "operators._pa
 PyMODINIT_FUNC PyInit__panels(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module
-        && (PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, BFLOAT16) || PyModule_AddIntMacro(module, BFLOAT16_TILES)))
+    if (module && (PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, BFLOAT16_TILES)))
         Py_CLEAR(module);
     return module;
 }

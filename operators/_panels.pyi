@@ -1,5 +1,4 @@
 FLOAT32: int
-BFLOAT16: int
 BFLOAT16_TILES: int
 
 def kinds() -> list[int]: ...

@@ -122,12 +122,11 @@ class PanelExperts(GroupedExperts):
     """The same for matrices in panels: each product writes its rows where they belong, and all are activated at once."""
 
     def __init__(self, experts: Sequence[tuple[Panels, Panels]]) -> None:
+        """One expert at least."""
         super().__init__(experts)
         self._matrices = [list(each) for each in zip(*experts, strict=True)]  # all gate_up, all down
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-        if not self._matrices:
-            return torch.empty_like(x_PH)
         gate_up, down = self._matrices
         return _into_place(down, gated_silu(_into_place(gate_up, x_PH, counts)), counts)
 
@@ -181,7 +180,7 @@ def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) ->
 def one_by_one(gate_up: Sequence[Product], down: Sequence[Product]) -> GroupedExperts:
     """The experts of these laid-out matrices, of the kind that suits their form."""
     pairs = [(a, b) for a, b in zip(gate_up, down, strict=True) if isinstance(a, Panels) and isinstance(b, Panels)]
-    return PanelExperts(pairs) if len(pairs) == len(gate_up) else GroupedExperts(list(zip(gate_up, down, strict=True)))
+    return PanelExperts(pairs) if pairs and len(pairs) == len(gate_up) else GroupedExperts(list(zip(gate_up, down, strict=True)))
 
 
 def profile_size(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
@@ -245,7 +244,8 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
 
 def _into_place(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
     """y_PN: each matrix's rows with it."""
-    x_PK, num_outputs, num_threads = x_PK.contiguous(), matrices[0].shape[0], torch.get_num_threads()
+    assert sum(counts) == len(x_PK)
+    x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()
     y_PN = x_PK.new_empty(len(x_PK), num_outputs)
     x, y, x_bytes, y_bytes = x_PK.data_ptr(), y_PN.data_ptr(), x_PK.shape[1] * x_PK.itemsize, num_outputs * y_PN.itemsize
     for matrix, count in zip(matrices, counts, strict=True):

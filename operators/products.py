@@ -10,15 +10,14 @@ instructions for 16-bit numbers the library's product of many rows computes at a
 of the matrix, small enough to stay in the cache, into float32 first.
 
 *Panels* are our own (_panels.c), where the processor has the instructions and the matrix fits: a row's bits depend on that row alone,
-whatever number of rows comes, which no library promises and strict numerics need; and one to sixteen rows take as long as reading
-the matrix once.
+whatever number of rows comes, which no library promises and strict numerics need; and few rows take as long as reading the
+matrix once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -29,11 +28,12 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from operators.model_config import ModelConfig
 from operators.weights import Checkpoint
 
-_panels: ModuleType | None
 try:
     from operators import _panels
-except ImportError:  # built without a compiler
-    _panels = None
+except ImportError:  # without a compiler, or with one that does not know the instructions
+    has_panels = False
+else:
+    has_panels = True
 
 Form = Literal["plain", "packed", "widened", "panels"]
 
@@ -103,15 +103,21 @@ class Panels(Product):
         super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
         columns = weight_NK.contiguous().view(torch.float32)
         self._panels = columns.view(-1, PANEL_OUTPUTS, columns.shape[1]).transpose(1, 2).contiguous()
-        self._kind = _kinds()[weight_NK.dtype]
+        self._kind, self._dtype = _kinds()[weight_NK.dtype], weight_NK.dtype
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         y_TN = panel_product(x_TK, self)
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 
+    def checked(self, x_TK: Tensor) -> Tensor:
+        """The rows, contiguous, if they may be given to `into` by their address. Raises ValueError: the library, too, refuses others."""
+        if x_TK.dtype != self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or x_TK.device.type != "cpu":
+            wanted = f"rows of {self.shape[1]} {self._dtype}"
+            raise ValueError(f"{list(x_TK.shape)} {x_TK.dtype} on {x_TK.device} were given to a matrix on the CPU that takes {wanted}")
+        return x_TK.contiguous()
+
     def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        """The product of rows at address x, to address y, without bias; both whole rows, in the matrix's dtype."""
-        assert _panels is not None
+        """The product of rows at address x, to address y, without bias; both whole rows, in the matrix's dtype (`checked`)."""
         _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
 
 
@@ -120,7 +126,7 @@ def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
     if has_torch_function_unary(x_TK):
         seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
         return seen
-    x_TK = x_TK.contiguous()
+    x_TK = matrix.checked(x_TK)
     y_TN = x_TK.new_empty(x_TK.shape[0], matrix.shape[0])
     matrix.into(x_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
     return y_TN
@@ -144,11 +150,11 @@ def fits_panels(shape: tuple[int, int]) -> bool:
 
 @lru_cache
 def _kinds() -> dict[torch.dtype, int]:
-    """dtype -> the number that _panels.c gives the fastest of its products for it on this processor."""
-    if _panels is None:
+    """dtype -> the number that _panels.c gives to products of it, for those that this processor can do."""
+    if not has_panels:
         return {}
-    dtypes = {_panels.FLOAT32: torch.float32, _panels.BFLOAT16: torch.bfloat16, _panels.BFLOAT16_TILES: torch.bfloat16}
-    return {dtypes[kind]: kind for kind in _panels.kinds()}  # ascending: the last of a dtype is the fastest
+    dtypes = {_panels.FLOAT32: torch.float32, _panels.BFLOAT16_TILES: torch.bfloat16}
+    return {dtypes[kind]: kind for kind in _panels.kinds()}
 
 
 @lru_cache

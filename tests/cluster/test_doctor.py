@@ -44,12 +44,12 @@ def test_what_auto_takes_and_why() -> None:
 
 
 def test_which_products_are_our_own() -> None:
-    assert products_check([0, 1, 2]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
-    assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AVX-512)"
+    assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
+    assert products_check([0]).text == "in panels: float32 (AVX-512)"
     assert products_check([]).text == "the library's: this processor has no AVX-512"
     not_built = products_check(None)
     assert (not_built.ok, not_built.needed) == (False, False)
-    assert "C compiler" in str(not_built.remedy)
+    assert "gcc" in str(not_built.remedy)
 
 
 def test_the_report_names_what_is_missing_and_the_remedy() -> None:

@@ -30,7 +30,6 @@ ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
 
 
 OWN = [dtype for dtype in (torch.float32, torch.bfloat16) if form_for(dtype, "cpu", (16, 32)) == "panels"]  # what the processor can do
-KINDS = [] if products._panels is None else products._panels.kinds()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,16 +53,14 @@ def test_every_form_gives_what_the_plain_one_gives(form: Form, dtype: torch.dtyp
         assert product(x, given_bias).dtype == dtype
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (176, 96), (80, 1024)])
-def test_bits_of_a_row_in_panels_are_its_own(kind: int, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dtype", OWN)
+@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (176, 96), (80, 1024), (32, 288)])
+def test_bits_of_a_row_in_panels_are_its_own(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Whatever number of rows comes, wherever the row stands among them, and with any number of threads."""
-    dtype = torch.float32 if kind == 0 else torch.bfloat16
-    generator = torch.Generator().manual_seed(kind)
+    generator = torch.Generator().manual_seed(shape[0])
     weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in (shape, (210, shape[1])))
     matrix = lay_out(weight, "panels")
     assert isinstance(matrix, Panels)
-    matrix._kind = kind  # not only the fastest
 
     def product(rows: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
         y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
@@ -72,7 +69,7 @@ def test_bits_of_a_row_in_panels_are_its_own(kind: int, shape: tuple[int, int]) 
         return y[:-1]
 
     alone = torch.cat([product(row) for row in x.split(1)])
-    torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4 if kind == 0 else 1e-2, atol=1e-3)
+    torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-3)
     for num_rows in (*range(1, 40), 64, 96, 97, 131, 200):
         for start, num_threads in ((0, 1), (9, 2), (3, 3)):
             assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
@@ -86,13 +83,32 @@ def test_rows_beyond_what_the_cache_holds_are_taken_in_parts() -> None:
 
 
 def test_what_c_is_told_must_make_sense() -> None:
-    if products._panels is None:
+    if not products.has_panels:
         pytest.skip("there was no compiler")
-    for wrong in ((9, 0, 0, 0, 0, 16, 16, 1), (0, 0, 0, 0, 1, 15, 16, 1), (0, 0, 0, 0, -1, 16, 16, 1), (0, 0, 0, 0, 1, 16, 8, 1), (0,) * 8):
+    right = [0, 0, 0, 0, 0, 16, 16, 1]
+    for place, wrong in ((0, 9), (0, -1), (0, 1 << 32), (4, -1), (5, 15), (5, -16), (6, 8), (6, 0), (6, -16), (7, 0), (7, 1 << 32)):
+        numbers = [*right[:place], wrong, *right[place + 1 :]]
         with pytest.raises(ValueError, match="multiples of 16"):
-            products._panels.product(*wrong)
+            products._panels.product(*numbers)
     with pytest.raises(TypeError):
         products._panels.product(0, 0)  # type: ignore[call-arg]
+
+
+def test_rows_that_do_not_fit_a_matrix_in_panels_are_refused() -> None:
+    for dtype in OWN:
+        matrix = lay_out(torch.randn(16, 32).to(dtype), "panels")
+        other = torch.float64 if dtype == torch.float32 else torch.float32
+        for x in (torch.zeros(3, 31), torch.zeros(3, 64), torch.zeros(32), torch.zeros(1, 3, 32)):
+            with pytest.raises(ValueError, match="takes rows of 32"):
+                matrix(x.to(dtype))
+        with pytest.raises(ValueError, match="takes rows of 32"):
+            matrix(torch.zeros(3, 32, dtype=other))
+        x = torch.randn(32, 6).to(dtype)
+        assert torch.equal(matrix(x.t()), matrix(x.t().contiguous()))
+        experts = one_by_one([lay_out(torch.randn(64, 32).to(dtype), "panels")], [lay_out(torch.randn(32, 32).to(dtype), "panels")])
+        for wrong in (torch.zeros(3, 31).to(dtype), torch.zeros(3, 32, dtype=other)):
+            with pytest.raises(ValueError, match="takes rows of 32"):
+                experts.run(wrong, torch.tensor([3]))
 
 
 def test_panels_are_taken_where_they_fit() -> None:
