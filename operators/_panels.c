@@ -52,11 +52,14 @@ typedef struct {
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
-/* `rows` rows with `panels` panels; both known when this is compiled, so that all sums are in registers. */
-INLINE FLOAT32_TARGET void block(const int rows, const int panels, const Work *work, long row, long panel)
+/* `rows` rows with `panels` panels; both known when this is compiled, so that all sums are in registers. This is block `number` of
+   `blocks` that go down these panels. A single one asks memory for what it needs soon; of several, each asks for its part of the panels
+   that come next, because these are there when the second begins. */
+INLINE FLOAT32_TARGET void block(const int rows, const int panels, const Work *work, long row, long panel, long number, long blocks)
 {
-    const long stride = work->columns * COLUMN_BYTES;
+    const long stride = work->columns * COLUMN_BYTES, step = COLUMN_BYTES / blocks;
     const char *w = work->panels + panel * stride, *x = work->x + row * work->columns * 4;
+    const char *ahead = blocks == 1 ? w + AHEAD : w + panels * stride + number * (stride / blocks);
     __m512 totals[2 * MAX_ROWS], sums[2 * MAX_ROWS], column[8];
     UNROLLED for (int i = 0; i < rows * panels; i++) totals[i] = _mm512_setzero_ps();
     for (long first = 0; first < work->columns; first += SPAN) {
@@ -64,7 +67,7 @@ INLINE FLOAT32_TARGET void block(const int rows, const int panels, const Work *w
         UNROLLED for (int i = 0; i < rows * panels; i++) sums[i] = _mm512_setzero_ps();
         for (long k = first; k < end; k++) {
             UNROLLED for (int p = 0; p < panels; p++) {
-                _mm_prefetch(w + p * stride + k * COLUMN_BYTES + AHEAD, _MM_HINT_T0);
+                _mm_prefetch(ahead + p * stride + k * step, _MM_HINT_T0);
                 column[p] = _mm512_loadu_ps(w + p * stride + k * COLUMN_BYTES);
             }
             UNROLLED for (int r = 0; r < rows; r++) {
@@ -104,12 +107,13 @@ static void interleave(char *to, const char *from, long num_rows, long columns)
 /* All rows, with `panels` panels. */
 INLINE FLOAT32_TARGET void all_rows(const int panels, const Work *work, long panel)
 {
-    for (long row = 0, rows; row < work->rows; row += rows) {
+    const long blocks = (work->rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (long row = 0, number = 0, rows; row < work->rows; row += rows, number++) {
         rows = block_rows(row, work->rows);
         switch (rows) {
-#define ROWS(number) \
-    case number: \
-        block(number, panels, work, row, panel); \
+#define ROWS(count) \
+    case count: \
+        block(count, panels, work, row, panel, number, blocks); \
         break;
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #undef ROWS
@@ -122,13 +126,13 @@ static FLOAT32_TARGET void some_panels_float32(const Work *work, long panel, lon
 {
     if (work->rows == 1)
         for (; panel + 8 <= end; panel += 8)
-            block(1, 8, work, 0, panel);
+            block(1, 8, work, 0, panel, 0, 1);
     if (work->rows == 2)
         for (; panel + 4 <= end; panel += 4)
-            block(2, 4, work, 0, panel);
+            block(2, 4, work, 0, panel, 0, 1);
     if (work->rows == 3)
         for (; panel + 4 <= end; panel += 4)
-            block(3, 4, work, 0, panel);
+            block(3, 4, work, 0, panel, 0, 1);
     for (; panel + 2 <= end; panel += 2)
         all_rows(2, work, panel);
     if (panel < end)
@@ -332,11 +336,13 @@ static int has(int kind) { return 0; }
 
 #endif
 
+static int found_kinds[NUM_KINDS]; /* that `kinds` has found: others would be illegal instructions */
+
 static PyObject *kinds(PyObject *module, PyObject *unused)
 {
     PyObject *found = PyList_New(0);
     for (int kind = 0; found && kind < NUM_KINDS; kind++) {
-        PyObject *number = has(kind) ? PyLong_FromLong(kind) : NULL;
+        PyObject *number = (found_kinds[kind] = has(kind)) ? PyLong_FromLong(kind) : NULL;
         if (number && PyList_Append(found, number))
             Py_CLEAR(found);
         Py_XDECREF(number);
@@ -356,8 +362,9 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
         if (n[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    if (n[0] < 0 || n[0] >= NUM_KINDS || n[4] < 0 || n[5] < 0 || n[5] % PANEL || n[6] < 1 || n[6] % 16 || n[7] < 1 || n[7] > MAX_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "no such kind or number of threads, or outputs or columns that are no multiples of 16");
+    const int known = n[0] >= 0 && n[0] < NUM_KINDS && found_kinds[n[0]];
+    if (!known || n[4] < 0 || n[5] < 0 || n[5] % PANEL || n[6] < 1 || n[6] % 16 || n[7] < 1 || n[7] > MAX_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "no kind found here or number of threads, or outputs or columns that are no multiples of 16");
         return NULL;
     }
     const Work work = {
