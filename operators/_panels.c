@@ -162,6 +162,14 @@ INLINE TILES_TARGET void ask_for(const char *tile)
     UNROLLED for (int i = 0; i < TILE_COLUMNS; i++) _mm_prefetch(tile + AHEAD + i * COLUMN_BYTES, _MM_HINT_T0);
 }
 
+INLINE TILES_TARGET void zero_sums(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
 /* From a tile's sums to `rows` rows of y, rounded once. */
 #define PUT_TILE(tile, work, row, num_rows, panel) \
     do { \
@@ -178,10 +186,7 @@ INLINE TILES_TARGET void low_tiles(const int panels, const Work *work, long row,
 {
     const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
     const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
         _tile_loadd(4, x + k * 4, pitch);
         ask_for(w);
@@ -212,10 +217,7 @@ INLINE TILES_TARGET void high_tiles(const Work *work, long row, long rows, long 
 {
     const long stride = work->columns * COLUMN_BYTES, pitch = work->columns * 4;
     const char *w = work->panels + panel * stride, *x = work->x + row * pitch;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (long k = 0; k < work->columns; k += TILE_COLUMNS, w += TILE_COLUMNS * COLUMN_BYTES) {
         _tile_loadd(4, x + k * 4, pitch);
         _tile_loadd(5, x + k * 4 + TILE_ROWS * pitch, pitch);
