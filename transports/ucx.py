@@ -177,7 +177,7 @@ class UCXChannel(WindowedEndpoint):
                     return
                 link.progress()
                 self._look()
-                if self._open and (link.arm() or link.arm()):  # the first call only takes the signal that woke us, if one did
+                if self._open and link.arm():  # False may mean only that a signal was taken: UCX must work before it is asked again
                     self._scheduled = False
                     return
         except WireError as error:

@@ -96,6 +96,21 @@ class Asleep:
 
 
 @needs_ucx
+async def test_ucx_works_between_two_questions_whether_anything_is_left(loop_kind: str) -> None:
+    """A No may mean that a signal was taken: what the signal told of is seen by work alone, and a Yes after it would be the last word."""
+    async with a_pair() as (_, two):
+        link = two._link
+        calls: list[str] = []
+        answers = [False, False, True]
+        work, ask = link.progress, link.arm
+        link.progress = lambda: calls.append("work") or work()
+        link.arm = lambda: calls.append("ask") or (answers.pop(0) if answers else ask())
+        two._turn()
+        assert calls == ["work", "ask"] * 3
+        link.progress, link.arm = work, ask
+
+
+@needs_ucx
 async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side opens a worker, tells or uses an address for a peer that has another key."""
     opened_links: list[object] = []
