@@ -37,7 +37,7 @@ from transports.handshake import Handshake, check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.windowed import WindowedEndpoint
-from transports.zeromq_sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
+from transports.zeromq_sockets import INLINE_BYTES, CurveKeys, bind, connect, missing, pair_and_monitor, shared_context
 
 if missing is None:
     import zmq
@@ -72,6 +72,7 @@ class ZeroMQChannel(WindowedEndpoint):
         self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
         self._reading_soon = False
         self._connections: set[int] = set()  # libzmq's descriptors, as the monitor names them
+        self._disconnected = self._line_gone = False
         self._death: asyncio.TimerHandle | None = None
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._read)
@@ -112,8 +113,9 @@ class ZeroMQChannel(WindowedEndpoint):
                     self._pair.send(frame, flags)
                 else:
                     lender.send(self._pair, frame, flags)
-        except zmq.ZMQError as error:
-            self._fail(f"the connection is lost: {error}")
+        except zmq.ZMQError:
+            if self._broken is None:
+                self._loop.call_soon(self._disconnect)  # not now: what the peer had sent is read first
             return
         if not self._reading_soon:
             self._read_soon()
@@ -140,7 +142,10 @@ class ZeroMQChannel(WindowedEndpoint):
             return
         try:
             for _ in range(_MESSAGES_AT_ONCE):
-                if not int(self._pair.get(zmq.EVENTS)) & zmq.POLLIN:
+                events = int(self._pair.get(zmq.EVENTS))
+                if not events & zmq.POLLIN:
+                    if self._disconnected and not events & zmq.POLLOUT:
+                        self._fail(f"{self.peer.name or 'the peer'} died")
                     return
                 self._read_message()
         except (zmq.ZMQError, WireError) as error:
@@ -236,15 +241,29 @@ class ZeroMQChannel(WindowedEndpoint):
             elif self._side == _LISTENER:
                 self._fail("the peer of the handshake refuses the keys of this channel")
         if ended and not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
-            self._lost()
+            self._disconnect()
 
     def _on_gone(self, reason: str | None) -> None:
         """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""
+        self._line_gone = True
         if reason is not None:
             self._fail(reason)
+        else:
+            self._lost_soon()
+        self._finish()
+
+    def _disconnect(self) -> None:
+        """libzmq has no connection any more. It may say so before it hands over what came on it; once it has, nothing can be sent."""
+        self._disconnected = True
+        if not self._pair.closed:
+            self._lost_soon()
+
+    def _lost_soon(self) -> None:
+        """The peer is lost: at once when nothing more can be on its way, else after a while, or when `_read` sees the end of the queue."""
+        if self._disconnected and (self._line_gone or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
+            self._lost()
         elif not self._ended and self._broken is None and self._death is None:
             self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
-        self._finish()
 
     def _lost(self) -> None:
         self._read()
@@ -350,7 +369,7 @@ def _accepted(encryption: str, meeting: Meeting) -> Channel:
     try:
         if encryption:
             shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
-        pair.connect(endpoint)
+        connect(pair, endpoint)
         return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
     except zmq.ZMQError as error:
         shared_context.close(pair, monitor)

@@ -12,9 +12,12 @@ enforces it (ZAP_ENFORCE_DOMAIN): no answer is a refusal. The handler admits to 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
-from typing import Any, NamedTuple
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from transports.contract import Limits
 from transports.handshake import Handshake
@@ -30,8 +33,27 @@ else:
 
 FRAME_BYTES = 8  # before the envelope, in the first frame of a message
 INLINE_BYTES = 8192
+_NEVER = 7 * 24 * 3600 * 1000  # ms; told not to reconnect at all (-1), libzmq throws away what it has read when the connection is lost
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"this key belongs to no peer of this process")
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _undisturbed(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`call` with signals kept waiting: libzmq gives up opening, connecting and ending when one comes, and pyzmq does not ask again."""
+
+    @functools.wraps(call)
+    def undisturbed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            return call(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+    return undisturbed
 
 
 class CurveKeys(NamedTuple):
@@ -115,10 +137,11 @@ class SharedContext:
         made.set(zmq.LINGER, 0)
         made.set(zmq.SNDHWM, 0)  # the window bounds them
         made.set(zmq.RCVHWM, 0)
-        made.set(zmq.RECONNECT_IVL, -1)
+        made.set(zmq.RECONNECT_IVL, _NEVER)
         made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
         return made
 
+    @_undisturbed
     def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         """Close one user's sockets; the last one takes the context along."""
         self._forget(pair)
@@ -166,6 +189,7 @@ class SharedContext:
 shared_context = SharedContext()
 
 
+@_undisturbed
 def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
     """A PAIR for a channel, and what libzmq tells about its connection."""
     pair = shared_context.socket(limits)
@@ -174,6 +198,13 @@ def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]
     return pair, pair.get_monitor_socket(events | refusals)
 
 
+@_undisturbed
+def connect(pair: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect to the endpoint that the peer has told."""
+    pair.connect(endpoint)
+
+
+@_undisturbed
 def bind(pair: zmq.Socket[bytes], host: str | None) -> str:
     """Bind to an endpoint that only the peer will know: TCP at `host`, or a name on this host; returns it."""
     if host is not None:

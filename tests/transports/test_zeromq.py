@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 import pytest
 
 from transports import checks, zeromq, zeromq_sockets
-from transports.checks_basics import check_numbered, numbered, opened, receive_all
+from transports.checks_basics import check_numbered, numbered, opened, receive_all, within
 from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
 from transports.contract import Identity, Limits
 from transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
@@ -68,6 +70,19 @@ async def test_the_context_goes_with_the_last_channel() -> None:
     assert zeromq.shared_context._context is None
 
 
+async def test_the_context_goes_even_when_signals_come() -> None:
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        for _ in range(50):
+            async with opened(pair_maker("zmq")):
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "ZMQbg/IO/0" not in {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
 @pytest.mark.parametrize(
     "frames",
     [
@@ -93,6 +108,32 @@ async def test_frames_that_are_no_message_break_the_channel(frames: list[bytes],
         async with asyncio.timeout(5):
             with pytest.raises(BrokenChannelError):
                 await two.recv()
+
+
+def loop_is_busy(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_what_a_dead_peer_had_sent_arrives_even_if_nobody_looked_meanwhile(loop_kind: str) -> None:
+    async with other_process("zmq", "send five and hang") as (channel, peer):
+        check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
+        loop_is_busy(0.3)  # the others come
+        peer.send_signal(signal.SIGKILL)
+        loop_is_busy(0.2)
+        await receive_all(channel, 1, 5, 30_000)
+        with pytest.raises(BrokenChannelError):
+            await channel.recv()
+
+
+async def test_an_end_that_libzmq_tells_before_what_came_first_takes_nothing_away(loop_kind: str) -> None:
+    async with opened(pair_maker("zmq")) as (one, two):
+        assert isinstance(two, ZeroMQChannel)
+        two._disconnect()
+        await one.send(numbered(0))
+        check_numbered(await within(two.recv(), "recv"), 0)
+        assert not two.closed
+        with pytest.raises(BrokenChannelError):  # not at once: no more comes
+            await within(two.recv(), "recv")
 
 
 async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
