@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import os
 import select
 import signal
@@ -26,6 +27,7 @@ def fork(then: Callable[[int], None], fd: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            faulthandler.disable()  # it is killed on purpose: nobody wants to read where
             then(fd)
             os.write(said, b"x")
             signal.pause()
