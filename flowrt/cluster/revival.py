@@ -28,7 +28,7 @@ from flowrt.reliability.supervision import GiveUp, Supervision
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed
 STARTER_SECONDS = 15.0  # for the starter to say how a process ended that has
-_LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control line to say why, and to end
+_LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control line to end, and for what an ended one has said to be read
 
 
 class Run(Protocol):
@@ -120,8 +120,7 @@ class Revival:
     def on_exit(self, host: str, how: str) -> None:
         """The process has ended and was reaped, one that the run outlives."""
         self.on_gone(host)
-        cause = self._causes.pop(host, None)
-        self._down.post((host, how if cause is None else f"{cause}; {how}"))
+        self._down.post((host, how))
 
     def on_line_end(self, line: WorkerLine) -> None:
         """Its control line has ended, and it was not told to stop: its process should end too."""
@@ -192,6 +191,8 @@ class Revival:
 
     async def _revive(self, host: str, how: str | None) -> None:
         died = self._now()
+        if how is not None:
+            how = await self._explained(host, how)
         for line in self._lines(host):
             self._past.setdefault(line.name, []).append(line.statistics)
             line.statistics = Statistics()
@@ -214,6 +215,14 @@ class Revival:
                     self.count_restart(line.name)
                     self._run.on_event(events.WorkerRestarted(line.name, line.placed.pid, self._now() - died))
             return
+
+    async def _explained(self, host: str, how: str) -> str:
+        """How it died, and why if that is known: what it said on its control lines may be read after the word of its end."""
+        unread = [line.ended for line in self._lines(host) if not line.ended.done()]
+        if unread:
+            await asyncio.wait(unread, timeout=_LAST_WORDS_SECONDS)
+        cause = self._causes.pop(host, None)
+        return how if cause is None else f"{cause}; {how}"
 
     async def fork_again(self, host: str) -> list[WorkerLine]:
         """The next life of a host, and of its workers. Raises WorkerDiedError and UserError as Hosts.fork_again."""

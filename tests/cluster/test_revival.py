@@ -282,6 +282,25 @@ async def test_one_that_fails_is_started_again_and_its_reason_told(tmp_path: Pat
         ]
 
 
+async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher as launcher:
+        line = launcher.workers["server.0"]
+        recv = line._control.recv
+
+        async def recv_late() -> object:
+            message = await recv()
+            await asyncio.sleep(0.1)
+            return message
+
+        monkeypatch.setattr(line._control, "recv", recv_late)
+        await r.ask("server.0", "fail")
+        await r.until_back("server.0")
+        assert r.of(events.WorkerLost, "server.0") == [
+            events.WorkerLost("server.0", "failed: broken teapot; exited with status 0"),
+        ]
+
+
 async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher:
