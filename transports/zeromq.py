@@ -8,8 +8,8 @@ host is encrypted: `zmq://10.0.0.5:7000?curve`. Any address but loopback without
 The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
 a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other; a process
 that comes back under an old name is another incarnation with sockets of its own. The first message each way proves that the session
-is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit window bounds what can be in them. libzmq does
-not reconnect; a lost connection is a broken channel, and the socket's monitor tells.
+is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit window bounds what can be in them. A
+connection is never made anew: a lost one is a broken channel, and the socket's monitor tells.
 
 Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
 more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
@@ -37,14 +37,14 @@ from transports.handshake import Handshake, check_key
 from transports.message import Message
 from transports.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from transports.windowed import WindowedEndpoint
-from transports.zeromq_sockets import INLINE_BYTES, CurveKeys, bind, connect, missing, pair_and_monitor, shared_context
+from transports.zeromq_sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
     import zmq
 
 _missing = missing
 LENT_BYTES = 1 << 17  # from here on a frame is lent and not copied: below, lending takes longer
-DEATH_SECONDS = 0.5  # after the line's end-of-file, how long libzmq may take to hand over what the peer had sent
+DEATH_SECONDS = 0.5  # after the end of the line, or of libzmq's connection, how long the other one's end may take to be told
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
@@ -113,9 +113,12 @@ class ZeroMQChannel(WindowedEndpoint):
                     self._pair.send(frame, flags)
                 else:
                     lender.send(self._pair, frame, flags)
-        except zmq.ZMQError:
+        except zmq.Again:  # there is no connection any more, but what the peer had sent is read first
             if self._broken is None:
-                self._loop.call_soon(self._disconnect)  # not now: what the peer had sent is read first
+                self._loop.call_soon(self._disconnect)
+            return
+        except zmq.ZMQError as error:
+            self._fail(f"the connection is lost: {error}")
             return
         if not self._reading_soon:
             self._read_soon()
@@ -253,7 +256,8 @@ class ZeroMQChannel(WindowedEndpoint):
         self._finish()
 
     def _disconnect(self) -> None:
-        """libzmq has no connection any more. It may say so before it hands over what came on it; once it has, nothing can be sent."""
+        """libzmq has no connection any more. Where it is libzmq that cut it, for what it read, it says so before it hands over what came
+        first; that is done when nothing can be sent any more. The side that had connected to one that died can send on, to nobody."""
         self._disconnected = True
         if not self._pair.closed:
             self._lost_soon()
@@ -264,6 +268,7 @@ class ZeroMQChannel(WindowedEndpoint):
             self._lost()
         elif not self._ended and self._broken is None and self._death is None:
             self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
+            self._read_soon()  # the look at the queue may have taken the word of a message
 
     def _lost(self) -> None:
         self._read()
@@ -369,7 +374,7 @@ def _accepted(encryption: str, meeting: Meeting) -> Channel:
     try:
         if encryption:
             shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
-        connect(pair, endpoint)
+        pair.connect(endpoint)
         return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
     except zmq.ZMQError as error:
         shared_context.close(pair, monitor)

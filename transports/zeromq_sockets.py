@@ -12,12 +12,12 @@ enforces it (ZAP_ENFORCE_DOMAIN): no answer is a refusal. The handler admits to 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import os
 import secrets
 import signal
-from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from transports.contract import Limits
 from transports.handshake import Handshake
@@ -38,22 +38,17 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"this key belongs to no peer of this process")
 
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
-def _undisturbed(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`call` with signals kept waiting: libzmq gives up opening, connecting and ending when one comes, and pyzmq does not ask again."""
-
-    @functools.wraps(call)
-    def undisturbed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            return call(*args, **kwargs)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-
-    return undisturbed
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps signals waiting: pyzmq gives up making a monitor, and ending a context, when one comes."""
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FATAL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
 class CurveKeys(NamedTuple):
@@ -141,7 +136,6 @@ class SharedContext:
         made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
         return made
 
-    @_undisturbed
     def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         """Close one user's sockets; the last one takes the context along."""
         self._forget(pair)
@@ -153,7 +147,8 @@ class SharedContext:
             self.lender.collect()
         if not self._users and self._context is not None:
             context, self._context = self._context, None
-            context.term()  # all that was lent is back
+            with _undisturbed():
+                context.term()  # all that was lent is back
             self.lender = None
 
     def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
@@ -189,22 +184,15 @@ class SharedContext:
 shared_context = SharedContext()
 
 
-@_undisturbed
 def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
     """A PAIR for a channel, and what libzmq tells about its connection."""
     pair = shared_context.socket(limits)
     events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
     refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    return pair, pair.get_monitor_socket(events | refusals)
+    with _undisturbed():
+        return pair, pair.get_monitor_socket(events | refusals)
 
 
-@_undisturbed
-def connect(pair: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect to the endpoint that the peer has told."""
-    pair.connect(endpoint)
-
-
-@_undisturbed
 def bind(pair: zmq.Socket[bytes], host: str | None) -> str:
     """Bind to an endpoint that only the peer will know: TCP at `host`, or a name on this host; returns it."""
     if host is not None:

@@ -198,6 +198,7 @@ class Revival:
             line.statistics = Statistics()
             self._run.on_event(events.WorkerLost(line.name, how or ""))
             await line.aclose()
+        self._causes.pop(host, None)  # what was said too late is not the next life's
         is_first = how is None
         while is_first or await self._is_to_live(host):
             is_first = False

@@ -286,6 +286,7 @@ async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]
+        heard = line.last_word_seconds
         recv = line._control.recv
 
         async def recv_late() -> object:
@@ -294,6 +295,8 @@ async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path:
             return message
 
         monkeypatch.setattr(line._control, "recv", recv_late)
+        await r.ask("server.0", "beat")  # who listens already is in the recv of before
+        await r.until(lambda: line.last_word_seconds > heard)
         await r.ask("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [
