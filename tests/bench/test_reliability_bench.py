@@ -41,7 +41,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(options: Options
 
 
 async def test_both_are_asked_in_turns_and_answer_alike() -> None:
-    options = Options(graph=QUICKSTART, overrides=SMALL, batch=2, prompt_tokens=4, new_tokens=6, num_pairs=2)
+    options = Options(graph=QUICKSTART, overrides=SMALL, batch=2, prompt_tokens=4, new_tokens=48, num_pairs=2)
     said: list[str] = []
     figure, note = [each async for each in measure(options, graphs_of(options), said.append)]
     assert isinstance(figure, Figure)
