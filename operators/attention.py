@@ -101,12 +101,11 @@ class AttentionBlock:
         qkv = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
         if config.clip_qkv is not None:
             qkv.clamp_(-config.clip_qkv, config.clip_qkv)
-        qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        qk, v_TKD = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+        qk, v_TKD = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if weights.qk_norm is not None:
             qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
-        qk = rotate(qk, cos_T1D, sin_T1D)
-        return qk[:, :num_heads], qk[:, num_heads:], v_TKD
+        q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((num_heads, num_kv_heads), dim=1)
+        return q_TND, k_TKD, v_TKD
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         residual = x_TH + weights.output(mixed, weights.output_bias)

@@ -12,11 +12,14 @@ def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tens
     """x_TH: the residual plus the sum of the parts (rows_R, y_RH), added in the order given.
 
     The caller gives them in the plan's order, not in order of arrival, so that the sum does not depend on timing. The rows of one
-    part are all different. Neither the residual nor the parts are changed: they may be memory of a transport.
+    part ascend, each once, as those of dispatch.py do. Neither the residual nor the parts are changed: they may be memory of a transport.
     """
     total_TH = torch.zeros_like(residual_TH)
     for rows_R, y_RH in parts:
-        total_TH.index_add_(0, rows_R, y_RH)
+        if len(rows_R) == len(total_TH):  # all of them: the same sums, in a quarter of the time for few rows
+            total_TH.add_(y_RH)
+        else:
+            total_TH.index_add_(0, rows_R, y_RH)
     return total_TH.add_(residual_TH)
 
 

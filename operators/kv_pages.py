@@ -41,6 +41,7 @@ class KvPages:
             self.values_GCKD = self.keys_GCKD
         else:
             self.values_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._slots = [tuple(tensor.flatten(0, 1) for tensor in self.blocks(layer)) for layer in range(num_layers)]
 
     @classmethod
     def for_model(cls, config: ModelConfig, num_pages: int, page_tokens: int, device: torch.device | str = "cpu") -> KvPages:
@@ -71,9 +72,9 @@ class KvPages:
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor | None = None) -> None:
         """Store each row's key and value in its slot (int64, all different). Values are None where they are shared."""
-        self.keys_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
-        if v_TKD is not None:
-            self.values_GCKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+        for slots, rows in zip(self._slots[layer], (k_TKD, v_TKD), strict=False):
+            if rows is not None:
+                slots.index_copy_(0, slots_T, rows)
 
     @property
     def token_bytes(self) -> int:
@@ -86,10 +87,6 @@ class KvPages:
 
         Copies; or, for a slice, which names slots that lie in one piece, the pages themselves.
         """
-        keys = _slots(self.keys_GCKD[layer], slots_L)
-        return keys, keys if self.shared_values else _slots(self.values_GCKD[layer], slots_L)
-
-
-def _slots(pages_GCKD: Tensor, slots_L: Tensor | slice) -> Tensor:
-    slots = pages_GCKD.flatten(0, 1)
-    return slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L)
+        kept = self._slots[layer]
+        found = [slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L) for slots in kept]
+        return found[0], found[-1]

@@ -81,8 +81,7 @@ class RotaryTable:
 
 def rotate(x_TND: Tensor, cos_T1D: Tensor, signed_sin_T1D: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) by its position's angle. The sign of the sine's first half is in the table."""
-    first, second = x_TND.chunk(2, dim=-1)
-    return x_TND * cos_T1D + torch.cat((second, first), dim=-1) * signed_sin_T1D
+    return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, dims=-1), signed_sin_T1D)
 
 
 def pairs_to_halves_(rows: Tensor, width: int) -> None:

@@ -125,7 +125,7 @@ def test_only_experts_with_rows_are_computed(experts: Experts, monkeypatch: pyte
 def test_combine_adds_in_the_order_given_and_changes_nothing_given() -> None:
     generator = torch.Generator().manual_seed(0)
     residual = torch.randn(5, 8, generator=generator)
-    parts = [(torch.tensor(rows), torch.randn(len(rows), 8, generator=generator)) for rows in ([0, 2, 4], [2], [0, 1, 2])]
+    parts = [(torch.tensor(rows), torch.randn(len(rows), 8, generator=generator)) for rows in ([0, 2, 4], [2], [0, 1, 2, 3, 4], [0, 1, 2])]
     kept = residual.clone(), [y.clone() for _, y in parts]
     out = combine(residual, parts)
     total = torch.zeros(5, 8)
