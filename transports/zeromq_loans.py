@@ -50,7 +50,7 @@ class Lender:
             number = zmq.zmq_errno()
             if number != errno.EINTR:  # a signal came between: as pyzmq does, once more
                 library.zmq_msg_close(message)  # which ends the loan
-                raise zmq.ZMQError(number)
+                raise zmq.Again(number) if number == errno.EAGAIN else zmq.ZMQError(number)
 
     def collect(self) -> None:
         """Let go of what has come back."""
