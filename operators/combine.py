@@ -16,7 +16,7 @@ def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tens
     """
     total_TH = torch.zeros_like(residual_TH)
     for rows_R, y_RH in parts:
-        if len(rows_R) == len(total_TH):  # all of them: the same sums, in a quarter of the time for few rows
+        if len(rows_R) == len(total_TH):  # all of them: the same sums, in a sixth of the time for one row
             total_TH.add_(y_RH)
         else:
             total_TH.index_add_(0, rows_R, y_RH)

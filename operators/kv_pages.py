@@ -72,9 +72,10 @@ class KvPages:
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor | None = None) -> None:
         """Store each row's key and value in its slot (int64, all different). Values are None where they are shared."""
-        for slots, rows in zip(self._slots[layer], (k_TKD, v_TKD), strict=False):
-            if rows is not None:
-                slots.index_copy_(0, slots_T, rows)
+        slots = self._slots[layer]
+        slots[0].index_copy_(0, slots_T, k_TKD)
+        if v_TKD is not None:
+            slots[-1].index_copy_(0, slots_T, v_TKD)
 
     @property
     def token_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """libzmq's context and sockets for one channel, and who may speak to them.
 
-Here: `SharedContext`, `Peers` (what a channel's two sockets need to know), `CurveKeys` and the authenticator behind encrypted ones. Not
+Here: `SharedContext`, `pair_and_monitor` and `bind` (a channel's two sockets), `CurveKeys` and the authenticator behind encrypted ones. Not
 here: what is said over the sockets (zeromq.py, which alone calls this).
 
 Encryption is CURVE. No key is distributed for it: both ends derive both key pairs of a channel from the session key of the handshake,
@@ -36,8 +36,6 @@ INLINE_BYTES = 8192
 _NEVER = 7 * 24 * 3600 * 1000  # ms; told not to reconnect at all (-1), libzmq throws away what it has read when the connection is lost
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"this key belongs to no peer of this process")
-
-
 _FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 

@@ -198,7 +198,7 @@ class Revival:
             line.statistics = Statistics()
             self._run.on_event(events.WorkerLost(line.name, how or ""))
             await line.aclose()
-        self._causes.pop(host, None)  # what was said too late is not the next life's
+        self._causes.pop(host, None)  # said in time or too late, it is not the next life's
         is_first = how is None
         while is_first or await self._is_to_live(host):
             is_first = False
@@ -222,7 +222,7 @@ class Revival:
         unread = [line.ended for line in self._lines(host) if not line.ended.done()]
         if unread:
             await asyncio.wait(unread, timeout=_LAST_WORDS_SECONDS)
-        cause = self._causes.pop(host, None)
+        cause = self._causes.get(host)
         return how if cause is None else f"{cause}; {how}"
 
     async def fork_again(self, host: str) -> list[WorkerLine]:
