@@ -76,6 +76,12 @@ async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Chan
             await peer.wait()
 
 
+def pause(peer: asyncio.subprocess.Process) -> None:
+    """Stop it, and return once it stands still: the signal alone leaves its threads running until each has been scheduled to see it."""
+    peer.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
 async def check_identities_and_limits(scheme: str) -> None:
     """Each end knows who the other is; the smaller limit holds on both ends."""
     wide = Limits(max_message_bytes=1 << 20, max_tensors=2, capacity_messages=50)
@@ -195,14 +201,14 @@ async def check_stopped_peer(scheme: str) -> None:
     async with other_process(scheme, "echo") as (channel, peer):
         await channel.send(numbered(0, 1000))
         check_numbered(await within(channel.recv(), "echo"), 0, 1000)
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         sending = asyncio.ensure_future(send_all(channel, 1, 30, 30_000))
         await asyncio.sleep(0.05)
         expect(not sending.done(), "a stopped peer makes send wait")
         peer.send_signal(signal.SIGCONT)
         await receive_all(channel, 1, 30, 30_000)
         await within(sending, "send goes on when the peer does")
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         await within(channel.aclose(), "aclose with a stopped peer")
         peer.send_signal(signal.SIGCONT)
 

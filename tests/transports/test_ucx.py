@@ -17,7 +17,7 @@ import pytest
 
 from transports import ucx, ucx_link
 from transports.checks_basics import check_numbered, numbered, opened, receive_all, send_all, within
-from transports.checks_meeting import HERE, KEY, THERE, other_process, pair_maker
+from transports.checks_meeting import HERE, KEY, THERE, other_process, pair_maker, pause
 from transports.codec import encode_envelope
 from transports.contract import Channel, Limits
 from transports.errors import BrokenChannelError, HandshakeError
@@ -409,7 +409,7 @@ async def test_nothing_is_left_of_a_channel_whose_peer_is_stopped_and_killed(loo
     """With everything full: frames and regions that nobody will read. (What is left is counted by every test.)"""
     for then in (signal.SIGKILL, signal.SIGCONT):
         async with other_process("ucx", "hang") as (channel, peer):
-            peer.send_signal(signal.SIGSTOP)
+            pause(peer)
             number = 0
             while channel.send_nowait(numbered(number, 30_000)):
                 number += 1

@@ -14,7 +14,7 @@ import zmq
 
 from transports import zeromq, zeromq_sockets
 from transports.checks_basics import within
-from transports.checks_meeting import SMALL, other_process
+from transports.checks_meeting import SMALL, other_process, pause
 from transports.contract import Channel
 from transports.message import Message, Tensor, TensorSpec
 from transports.registry import transport_class
@@ -49,7 +49,7 @@ def the_lender() -> Lender:
 async def test_a_large_tensor_is_sent_from_where_it_lies(loop_kind: str) -> None:
     assert transport_class("zmq").capabilities.borrows_sender
     async with other_process("zmq", "echo") as (channel, peer):
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         data = bytearray(b"a" * LARGE)
         await channel.send(one_tensor(data))
         assert the_lender().num_lent == 1
@@ -65,7 +65,7 @@ async def test_a_large_tensor_is_sent_from_where_it_lies(loop_kind: str) -> None
 @needs_loans
 async def test_a_small_tensor_is_the_callers_again() -> None:
     async with other_process("zmq", "echo") as (channel, peer):
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         data = bytearray(b"a" * (zeromq.LENT_BYTES - 1))
         await channel.send(one_tensor(data))
         data[:] = bytes(len(data))
@@ -76,7 +76,7 @@ async def test_a_small_tensor_is_the_callers_again() -> None:
 async def test_without_the_c_module_all_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     async with other_process("zmq", "echo") as (channel, peer):
         monkeypatch.setattr(zeromq_sockets.shared_context, "lender", None)
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         data = bytearray(b"a" * LARGE)
         await channel.send(one_tensor(data))
         data.append(0)
@@ -91,7 +91,7 @@ async def test_what_is_lent_comes_back_when_the_channel_ends_before_the_peer_too
     data = bytearray(os.urandom(LARGE))
     async with other_process("zmq", "echo") as (channel, peer):
         lender = the_lender()
-        peer.send_signal(signal.SIGSTOP)
+        pause(peer)
         await channel.send(one_tensor(data))
         assert lender.num_lent == 1
         await channel.aclose()
