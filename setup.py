@@ -1,5 +1,5 @@
-"""Only for the two C modules, which are optional: without a compiler the install goes on, shared memory reports why it is missing, and
-products are those of the library.
+"""Only for the C modules, which are optional: without a compiler the install goes on, shared memory reports why it is missing, and
+products and what is between them are the library's.
 
 Everything else about the package is in pyproject.toml. For development: python setup.py build_ext --inplace
 """
@@ -25,6 +25,16 @@ if sys.platform == "linux":
             "operators._panels",
             ["operators/_panels.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        )
+    )
+    extensions.append(
+        Extension(
+            "operators._rows",
+            ["operators/_rows.c", "operators/_attend.c", "operators/_routing.c"],
+            depends=["operators/_rows.h"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-Wno-psabi", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

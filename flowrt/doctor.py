@@ -37,6 +37,7 @@ _TORCH_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
 try:
+    from operators import _rows
     from operators._panels import kinds
     products = kinds()
 except ImportError:
@@ -77,7 +78,7 @@ class _Torch(msgspec.Struct):
     threads: int
     cuda: str | None
     gpus: tuple[str, ...]
-    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if it was not built
+    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if the C files were not built
 
 
 async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
@@ -308,7 +309,7 @@ def _free_memory_bytes() -> int | None:
 def products_check(kinds: Sequence[int] | None) -> Check:
     """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
     if kinds is None:
-        return Check("products", False, "the library's: operators/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
+        return Check("products", False, "the library's: operators/*.c were not built", "install gcc 11 or newer, then flowrt again")
     found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
     return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from operators import rows
 from operators.attention_plan import StepPlan, plan_step
 from operators.kv_pages import KvPages
 from operators.latent_attention import LatentAttentionBlock
 from operators.model_config import ModelConfig
-from operators.normalization import rms_norm, row_norm
+from operators.normalization import RowNorm, rms_norm
 from operators.products import Product, lay_out
 from operators.rotary import RotaryTable, rotate
 from operators.row_blocks import WHOLE, RowBlocks
@@ -78,7 +79,8 @@ class AttentionBlock:
     ) -> None:
         self.config, self._blocks = config, blocks
         self._rotary = RotaryTable(config.head_dim, config.rotary, torch_dtype(config), device)
-        self._norm = row_norm(config)
+        self._norm = RowNorm(config)
+        self._in_rows = not blocks.strict and config.head_dim % 2 == 0 and rows.fits(torch_dtype(config), device)
         self._weights = {layer: _read_layer(config, checkpoint, layer, device) for layer in layers}
 
     @property
@@ -88,43 +90,68 @@ class AttentionBlock:
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward; pages take keys and values."""
         weights, plan = self._weights[layer], self._plan(layout, pages)
-        project = partial(self._project, weights)
+        attend = self._attend_in_place if self._in_rows else self._attend_by_library
+        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, attend(layer, x_TH, layout, plan, pages))
+
+    def _attend_in_place(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
+        """[T, N * D]. Keys and values go from the product to their pages, and are read there."""
+        config, weights = self.config, self._weights[layer]
+        qkv_TC = self._blocks.run("attention in", partial(self._project, weights), x_TH)
+        rows.place(qkv_TC, plan, weights.qk_norm, config.norm_epsilon, layout.slots_T, layer, pages)
+        out_TC = qkv_TC.new_empty(qkv_TC.shape[0], config.num_heads * config.head_dim)
+        if plan.paged is not None:
+            rows.attend(qkv_TC, plan.paged, config.sliding_window, layer, pages, out_TC)
+        if plan.chunks:
+            _attend_chunks(layer, *self._heads(qkv_TC), plan, pages, self._blocks, out_TC)
+        return out_TC
+
+    def _attend_by_library(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
+        """[T, N * D], for every device and dtype, in blocks of rows."""
+        project = partial(self._project_and_turn, self._weights[layer])
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
         pages.write(layer, layout.slots_T, k_TKD, v_TKD)
-        mixed = _attend(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks)
-        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
+        out_TC = q_TND.new_empty(q_TND.shape[0], self.config.num_heads * self.config.head_dim)
+        _attend_groups(layer, q_TND, k_TKD.shape[1], plan, pages, out_TC)
+        _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)
+        return out_TC
 
-    def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, weights: _LayerWeights, x_TH: Tensor) -> Tensor:
+        """Queries, keys and values of each row, head by head: [T, (N + 2K) * D]."""
+        qkv_TC = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
+        return qkv_TC if self.config.clip_qkv is None else qkv_TC.clamp_(-self.config.clip_qkv, self.config.clip_qkv)
+
+    def _project_and_turn(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_TND, k_TKD, v_TKD), turned to their positions."""
         config = self.config
-        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
-        if config.clip_qkv is not None:
-            qkv.clamp_(-config.clip_qkv, config.clip_qkv)
-        qk, v_TKD = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim).split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        q_TND, k_TKD, v_TKD = self._heads(self._project(weights, x_TH))
+        qk = torch.cat((q_TND, k_TKD), dim=1)
         if weights.qk_norm is not None:
             qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
-        q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((num_heads, num_kv_heads), dim=1)
+        q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
+        return q_TND, k_TKD, v_TKD
+
+    def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_TND, k_TKD, v_TKD), as views."""
+        config = self.config
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q_TND, k_TKD, v_TKD = qkv_TC.view(-1, sum(sizes), config.head_dim).split(sizes, dim=1)
         return q_TND, k_TKD, v_TKD
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        residual = x_TH + weights.output(mixed, weights.output_bias)
-        return residual, self._norm(residual, weights.mlp_norm_H)
+        return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
-        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
+        strict = self._blocks.strict
+        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=strict, is_paged=self._in_rows)
 
 
-def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages, blocks: RowBlocks) -> Tensor:
-    """Attention of every row over its sequence's context: [T, N * D].
+def _attend_groups(layer: int, q_TND: Tensor, num_kv_heads: int, plan: StepPlan, pages: KvPages, out_TC: Tensor) -> None:
+    """Attention of decode rows over their sequences' contexts, into their rows of out [T, N * D].
 
-    Query heads that share a key head are never given copies of it: for decode rows they become the rows of one small product,
-    for chunks the keys are expanded with stride 0.
+    Query heads that share a key head are never given copies of it: they become the rows of one small product.
     """
     num_rows, num_heads, head_dim = q_TND.shape
-    num_kv_heads = k_TKD.shape[1]
     q_TKND = q_TND.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = q_TND.new_empty(num_rows, num_heads * head_dim)
     for group in plan.groups:
         keys, values = pages.read(layer, group.slots)
         shape = (-1, group.length, num_kv_heads, head_dim)
@@ -133,21 +160,30 @@ def _attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepP
             q, keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2), attn_mask=group.mask_S11L
         ).reshape(-1, num_heads * head_dim)
         if group.rows_S is None:
-            return mixed
-        out.index_copy_(0, group.rows_S, mixed)
+            out_TC.copy_(mixed)
+        else:
+            out_TC.index_copy_(0, group.rows_S, mixed)
+
+
+def _attend_chunks(
+    layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages, blocks: RowBlocks, out_TC: Tensor
+) -> None:
+    """Attention of chunks, into their rows of out [T, N * D]. For heads that share keys, these are expanded with stride 0."""
+    num_rows, num_heads, head_dim = q_TND.shape
+    num_kv_heads = k_TKD.shape[1]
+    q_TKND = q_TND.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     for chunk in plan.chunks:
-        rows = slice(chunk.start, chunk.stop)
-        keys, values = (k_TKD[rows], v_TKD[rows]) if chunk.slots_L is None else pages.read(layer, chunk.slots_L)
+        rows_of = slice(chunk.start, chunk.stop)
+        keys, values = (k_TKD[rows_of], v_TKD[rows_of]) if chunk.slots_L is None else pages.read(layer, chunk.slots_L)
         expanded = (-1, q_TKND.shape[2], -1, -1)
         mixed = F.scaled_dot_product_attention(
-            blocks.settled(q_TKND[rows]).permute(1, 2, 0, 3),
+            blocks.settled(q_TKND[rows_of]).permute(1, 2, 0, 3),
             blocks.settled(keys).transpose(0, 1).unsqueeze(1).expand(expanded),
             blocks.settled(values).transpose(0, 1).unsqueeze(1).expand(expanded),
             attn_mask=chunk.mask_TL,
             is_causal=chunk.mask_TL is None,
         )
-        out[rows].view(-1, num_kv_heads, q_TKND.shape[2], head_dim).copy_(mixed.permute(2, 0, 1, 3))
-    return out
+        out_TC[rows_of].view(-1, num_kv_heads, q_TKND.shape[2], head_dim).copy_(mixed.permute(2, 0, 1, 3))
 
 
 def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _LayerWeights:

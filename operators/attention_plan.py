@@ -1,6 +1,7 @@
 """How the sequences of a step are grouped for attention, worked out once per step and used by every layer.
 
-Here: decode groups, chunks, their slots and masks, cosines and sines. Not here: the products (attention.py, latent_attention.py).
+Here: decode groups, chunks, their slots and masks, cosines and sines; or, for attention of our own (rows.py), which rows read which pages.
+Not here: the products (attention.py, latent_attention.py).
 
 A decode group holds sequences with one row each, of similar context length, padded to the longest. A chunk is one sequence with
 several rows. A context that is long, and whose pages lie in one piece, is read where it is, as a group of its own: copying it would
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +39,16 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
+class PagedRows:
+    """Sequences with one row each, whose contexts are read where they lie. All int64, contiguous, on the host."""
+
+    rows_P: Tensor  # of the step
+    sequences_P: Tensor
+    kv_length_S: Tensor  # of all sequences of the step, as is the table
+    page_table_SG: Tensor
+
+
+@dataclass(frozen=True)
 class Chunk:
     """One sequence with several rows."""
 
@@ -54,10 +66,20 @@ class StepPlan:
     sin_T1D: Tensor
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
+    paged: PagedRows | None = None  # instead of groups
 
 
-def plan_step(layout: StepLayout, pages: KvPages, table: RotaryTable, window: int | None = None, *, each_alone: bool = False) -> StepPlan:
+def plan_step(
+    layout: StepLayout,
+    pages: KvPages,
+    table: RotaryTable,
+    window: int | None = None,
+    *,
+    each_alone: bool = False,
+    is_paged: bool = False,
+) -> StepPlan:
     """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups.
+    `is_paged`: no groups, but `paged`.
 
     Worked out by the first layer that asks, and kept in the layout under its `table`.
     """
@@ -65,8 +87,9 @@ def plan_step(layout: StepLayout, pages: KvPages, table: RotaryTable, window: in
     if plan is None:
         cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
         pieces = _pieces(layout, pages, window)
-        groups = _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)
-        plan = StepPlan(cos, sin, groups, _chunks(layout, pages.page_tokens, cos.dtype, window, pieces))
+        groups = () if is_paged else _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)
+        chunks = _chunks(layout, pages.page_tokens, cos.dtype, window, pieces)
+        plan = StepPlan(cos, sin, groups, chunks, _paged_rows(layout) if is_paged else None)
         layout.derived[table] = plan
     return plan
 
@@ -89,6 +112,15 @@ def _pieces(layout: StepLayout, pages: KvPages, window: int | None) -> dict[int,
         if table == list(range(table[0], table[0] + len(table))):
             found[sequence] = (table[0] - first) * page_tokens
     return found
+
+
+def _paged_rows(layout: StepLayout) -> PagedRows | None:
+    sequences = (np.array(layout.query_lengths, dtype=np.int64) == 1).nonzero()[0]
+    if not len(sequences):
+        return None
+    rows = layout.query_start_S1.numpy()[sequences]
+    table, lengths = layout.page_table_SG.contiguous(), layout.kv_length_S.contiguous()
+    return PagedRows(torch.from_numpy(rows), torch.from_numpy(sequences), lengths, table)
 
 
 def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_tokens: int) -> Tensor:

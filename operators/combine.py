@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from operators import rows
+
 
 def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """x_TH: the residual plus the sum of the parts (rows_R, y_RH), added in the order given.
@@ -14,6 +16,13 @@ def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tens
     The caller gives them in the plan's order, not in order of arrival, so that the sum does not depend on timing. The rows of one
     part ascend, each once, as those of dispatch.py do. Neither the residual nor the parts are changed: they may be memory of a transport.
     """
+    if rows.fits(residual_TH.dtype, residual_TH.device):
+        return rows.add_parts(residual_TH, tuple(parts))
+    return library_combine(residual_TH, parts)
+
+
+def library_combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """As combine, for every dtype and device."""
     total_TH = torch.zeros_like(residual_TH)
     for rows_R, y_RH in parts:
         if len(rows_R) == len(total_TH):  # all of them: the same sums, in a sixth of the time for one row

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from operators import rows
+
 NOWHERE = -1  # the server of an expert that has no copy
 
 
@@ -76,18 +78,30 @@ def cut(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, copies: 
         pair_P = torch.arange(num_rows * num_active, device=expert_P.device)
         rows_R = torch.arange(num_rows, device=expert_P.device)
         return [Part(0, rows_R, pair_P // num_active, expert_P, weight_P, pair_P)] if num_rows else []
-    server_P = copies.servers_P(expert_P, lambda: positions_T.repeat_interleave(num_active))
-    return _by_server(server_P, None, expert_P, weight_P, num_active)
+    return _by_server(None, expert_P, weight_P, positions_T, num_active, copies)
 
 
 def cut_again(part: Part, positions_T: Tensor, num_active: int, copies: CopyTable) -> list[Part]:
     """Parts that cover the pairs of `part`, by another table: for when its server is gone, or late."""
-    server_P = copies.servers_P(part.expert_P, lambda: positions_T.index_select(0, part.pair_P // num_active))
-    return _by_server(server_P, part.pair_P, part.expert_P, part.weight_P, num_active)
+    return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, copies)
 
 
-def _by_server(server_P: Tensor, pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, num_active: int) -> list[Part]:
+def _by_server(
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
+) -> list[Part]:
     """`pair_P`: which pairs of the step they are; None: all, in order."""
+    if rows.available and expert_P.device.type == "cpu":
+        table = copies.servers_EB, copies.num_copies_E, copies.num_servers
+        return [Part(*fields) for fields in rows.cut(pair_P, expert_P, weight_P, positions_T, num_active, *table)]
+    return by_server(pair_P, expert_P, weight_P, positions_T, num_active, copies)
+
+
+def by_server(
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
+) -> list[Part]:
+    """As _by_server, for every device."""
+    asked_P = torch.arange(len(expert_P), device=expert_P.device) if pair_P is None else pair_P
+    server_P = copies.servers_P(expert_P, lambda: positions_T.index_select(0, asked_P // num_active))
     # Whole numbers by the dozen: numpy counts and sorts them in a third of torch's time, and a device is waited for once.
     device = server_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
@@ -100,10 +114,10 @@ def _by_server(server_P: Tensor, pair_P: Tensor | None, expert_P: Tensor, weight
         if all_pairs is not None:
             pairs = all_pairs[chosen]
             pair_P = place(pairs)
-        rows = pairs // num_active
-        is_first = np.ones(len(rows), dtype=np.bool_)
-        np.not_equal(rows[1:], rows[:-1], out=is_first[1:])
-        rows_R, row_P = place(rows[is_first]), place(is_first.cumsum() - 1)
+        row_of = pairs // num_active
+        is_first = np.ones(len(row_of), dtype=np.bool_)
+        np.not_equal(row_of[1:], row_of[:-1], out=is_first[1:])
+        rows_R, row_P = place(row_of[is_first]), place(is_first.cumsum() - 1)
         expert_of, weight_of = expert_P.index_select(0, chosen_P), weight_P.index_select(0, chosen_P)
         parts.append(Part(server + NOWHERE, rows_R, row_P, expert_of, weight_of, pair_P))
     return parts

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from operators import rows
 from operators.model_config import ModelConfig
+from operators.products import Product, lay_out
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint, torch_dtype
 
@@ -28,13 +29,13 @@ class Gate:
         self._blocks = blocks
         self._gate, self._num_active = config.gate, config.num_experts_per_token
         self._wide = torch.promote_types(torch_dtype(config), torch.float32)
-        held = self._wide if config.gate.wide else torch_dtype(config)
-        self._weight_EH: dict[int, Tensor] = {}
+        self._held = self._wide if config.gate.wide else torch_dtype(config)
+        self._weight: dict[int, Product] = {}
         self._bias_E: dict[int, Tensor] = {}
         shape = (config.num_experts, config.hidden_size)
         for layer in layers:
-            out = torch.empty(shape, dtype=held, device=device)
-            self._weight_EH[layer] = checkpoint.read_part(config, "gate", shape, layer=layer, out=out)
+            out = torch.empty(shape, dtype=self._held, device=device)
+            self._weight[layer] = lay_out(checkpoint.read_part(config, "gate", shape, layer=layer, out=out))
             if config.gate.bias:
                 out = torch.empty(shape[:1], dtype=self._wide, device=device)
                 self._bias_E[layer] = checkpoint.read_part(config, "gate_bias", shape[:1], layer=layer, out=out)
@@ -44,10 +45,12 @@ class Gate:
         return self._blocks.run("gate", partial(self._choose, layer), normed_TH)
 
     def _choose(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
-        gate, weight_EH = self._gate, self._weight_EH[layer]
-        logits = F.linear(normed_TH.to(weight_EH.dtype), weight_EH)
+        gate = self._gate
+        logits = self._weight[layer](normed_TH.to(self._held))
         if gate.scores == "softmax" and gate.normalize == 1 and not gate.bias and gate.topk_groups == gate.groups:
             # What is divided by its own sum needs no other scores: the softmax of the best is the same number, for a part of the work.
+            if rows.fits(logits.dtype, logits.device) and rows.fits(normed_TH.dtype, normed_TH.device):
+                return rows.choose(logits, self._num_active, gate.scale, normed_TH.dtype)
             best, expert_ids = torch.topk(logits, self._num_active, dim=-1)
             return expert_ids, self._scaled(torch.softmax(best, dim=-1, dtype=self._wide)).to(normed_TH.dtype)
         if gate.scores == "softmax":

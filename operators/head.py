@@ -7,7 +7,7 @@ from torch import Tensor
 
 from operators.embedding import Embedding
 from operators.model_config import ModelConfig
-from operators.normalization import row_norm
+from operators.normalization import RowNorm
 from operators.products import Product, lay_out, shared_form
 from operators.row_blocks import WHOLE, RowBlocks
 from operators.weights import Checkpoint
@@ -26,7 +26,7 @@ class Head:
     ) -> None:
         """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
         self._blocks = blocks
-        self._norm = row_norm(config)
+        self._norm = RowNorm(config)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
         if config.tie_word_embeddings and embedding is not None:
             self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
 from operators.kv_pages import KvPages
 from operators.model_config import LatentConfig, ModelConfig
-from operators.normalization import rms_norm, row_norm
+from operators.normalization import RowNorm, rms_norm
 from operators.products import Product, lay_out
 from operators.rotary import RotaryTable, pairs_to_halves_, rotate
 from operators.row_blocks import WHOLE, RowBlocks
@@ -63,7 +63,7 @@ class LatentAttentionBlock:
         self.config, self._latent = config, config.latent
         self._chunk_form, self._blocks = chunk_form, blocks
         self._rotary = RotaryTable(config.latent.rope_width, config.rotary, torch_dtype(config), device)
-        self._norm = row_norm(config)
+        self._norm = RowNorm(config)
         self._weights = {layer: _read_layer(config, config.latent, checkpoint, layer, device) for layer in layers}
 
     @property
@@ -99,8 +99,7 @@ class LatentAttentionBlock:
         return q_nope, q_rope, kept_T1D
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        residual = x_TH + weights.output(mixed, weights.output_bias)
-        return residual, self._norm(residual, weights.mlp_norm_H)
+        return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
         return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)

@@ -1,20 +1,35 @@
-"""The norms of rows: root-mean-square, and layer norm without bias. Called by the attention operators and head.py."""
+"""The norms of rows: root-mean-square, and layer norm without bias. Called by the attention operators and head.py.
+
+Where the machine allows it a norm is one call of our own (rows.py); the library's calls are its reference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from operators import rows
 from operators.model_config import ModelConfig
 
 
-def row_norm(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The norm of whole rows that a model uses: a function of rows and weight_H."""
-    return partial(rms_norm if config.norm == "rms" else layer_norm, epsilon=config.norm_epsilon)
+class RowNorm:
+    """The norm of whole rows that a model uses."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._is_rms, self._epsilon = config.norm == "rms", config.norm_epsilon
+
+    def __call__(self, x_TH: Tensor, weight_H: Tensor) -> Tensor:
+        return (rms_norm if self._is_rms else layer_norm)(x_TH, weight_H, self._epsilon)
+
+    def of_sum(self, x_TH: Tensor, added_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + added, its norm)."""
+        if self._is_rms and rows.fits(x_TH.dtype, x_TH.device):
+            return rows.norm_of_sum(x_TH, added_TH, weight_H, self._epsilon)
+        total_TH = x_TH + added_TH
+        return total_TH, self(total_TH, weight_H)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,6 +37,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     Half-precision rows are normed in float32 and rounded before the weight is applied, as the models were trained.
     """
+    return rows.norm(x, weight, epsilon) if rows.fits(x.dtype, x.device) else library_rms_norm(x, weight, epsilon)
+
+
+def library_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As rms_norm, for every dtype and device."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if x.device.type == "cpu":  # where F.rms_norm is a chain of passes over all rows, 4 times as long at 512 of them
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

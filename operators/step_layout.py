@@ -96,8 +96,10 @@ class StepLayout:
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> StepLayout:
-        """The inverse of to_tensors. ValueError when the shapes do not belong together."""
+        """The inverse of to_tensors. ValueError when the shapes do not belong together, or what should be int64 is not."""
         positions, slots, starts, contexts, table = tensors
+        if any(tensor.dtype != torch.int64 for tensor in tensors):
+            raise ValueError(f"a step layout is made of int64, not of {[str(tensor.dtype) for tensor in tensors]}")
         lengths = starts.diff()
         rows_agree = positions.shape == slots.shape == (int(lengths.sum()),)
         if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:

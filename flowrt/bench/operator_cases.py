@@ -26,7 +26,7 @@ from operators.gate import Gate
 from operators.head import Head
 from operators.kv_pages import KvPages
 from operators.model_config import ModelConfig
-from operators.normalization import row_norm
+from operators.normalization import RowNorm
 from operators.row_blocks import RowBlocks
 from operators.sampling import sample
 from operators.sampling_inputs import Draw, SamplingInputs
@@ -114,7 +114,7 @@ def cases_of(model: Model, rows: int, context: int) -> Iterator[Case]:
     row_bytes = rows * hidden * itemsize
     tokens_T = torch.randint(vocabulary, (rows,), generator=generator)
     yield Case("embedding", rows, 2 * row_bytes, 0, [partial(model.embedding.forward, tokens_T)])
-    norm, weight_H = row_norm(config), torch.ones(hidden, dtype=x_TH.dtype)
+    norm, weight_H = RowNorm(config), torch.ones(hidden, dtype=x_TH.dtype)
     yield Case("norm", rows, 2 * row_bytes + hidden * itemsize, 4 * rows * hidden, [partial(norm, x_TH, weight_H)])
     yield _attention(model, "attention", [1] * rows, [context] * rows, x_TH)
     if rows >= 64:

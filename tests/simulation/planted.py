@@ -60,9 +60,9 @@ BUGS: tuple[Bug, ...] = (
     bug("part-twice", "the last part is added twice", (
         DISPATCH, "Combine._add", "zip(where, answers, strict=True)]", "zip(where, answers, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
     bug("parts-overwrite", "a row with answers of two servers keeps the last", (
-        COMBINE, "combine", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
+        COMBINE, "library_combine", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
     bug("residual-in-place", "combine writes into a received buffer and adds it again", (
-        COMBINE, "combine", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
+        COMBINE, "library_combine", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
     bug("wrong-part-id", "a server batching requests answers all with the first one's part id", (
         SERVICE, "ExpertService.__call__", "request.header_as(PartHeader)", "requests[0].header_as(PartHeader)")),
     # the expert service and its map
@@ -78,8 +78,7 @@ BUGS: tuple[Bug, ...] = (
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
         CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
-        CUT, "_by_server", "(on_host_P == server + NOWHERE).nonzero()[0]",
-        "(on_host_P == server + NOWHERE).nonzero()[0]\n        chosen = pairs = chosen[:len(chosen) - (len(chosen) > 6)]")),
+        CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "an answer does not bring its request's credit back", (
         RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "pass")),
@@ -161,9 +160,9 @@ BUGS: tuple[Bug, ...] = (
     bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
         CLIENT, "ExpertClient.parts", "asked.parts[number]", "asked.parts[min(number, asked.num_first - 1)]")),
     bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
-        CUT, "cut_again", "_by_server(server_P, part.pair_P, part.expert_P", "_by_server(server_P, None, part.expert_P")),
+        CUT, "cut_again", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
     bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
-        CUT, "_by_server", "weight_P.index_select(0, chosen_P)", "weight_P[:len(chosen_P)]")),
+        CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-regained", "with one server back, others that are down are in the map again", (
         CLIENT, "ExpertClient.regain", "left = left.without(lost)", "left = left")),
     bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (

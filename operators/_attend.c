@@ -1,0 +1,219 @@
+/* Attention of one new row for each of some sequences, over keys and values where they lie. Part of the module operators._rows.
+ *
+ * Here: `attend`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
+ * padded, and a row's bits depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or
+ * some key heads of it where there are fewer sequences than threads: all scores, their softmax in float32, the weighted sum of values.
+ */
+#include "_rows.h"
+
+#define FEW_NUMBERS (1 << 17) /* of keys and values to read; waking another thread costs as much */
+#define TOGETHER 4            /* tokens that are read together */
+#define AHEAD 8               /* tokens */
+
+typedef struct {
+    const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_tokens, kv_heads, width] twice */
+    char *out;                     /* [T, heads * width] */
+    const int64_t *rows, *sequences, *lengths, *tables;
+    long q_pitch, table_pitch, heads, kv_heads, width, page_tokens, window;
+    int dtype;
+} Attend;
+
+/* Four sums of lanes each: in place i of every quarter that of the i-th. */
+INLINE vec totals(vec a, vec b, vec c, vec d)
+{
+    const vec ab = __builtin_shuffle(a, b, (ints){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23})
+                   + __builtin_shuffle(a, b, (ints){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    const vec cd = __builtin_shuffle(c, d, (ints){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23})
+                   + __builtin_shuffle(c, d, (ints){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    vec all = __builtin_shuffle(ab, cd, (ints){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27})
+              + __builtin_shuffle(ab, cd, (ints){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31});
+    all += __builtin_shuffle(all, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    all += __builtin_shuffle(all, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+    return __builtin_shuffle(all, (ints){0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12});
+}
+
+/* Where the next tokens from `token` on lie; past `end` the last one stands for what is missing. Memory is asked for those that come AHEAD
+   of them: a page is too short for the processor to see where reading goes. */
+INLINE void find(const int dtype, const Attend *a, const char *kept, const int64_t *table, long token, long end, long head, long end_head,
+                 const char **at)
+{
+    const long head_bytes = a->width * (4 >> dtype);
+    for (int i = 0; i < TOGETHER; i++) {
+        const long each = token + i < end ? token + i : end - 1, later = each + AHEAD < end ? each + AHEAD : end - 1;
+        const long page = each / a->page_tokens, later_page = later / a->page_tokens;
+        const char *next = kept + (table[later_page] * a->page_tokens + later - later_page * a->page_tokens) * a->kv_heads * head_bytes;
+        for (long byte = head * head_bytes; byte < end_head * head_bytes; byte += 64)
+            __builtin_prefetch(next + byte, 0, 2);
+        at[i] = kept + (table[page] * a->page_tokens + each - page * a->page_tokens) * a->kv_heads * head_bytes;
+    }
+}
+
+/* One head of these tokens as float32: where it lies, or widened, once for all query heads that share it. */
+INLINE void of_head(const int dtype, const char *const *at, long head, long width, float *wide, const char **rows)
+{
+    for (int i = 0; i < TOGETHER; i++) {
+        rows[i] = at[i] + head * width * (4 >> dtype);
+        if (dtype == FLOAT32)
+            continue;
+        for (long k = 0; k < width; k += LANES)
+            store(FLOAT32, (char *)(wide + i * width), k, width, load(dtype, rows[i], k, width));
+        rows[i] = (const char *)(wide + i * width);
+    }
+}
+
+/* Four scores of each of `sharing` queries. */
+INLINE void score(const char *const *keys, const float *q, long sharing, long width, float *scores, long pitch)
+{
+    for (long g = 0; g < sharing; g++) {
+        vec sums[TOGETHER] = {{0}};
+        for (long i = 0; i < width; i += LANES) {
+            const vec part = load(FLOAT32, (const char *)(q + g * width), i, width);
+            for (int t = 0; t < TOGETHER; t++)
+                sums[t] += part * load(FLOAT32, keys[t], i, width);
+        }
+        const vec all = totals(sums[0], sums[1], sums[2], sums[3]);
+        memcpy(scores + g * pitch, &all, TOGETHER * sizeof(float));
+    }
+}
+
+/* In place; what stands past the end becomes 0. Gives the sum. */
+INLINE float exponentials(float *scores, long count)
+{
+    for (long i = count; i % LANES; i++)
+        scores[i] = -INFINITY;
+    vec most = (vec){0} - INFINITY, sum = {0};
+    for (long i = 0; i < count; i += LANES)
+        most = larger(load(FLOAT32, (const char *)scores, i, i + LANES), most);
+    const float top = largest(most);
+    for (long i = 0; i < count; i += LANES) {
+        const vec each = exponential(load(FLOAT32, (const char *)scores, i, i + LANES) - top);
+        sum += each;
+        store(FLOAT32, (char *)scores, i, i + LANES, each);
+    }
+    return total(sum);
+}
+
+INLINE void weigh(const int count, const char *const *values, const float *weights, long pitch, long sharing, float *sums, long width)
+{
+    for (long g = 0; g < sharing; g++)
+        for (long i = 0; i < width; i += LANES) {
+            vec sum = load(FLOAT32, (const char *)(sums + g * width), i, width);
+            for (int t = 0; t < count; t++)
+                sum += weights[g * pitch + t] * load(FLOAT32, values[t], i, width);
+            store(FLOAT32, (char *)(sums + g * width), i, width, sum);
+        }
+}
+
+/* Key heads `head` to `end_head` of the sequence of that number. */
+INLINE void attend_task(const int dtype, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
+{
+    const long sharing = a->heads / a->kv_heads, width = a->width, heads = (end_head - head) * sharing, bytes = 4 >> dtype;
+    const long sequence = a->sequences[number], end = a->lengths[sequence], first = a->window && end > a->window ? end - a->window : 0;
+    const int64_t *table = a->tables + sequence * a->table_pitch;
+    const char *q_row = a->q + a->rows[number] * a->q_pitch + head * sharing * width * bytes;
+    char *out = a->out + (a->rows[number] * a->heads + head * sharing) * width * bytes;
+    float *q = scratch, *sums = q + heads * width, *by_head = sums + heads * width, *wide = by_head + heads, *scores = wide + TOGETHER * width;
+    const char *at[TOGETHER], *rows[TOGETHER];
+    const float scale = 1 / sqrtf(width);
+    for (long i = 0; i < heads * width; i += LANES)
+        store(FLOAT32, (char *)q, i, heads * width, load(dtype, q_row, i, heads * width) * scale);
+    for (long token = first; token < end; token += TOGETHER) {
+        find(dtype, a, a->keys, table, token, end, head, end_head, at);
+        for (long h = 0; h < end_head - head; h++) {
+            of_head(dtype, at, head + h, width, wide, rows);
+            score(rows, q + h * sharing * width, sharing, width, scores + h * sharing * pitch + token - first, pitch);
+        }
+    }
+    for (long h = 0; h < heads; h++)
+        by_head[h] = exponentials(scores + h * pitch, end - first);
+    memset(sums, 0, heads * width * sizeof *sums);
+    for (long token = first; token < end; token += TOGETHER) {
+        find(dtype, a, a->values, table, token, end, head, end_head, at);
+        for (long h = 0; h < end_head - head; h++) {
+            const float *weights = scores + h * sharing * pitch + token - first;
+            float *to = sums + h * sharing * width;
+            of_head(dtype, at, head + h, width, wide, rows);
+            if (token + TOGETHER <= end)
+                weigh(TOGETHER, rows, weights, pitch, sharing, to, width);
+            else
+                for (long t = 0; token + t < end; t++)
+                    weigh(1, rows + t, weights + t, pitch, sharing, to, width);
+        }
+    }
+    for (long h = 0; h < heads; h++)
+        for (long i = 0; i < width; i += LANES)
+            store(dtype, out + h * width * bytes, i, width, load(FLOAT32, (const char *)(sums + h * width), i, width) / by_head[h]);
+}
+
+static CLONES void attend_float32(const Attend *a, long number, long head, long end, float *scratch, long pitch)
+{
+    attend_task(FLOAT32, a, number, head, end, scratch, pitch);
+}
+
+static CLONES void attend_bfloat16(const Attend *a, long number, long head, long end, float *scratch, long pitch)
+{
+    attend_task(BFLOAT16, a, number, head, end, scratch, pitch);
+}
+
+/* The longest context; -1 where one does not lie in pages, with an error set. `total` gets the sum of all. */
+static long checked(const Attend *a, long count, long num_pages, long *tokens)
+{
+    long longest = 0;
+    *tokens = 0;
+    for (long number = 0; number < count; number++) {
+        const long sequence = a->sequences[number], length = a->lengths[sequence], pages = (length - 1) / a->page_tokens + 1;
+        if (length < 1 || pages > a->table_pitch) {
+            PyErr_Format(PyExc_IndexError, "a context of %ld tokens in %ld pages", length, a->table_pitch);
+            return -1;
+        }
+        for (long i = 0; i < pages; i++) {
+            const int64_t page = a->tables[sequence * a->table_pitch + i];
+            if (page < 0 || page >= num_pages) {
+                PyErr_Format(PyExc_IndexError, "page %ld of %ld", (long)page, num_pages);
+                return -1;
+            }
+        }
+        *tokens += length;
+        longest = length > longest ? length : longest;
+    }
+    return longest;
+}
+
+PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    long n[19];
+    if (numbers(arguments, given, n, 19))
+        return NULL;
+    const Attend work = {
+        .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .rows = (int64_t *)n[3], .sequences = (int64_t *)n[4],
+        .lengths = (int64_t *)n[5], .tables = (int64_t *)n[6], .table_pitch = n[7], .keys = (char *)n[8], .values = (char *)n[9],
+        .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_tokens = n[15], .window = n[17],
+    };
+    const long count = n[11];
+    long tokens;
+    const long longest = checked(&work, count, n[16], &tokens);
+    if (longest < 0)
+        return NULL;
+    const long threads = 2 * tokens * work.kv_heads * work.width < FEW_NUMBERS ? 1 : n[18];
+    const long shares = count < threads ? (work.kv_heads < threads ? work.kv_heads : threads) : 1; /* of a sequence's heads */
+    const long pitch = (longest + 2 * LANES) / LANES * LANES;
+    int failed = 0;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scratch = malloc((work.heads * (2 * work.width + 1 + pitch) + TOGETHER * work.width) * sizeof *scratch);
+#pragma omp for schedule(dynamic, 1)
+        for (long task = 0; task < count * shares; task++) {
+            const long share = task % shares, head = work.kv_heads * share / shares, end = work.kv_heads * (share + 1) / shares;
+            if (scratch)
+                (work.dtype == FLOAT32 ? attend_float32 : attend_bfloat16)(&work, task / shares, head, end, scratch, pitch);
+            else
+                failed = 1;
+        }
+        free(scratch);
+    }
+    Py_END_ALLOW_THREADS
+    if (failed)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}

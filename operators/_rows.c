@@ -1,0 +1,258 @@
+/* What is done to each row by itself between the products of a layer, each in one call. Part of the module operators._rows.
+ *
+ * Here: norms, with the addition before them; turning queries and keys to their positions and putting keys and values into their pages;
+ * adding up answers. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
+ * shapes and dtypes (rows.py, which alone calls this, with addresses).
+ *
+ * Why: a step of decoding has few rows and a dozen small operations a layer. A layer's weights have gone through the caches since the last
+ * of them, so each library call fetches its code and tables from memory again, some 15 to 40 us for a microsecond of work.
+ */
+#include "_rows.h"
+
+#define FEW_NUMBERS (1 << 15) /* to compute; waking another thread costs as much */
+
+int numbers(PyObject *const *arguments, Py_ssize_t given, long *n, int wanted)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "%d numbers are wanted", wanted);
+        return -1;
+    }
+    for (int i = 0; i < wanted; i++)
+        if ((n[i] = PyLong_AsLong(arguments[i])) == -1 && PyErr_Occurred())
+            return -1;
+    return 0;
+}
+
+/* --- norms ----------------------------------------------------------------------------------------------------------- */
+
+/* x over its root mean square, rounded, times the weight, rounded; in place or not. */
+INLINE void normed(const int dtype, const char *x, const char *weight, char *y, long width, float epsilon)
+{
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) {
+        const vec part = load(dtype, x, i, width);
+        squares += part * part;
+    }
+    const float scale = 1 / sqrtf(total(squares) / width + epsilon);
+    for (long i = 0; i < width; i += LANES)
+        store(dtype, y, i, width, rounded(dtype, load(dtype, x, i, width) * scale) * load(dtype, weight, i, width));
+}
+
+typedef struct {
+    const char *x, *added, *weight; /* `added` may be missing */
+    char *sum, *y;
+    long width, weights; /* a weight per row, in turn, where there are several */
+    float epsilon;
+    int dtype;
+} Norm;
+
+INLINE void norm_rows(const int dtype, const Norm *n, long first, long end)
+{
+    const long pitch = n->width * (4 >> dtype);
+    for (long row = first; row < end; row++) {
+        const char *x = n->x + row * pitch;
+        if (n->added) {
+            for (long i = 0; i < n->width; i += LANES)
+                store(dtype, n->sum + row * pitch, i, n->width,
+                      load(dtype, x, i, n->width) + load(dtype, n->added + row * pitch, i, n->width));
+            x = n->sum + row * pitch;
+        }
+        normed(dtype, x, n->weight + row % n->weights * pitch, n->y + row * pitch, n->width, n->epsilon);
+    }
+}
+
+static CLONES void norm_float32(const Norm *n, long first, long end) { norm_rows(FLOAT32, n, first, end); }
+static CLONES void norm_bfloat16(const Norm *n, long first, long end) { norm_rows(BFLOAT16, n, first, end); }
+
+static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    long n[10]; /* dtype, x, added, weight, sum, y, rows, width, weights, threads; and epsilon */
+    if (numbers(arguments, given - 1, n, 10))
+        return NULL;
+    const Norm work = {
+        .x = (char *)n[1], .added = (char *)n[2], .weight = (char *)n[3], .sum = (char *)n[4], .y = (char *)n[5],
+        .width = n[7], .weights = n[8], .epsilon = (float)PyFloat_AsDouble(arguments[10]), .dtype = (int)n[0],
+    };
+    const long rows = n[6], threads = rows * work.width < FEW_NUMBERS ? 1 : n[9];
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++)
+        (work.dtype == FLOAT32 ? norm_float32 : norm_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* --- positions and pages ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    char *qkv; /* [T, heads + 2 * kv_heads, width] */
+    const char *cosines, *sines, *weights; /* [T, width] twice; of the queries' and keys' norm [heads + kv_heads, width], or missing */
+    char *keys, *values; /* [slots, kv_heads, width] */
+    const int64_t *slots;
+    long heads, kv_heads, width;
+    float epsilon;
+    int dtype;
+} Place;
+
+/* Each pair (x[i], x[i + width / 2]) by its angle. */
+INLINE void turned(const int dtype, char *x, const char *cosines, const char *sines, long width)
+{
+    const long half = width / 2;
+    const long bytes = half * (4 >> dtype);
+    for (long i = 0; i < half; i += LANES) {
+        const vec low = load(dtype, x, i, half), high = load(dtype, x + bytes, i, half);
+        const vec new_low = low * load(dtype, cosines, i, half) + high * load(dtype, sines, i, half);
+        const vec new_high = high * load(dtype, cosines + bytes, i, half) + low * load(dtype, sines + bytes, i, half);
+        store(dtype, x, i, half, new_low);
+        store(dtype, x + bytes, i, half, new_high);
+    }
+}
+
+INLINE void place_rows(const int dtype, const Place *p, long first, long end)
+{
+    const long head_bytes = p->width * (4 >> dtype), turning = p->heads + p->kv_heads;
+    for (long row = first; row < end; row++) {
+        char *x = p->qkv + row * (turning + p->kv_heads) * head_bytes;
+        for (long head = 0; head < turning; head++) {
+            char *each = x + head * head_bytes;
+            if (p->weights)
+                normed(dtype, each, p->weights + head * head_bytes, each, p->width, p->epsilon);
+            turned(dtype, each, p->cosines + row * head_bytes, p->sines + row * head_bytes, p->width);
+        }
+        memcpy(p->keys + p->slots[row] * p->kv_heads * head_bytes, x + p->heads * head_bytes, p->kv_heads * head_bytes);
+        memcpy(p->values + p->slots[row] * p->kv_heads * head_bytes, x + turning * head_bytes, p->kv_heads * head_bytes);
+    }
+}
+
+static CLONES void place_float32(const Place *p, long first, long end) { place_rows(FLOAT32, p, first, end); }
+static CLONES void place_bfloat16(const Place *p, long first, long end) { place_rows(BFLOAT16, p, first, end); }
+
+static PyObject *place(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    /* dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads; and epsilon */
+    long n[14];
+    if (numbers(arguments, given - 1, n, 14))
+        return NULL;
+    const Place work = {
+        .qkv = (char *)n[1], .cosines = (char *)n[2], .sines = (char *)n[3], .weights = (char *)n[4], .keys = (char *)n[5],
+        .values = (char *)n[6], .slots = (int64_t *)n[7], .heads = n[9], .kv_heads = n[10], .width = n[11],
+        .epsilon = (float)PyFloat_AsDouble(arguments[14]), .dtype = (int)n[0],
+    };
+    const long rows = n[8], threads = rows * (work.heads + work.kv_heads) * work.width < FEW_NUMBERS ? 1 : n[13];
+    if (PyErr_Occurred())
+        return NULL;
+    for (long row = 0; row < rows; row++)
+        if (work.slots[row] < 0 || work.slots[row] >= n[12])
+            return PyErr_Format(PyExc_IndexError, "slot %ld of %ld", (long)work.slots[row], n[12]);
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++)
+        (work.dtype == FLOAT32 ? place_float32 : place_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* --- answers -------------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int64_t *rows;
+    const char *y;
+    long count;
+} Part;
+
+/* Numbers `first` to `end` of every row: the parts in order, then the rest. */
+INLINE void add_numbers(const int dtype, const long *n, const Part *parts, long num_parts, long first, long end)
+{
+    const long row_bytes = n[4] * (4 >> dtype);
+    const char *residual = (const char *)n[1];
+    char *total = (char *)n[2];
+    for (long row = 0; row < n[3]; row++)
+        memset(total + row * row_bytes + first * (4 >> dtype), 0, (end - first) * (4 >> dtype));
+    for (const Part *part = parts; part < parts + num_parts; part++)
+        for (long at = 0; at < part->count; at++)
+            for (long i = first; i < end; i += LANES) {
+                char *sum = total + part->rows[at] * row_bytes;
+                store(dtype, sum, i, end, load(dtype, sum, i, end) + load(dtype, part->y + at * row_bytes, i, end));
+            }
+    for (long row = 0; row < n[3]; row++)
+        for (long i = first; i < end; i += LANES) {
+            char *sum = total + row * row_bytes;
+            store(dtype, sum, i, end, load(dtype, sum, i, end) + load(dtype, residual + row * row_bytes, i, end));
+        }
+}
+
+static CLONES void add_float32(const long *n, const Part *parts, long num_parts, long first, long end)
+{
+    add_numbers(FLOAT32, n, parts, num_parts, first, end);
+}
+
+static CLONES void add_bfloat16(const long *n, const Part *parts, long num_parts, long first, long end)
+{
+    add_numbers(BFLOAT16, n, parts, num_parts, first, end);
+}
+
+static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    long n[6], part[3]; /* dtype, residual, total, rows, width, threads; then rows_R, y_RH and the number of rows of each part */
+    const long num_parts = given > 6 ? (given - 6) / 3 : 0;
+    if (numbers(arguments, given - 3 * num_parts, n, 6))
+        return NULL;
+    Part *parts = malloc((num_parts + 1) * sizeof *parts);
+    if (!parts)
+        return PyErr_NoMemory();
+    for (long at = 0; at < num_parts; at++) {
+        if (numbers(arguments + 6 + 3 * at, 3, part, 3))
+            goto end;
+        parts[at] = (Part){.rows = (int64_t *)part[0], .y = (char *)part[1], .count = part[2]};
+        for (long i = 0; i < part[2]; i++)
+            if (parts[at].rows[i] < 0 || parts[at].rows[i] >= n[3]) {
+                PyErr_Format(PyExc_IndexError, "row %ld of %ld", (long)parts[at].rows[i], n[3]);
+                goto end;
+            }
+    }
+    const long lines = (n[4] + LANES - 1) / LANES, threads = n[3] * n[4] < FEW_NUMBERS ? 1 : n[5];
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++) {
+        const long first = lines * thread / threads * LANES, end = lines * (thread + 1) / threads * LANES;
+        (n[0] == FLOAT32 ? add_float32 : add_bfloat16)(n, parts, num_parts, first, end < n[4] ? end : n[4]);
+    }
+    Py_END_ALLOW_THREADS
+end:
+    free(parts);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+#define CALLED(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
+
+static PyMethodDef methods[] = {
+    {"norm", CALLED(norm),
+     "norm(dtype, x, added, weight, sum, y, rows, width, weights, threads, epsilon): sum = x + added, y = its norm; added may be 0."},
+    {"place", CALLED(place),
+     "place(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon): queries"
+     " and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
+    {"attend", CALLED(attend),
+     "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width, page_tokens,"
+     " num_pages, window, threads): attention of one row for each of `count` sequences over its pages."},
+    {"choose", CALLED(choose),
+     "choose(dtype, logits, weights' dtype, ids, weights, rows, experts, active, scale): the best of each row, and the softmax of these."},
+    {"cut", CALLED(cut),
+     "cut(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out, weights out,"
+     " counts): (row, slot) pairs by server."},
+    {"add_parts", CALLED(add_parts), "add_parts(dtype, residual, total, rows, width, threads, rows_R, y_RH, number of rows, ...): the parts, in order, then the residual."},
+    {NULL},
+};
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "operators._rows", .m_size = 0, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__rows(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module && (PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, BFLOAT16)))
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,116 @@
+/* Numbers in groups of 16, for the module operators._rows: loaded from either dtype, computed in float32, rounded once when stored.
+ *
+ * Here: `vec` and what is done with it. The compiler makes of it what the processor has: one register of 512 bits, two of 256, four of
+ * 128; `CLONES` makes several forms of a function, of which the processor's is chosen when the module is loaded. Each takes the same
+ * steps in the same order, wherever a row lies; but where the processor has an instruction for it, a product and a sum are rounded once.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
+enum { FLOAT32, BFLOAT16 }; /* of rows; a number of either is 4 >> dtype bytes */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE vec widened(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
+
+/* To the nearest, half to even; what is no number stays none. */
+INLINE halves narrowed(vec x)
+{
+    const bits raw = (bits)x, rounded = (raw + 0x7fff + (raw >> 16 & 1)) >> 16;
+    return __builtin_convertvector(((bits)(x != x) & 0x7fc0) | ((bits)(x == x) & rounded), halves);
+}
+
+/* Numbers i to i + 16 of a row of n; 0 for those past its end. Whole groups are copied apart: so that is one instruction. */
+INLINE vec load(const int dtype, const char *row, long i, long n)
+{
+    if (dtype == FLOAT32) {
+        vec x;
+        if (n - i < LANES)
+            memcpy(memset(&x, 0, sizeof x), row + i * 4, (n - i) * 4);
+        else
+            memcpy(&x, row + i * 4, sizeof x);
+        return x;
+    }
+    halves x;
+    if (n - i < LANES)
+        memcpy(memset(&x, 0, sizeof x), row + i * 2, (n - i) * 2);
+    else
+        memcpy(&x, row + i * 2, sizeof x);
+    return widened(x);
+}
+
+INLINE void store(const int dtype, char *row, long i, long n, vec x)
+{
+    const halves y = narrowed(x);
+    const char *from = dtype == FLOAT32 ? (const char *)&x : (const char *)&y;
+    const long bytes = 4 >> dtype;
+    if (n - i < LANES)
+        memcpy(row + i * bytes, from, (n - i) * bytes);
+    else
+        memcpy(row + i * bytes, from, LANES * (4 >> dtype));
+}
+
+/* As it would be read back after it was stored. */
+INLINE vec rounded(const int dtype, vec x) { return dtype == FLOAT32 ? x : widened(narrowed(x)); }
+
+INLINE vec chosen(ints where, vec x, vec y) { return (vec)((where & (ints)x) | (~where & (ints)y)); }
+
+INLINE vec larger(vec x, vec y) { return chosen(x > y, x, y); }
+
+#define FOLDED(x, with) \
+    x = with(x, __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7})); \
+    x = with(x, __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11})); \
+    x = with(x, __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13})); \
+    x = with(x, __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+
+INLINE vec plus(vec x, vec y) { return x + y; }
+
+INLINE float total(vec x)
+{
+    FOLDED(x, plus)
+    return x[0];
+}
+
+INLINE float largest(vec x)
+{
+    FOLDED(x, larger)
+    return x[0];
+}
+
+/* e to the x, for x <= 0, to within two units in the last place; 0 below -87.3; what is no number stays none. */
+INLINE vec exponential(vec x)
+{
+    const vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    const ints vanishes = x < -87.33654f;
+    x = chosen(vanishes, (vec){0}, x);
+    const vec shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const vec r = (x - n * 0.693115234375f) - n * 3.19461833e-5f; /* ln 2 in two parts, the first of 12 bits: its products are exact */
+    vec y = r * 1.38145394e-3f + 8.36874545e-3f; /* (e^r - 1 - r) / r^2 where |r| <= ln 2 / 2; minimax, relative error 3e-9 of e^r */
+    y = y * r + 4.16683890e-2f;
+    y = y * r + 1.66665211e-1f;
+    y = y * r + 4.99999940e-1f;
+    y = y * (r * r) + r + 1.0f;
+    const vec power = (vec)((bits)((ints)shifted - (ints)magic + 127) << 23);
+    return chosen(vanishes, (vec){0}, y * power);
+}
+
+/* What Python calls, each with numbers; see the table in _rows.c. */
+int numbers(PyObject *const *arguments, Py_ssize_t given, long *n, int wanted);
+PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given);

@@ -1,0 +1,68 @@
+FLOAT32: int
+BFLOAT16: int
+
+def norm(
+    dtype: int, x: int, added: int, weight: int, sum: int, y: int, rows: int, width: int, weights: int, threads: int, epsilon: float, /
+) -> None: ...
+def place(
+    dtype: int,
+    qkv: int,
+    cosines: int,
+    sines: int,
+    weights: int,
+    keys: int,
+    values: int,
+    slots: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    num_slots: int,
+    threads: int,
+    epsilon: float,
+    /,
+) -> None: ...
+def attend(
+    dtype: int,
+    q: int,
+    q_pitch: int,
+    rows: int,
+    sequences: int,
+    lengths: int,
+    tables: int,
+    table_pitch: int,
+    keys: int,
+    values: int,
+    out: int,
+    count: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    page_tokens: int,
+    num_pages: int,
+    window: int,
+    threads: int,
+    /,
+) -> None: ...
+def choose(
+    dtype: int, logits: int, weights_dtype: int, ids: int, weights: int, rows: int, experts: int, active: int, scale: float, /
+) -> None: ...
+def cut(
+    experts: int,
+    weights: int,
+    weight_bytes: int,
+    pairs: int,
+    count: int,
+    active: int,
+    positions: int,
+    servers: int,
+    copies: int,
+    num_experts: int,
+    width: int,
+    num_servers: int,
+    out: int,
+    weights_out: int,
+    counts: int,
+    /,
+) -> None: ...
+def add_parts(dtype: int, residual: int, total: int, rows: int, width: int, threads: int, /, *parts: int) -> None: ...

@@ -1,0 +1,175 @@
+"""What lies between the products of a layer, each in one call of our own, where the machine and the dtype allow it (_rows.c).
+
+Here: the calls, with what must be checked before addresses are handed over. Not here: when they are taken instead of the library's calls,
+which stay beside them as the reference and for accelerators (normalization.py, attention.py, gate.py, combine.py, dispatch.py).
+
+Functions that run in strict blocks are seen by torch's overrides, as the library's are: a proof watches what is computed. A row's bits
+depend on that row alone; in `attend`, on its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from operators.attention_plan import PagedRows, StepPlan
+from operators.kv_pages import KvPages
+
+try:
+    from operators import _rows
+except ImportError:  # without a compiler
+    _DTYPES: dict[torch.dtype, int] = {}
+else:
+    _DTYPES = {torch.float32: _rows.FLOAT32, torch.bfloat16: _rows.BFLOAT16}
+
+available = bool(_DTYPES)
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def fits(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether rows of this kind can be given to the functions here."""
+    return dtype in _DTYPES and torch.device(device).type == "cpu"
+
+
+def _watched(function: F) -> F:
+    @wraps(function)
+    def call(x: Tensor, *others: object) -> object:
+        if has_torch_function_unary(x):
+            return handle_torch_function(call, (x,), x, *others)
+        return function(x, *others)
+
+    return call  # type: ignore[return-value]
+
+
+@_watched
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As normalization.rms_norm."""
+    x, weight = x.contiguous(), _same(weight, x)
+    y = torch.empty_like(x)
+    _norm(x, 0, weight, 0, y, epsilon)
+    return y
+
+
+@_watched
+def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(x + added, its norm), each rounded once."""
+    if added.shape != x.shape:
+        raise ValueError(f"rows {list(added.shape)} cannot be added to {list(x.shape)}")
+    x, added, weight = x.contiguous(), _same(added, x), _same(weight, x)
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, added.data_ptr(), weight, total.data_ptr(), y, epsilon)
+    return total, y
+
+
+def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon: float) -> None:
+    width = x.shape[-1]
+    num_rows, num_weights = x.numel() // width, weight.numel() // width
+    if weight.shape[-1] != width or num_rows % num_weights:
+        raise ValueError(f"a weight {list(weight.shape)} does not go with rows {list(x.shape)}")
+    dtype, threads = _DTYPES[x.dtype], torch.get_num_threads()
+    places = x.data_ptr(), added, weight.data_ptr(), total, y.data_ptr()
+    _rows.norm(dtype, *places, num_rows, width, num_weights, threads, epsilon)
+
+
+def place(qkv_TC: Tensor, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages) -> None:
+    """Norm (with `qk_norm`, a weight per head) and turn queries and keys in place, and store keys and values in their slots.
+
+    qkv_TC: each row queries, keys, values, head by head. ValueError for another number of slots than rows, IndexError for a slot that
+    there is not; then nothing is stored.
+    """
+    keys, values = pages.blocks(layer)
+    num_pages, page_tokens, num_kv_heads, width = keys.shape
+    num_heads = qkv_TC.shape[1] // width - 2 * num_kv_heads
+    if not len(qkv_TC) == len(plan.cos_T1D) == len(slots_T):
+        raise ValueError(f"{len(qkv_TC)} rows do not go with {len(plan.cos_T1D)} positions and {len(slots_T)} slots")
+    dtype, threads = _DTYPES[qkv_TC.dtype], torch.get_num_threads()
+    turning = plan.cos_T1D.data_ptr(), plan.sin_T1D.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
+    storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
+    sizes = qkv_TC.shape[0], num_heads, num_kv_heads, width, num_pages * page_tokens
+    _rows.place(dtype, qkv_TC.data_ptr(), *turning, *storing, *sizes, threads, epsilon)
+
+
+def attend(qkv_TC: Tensor, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor) -> None:
+    """Attention of the rows `paged` over their sequences' pages, into their rows of out [T, N * D]. `window` as in plan_step.
+
+    Row t of qkv begins with its queries. IndexError for a page that there is not.
+    """
+    keys, values = pages.blocks(layer)
+    num_pages, page_tokens, num_kv_heads, width = keys.shape
+    dtype, threads = _DTYPES[qkv_TC.dtype], torch.get_num_threads()
+    table = paged.page_table_SG
+    queries = qkv_TC.data_ptr(), qkv_TC.stride(0) * qkv_TC.itemsize, paged.rows_P.data_ptr()
+    contexts = paged.sequences_P.data_ptr(), paged.kv_length_S.data_ptr(), table.data_ptr(), table.shape[1]
+    kept = keys.data_ptr(), values.data_ptr()
+    sizes = len(paged.rows_P), out_TC.shape[1] // width, num_kv_heads, width, page_tokens, num_pages, window or 0
+    _rows.attend(dtype, *queries, *contexts, *kept, out_TC.data_ptr(), *sizes, threads)
+
+
+@_watched
+def choose(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(expert_ids_TA, weights_TA in `dtype`): the best of a row, best first, of equal ones the first, and their softmax times `scale`."""
+    logits_TE = logits_TE.contiguous()
+    num_rows, num_experts = logits_TE.shape
+    expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
+    weights = logits_TE.new_empty((num_rows, num_active), dtype=dtype)
+    places = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
+    _rows.choose(_DTYPES[logits_TE.dtype], *places, num_rows, num_experts, num_active, scale)
+    return expert_ids, weights
+
+
+def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """As combine.combine. IndexError for a row that there is not."""
+    residual_TH = residual_TH.contiguous()
+    total_TH = torch.empty_like(residual_TH)
+    held = [(rows_R.contiguous(), _same(y_RH, residual_TH)) for rows_R, y_RH in parts]
+    numbers = [number for rows_R, y_RH in held for number in (rows_R.data_ptr(), y_RH.data_ptr(), len(rows_R))]
+    if any(y_RH.shape != (len(rows_R), residual_TH.shape[1]) for rows_R, y_RH in held):
+        shapes = [(len(rows_R), list(y_RH.shape)) for rows_R, y_RH in held]
+        raise ValueError(f"parts {shapes} (rows, their shape) cannot be added to {list(residual_TH.shape)}")
+    dtype, threads = _DTYPES[residual_TH.dtype], torch.get_num_threads()
+    _rows.add_parts(dtype, residual_TH.data_ptr(), total_TH.data_ptr(), *residual_TH.shape, threads, *numbers)
+    return total_TH
+
+
+def cut(
+    pair_P: Tensor | None,
+    expert_P: Tensor,
+    weight_P: Tensor,
+    positions_T: Tensor,
+    num_active: int,
+    servers_EB: Tensor,
+    num_copies_E: Tensor,
+    num_servers: int,
+) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """The fields of each dispatch.Part. IndexError for a pair whose expert or server there is not."""
+    expert_P, weight_P, positions_T = expert_P.contiguous(), weight_P.contiguous(), positions_T.contiguous()
+    pair_P = None if pair_P is None else pair_P.contiguous()
+    num_experts, width = servers_EB.shape
+    num_pairs, places = len(expert_P), num_servers + 1
+    if len(weight_P) != num_pairs or (pair_P is None and len(positions_T) * num_active != num_pairs):
+        raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
+    out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
+    pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr()
+    table = positions_T.data_ptr(), servers_EB.data_ptr(), num_copies_E.data_ptr(), num_experts, width, num_servers
+    _rows.cut(*pairs, num_pairs, num_active, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr())
+    sizes: list[int] = counts.tolist()
+    found = [(place - 1, sizes[2 * place], sizes[2 * place + 1]) for place in range(places) if sizes[2 * place]]
+    lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]
+    pieces = out[: sum(lengths)].split(lengths)
+    weight_pieces = weights.split([pairs_of for _, pairs_of, _ in found])
+    return [
+        (server, pieces[4 * at + 3], pieces[4 * at], pieces[4 * at + 1], weight_pieces[at], pieces[4 * at + 2])
+        for at, (server, _, _) in enumerate(found)
+    ]
+
+
+def _same(x: Tensor, other: Tensor) -> Tensor:
+    """x, contiguous. ValueError unless it can be read as `other` is."""
+    if x.dtype != other.dtype or x.device != other.device:
+        raise ValueError(f"{x.dtype} on {x.device} does not go with {other.dtype} on {other.device}")
+    return x.contiguous()
