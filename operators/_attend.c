@@ -93,7 +93,7 @@ INLINE float exponentials(float *scores, long count)
     return total(sum);
 }
 
-INLINE void weigh(const int count, const char *const *values, const float *weights, long pitch, long sharing, float *sums, long width)
+INLINE void add_values(const int count, const char *const *values, const float *weights, long pitch, long sharing, float *sums, long width)
 {
     for (long g = 0; g < sharing; g++)
         for (long i = 0; i < width; i += LANES) {
@@ -112,7 +112,8 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
     const int64_t *table = a->tables + sequence * a->table_pitch;
     const char *q_row = a->q + a->rows[number] * a->q_pitch + head * sharing * width * bytes;
     char *out = a->out + (a->rows[number] * a->heads + head * sharing) * width * bytes;
-    float *q = scratch, *sums = q + heads * width, *by_head = sums + heads * width, *wide = by_head + heads, *scores = wide + TOGETHER * width;
+    float *q = scratch, *sums = q + heads * width, *by_head = sums + heads * width, *wide = by_head + heads;
+    float *scores = wide + TOGETHER * width;
     const char *at[TOGETHER], *rows[TOGETHER];
     const float scale = 1 / sqrtf(width);
     for (long i = 0; i < heads * width; i += LANES)
@@ -134,10 +135,10 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
             float *to = sums + h * sharing * width;
             of_head(dtype, at, head + h, width, wide, rows);
             if (token + TOGETHER <= end)
-                weigh(TOGETHER, rows, weights, pitch, sharing, to, width);
+                add_values(TOGETHER, rows, weights, pitch, sharing, to, width);
             else
                 for (long t = 0; token + t < end; t++)
-                    weigh(1, rows + t, weights + t, pitch, sharing, to, width);
+                    add_values(1, rows + t, weights + t, pitch, sharing, to, width);
         }
     }
     for (long h = 0; h < heads; h++)

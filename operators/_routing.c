@@ -1,7 +1,8 @@
-/* Which experts a row goes to, and which servers its pairs. Part of the module operators._rows.
+/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module operators._rows.
  *
- * Here: `choose`, the best experts of each row and their weights, and `cut`, the pairs by server. Not here: the scores of models that do
- * not take a softmax over the best (gate.py), who holds which expert (dispatch.py).
+ * Here: `choose`, the best experts of each row and their weights; `cut`, the pairs by server; `sort`, the pairs by expert, with their rows;
+ * `weigh`, the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax over the best (gate.py), who holds
+ * which expert (dispatch.py, experts.py).
  */
 #include "_rows.h"
 
@@ -153,5 +154,76 @@ PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     free(places);
     if (failed)
         return PyErr_Format(PyExc_IndexError, "a pair asks for an expert that is none of %ld, or that no server of %ld holds", n[9], n[11]);
+    Py_RETURN_NONE;
+}
+
+PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    /* experts, places (of experts among those held, plus 1), number of experts, held, row_P, pairs, rows, row bytes, x, sorted,
+       place of each pair, counts */
+    long n[12];
+    if (numbers(arguments, given, n, 12))
+        return NULL;
+    const int64_t *experts = (int64_t *)n[0], *places = (int64_t *)n[1], *rows = (int64_t *)n[4];
+    const long held = n[3], pairs = n[5], row_bytes = n[7];
+    int64_t *sorted_place = (int64_t *)n[10], *counts = (int64_t *)n[11];
+    memset(counts, 0, held * sizeof *counts);
+    for (long i = 0; i < pairs; i++) {
+        if (rows[i] < 0 || rows[i] >= n[6])
+            return PyErr_Format(PyExc_IndexError, "row %ld of %ld", (long)rows[i], n[6]);
+        if (experts[i] < 0 || experts[i] >= n[2] || !places[experts[i]])
+            Py_RETURN_FALSE;
+        counts[places[experts[i]] - 1]++;
+    }
+    int64_t *next = malloc((held + 1) * sizeof *next);
+    if (!next)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    next[0] = 0;
+    for (long i = 0; i < held; i++)
+        next[i + 1] = next[i] + counts[i];
+    for (long i = 0; i < pairs; i++) {
+        const int64_t at = sorted_place[i] = next[places[experts[i]] - 1]++;
+        memcpy((char *)n[9] + at * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
+    }
+    Py_END_ALLOW_THREADS
+    free(next);
+    Py_RETURN_TRUE;
+}
+
+/* Each product is rounded; sums are taken in float32, in pair order, and rounded once: as the library does it. */
+INLINE void weigh_pairs(const int dtype, const long *n, char *sums)
+{
+    const int64_t *places = (int64_t *)n[2], *rows = (int64_t *)n[3];
+    const long width = n[7], row_bytes = width * (4 >> dtype);
+    memset(sums, 0, n[8] * width * 4);
+    for (long pair = 0; pair < n[6]; pair++) {
+        const char *x = (char *)n[1] + places[pair] * row_bytes;
+        char *sum = sums + rows[pair] * width * 4;
+        const float weight = load(dtype, (char *)n[4], pair, pair + 1)[0];
+        for (long i = 0; i < width; i += LANES)
+            store(FLOAT32, sum, i, width, load(FLOAT32, sum, i, width) + rounded(dtype, load(dtype, x, i, width) * weight));
+    }
+    if (dtype != FLOAT32)
+        for (long i = 0; i < n[8] * width; i += LANES)
+            store(dtype, (char *)n[5], i, n[8] * width, load(FLOAT32, sums, i, n[8] * width));
+}
+
+static CLONES void weigh_float32(const long *n, char *sums) { weigh_pairs(FLOAT32, n, sums); }
+static CLONES void weigh_bfloat16(const long *n, char *sums) { weigh_pairs(BFLOAT16, n, sums); }
+
+PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    long n[9]; /* dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows */
+    if (numbers(arguments, given, n, 9))
+        return NULL;
+    char *sums = n[0] == FLOAT32 ? (char *)n[5] : malloc(n[8] * n[7] * 4 + 1);
+    if (!sums)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    (n[0] == FLOAT32 ? weigh_float32 : weigh_bfloat16)(n, sums);
+    Py_END_ALLOW_THREADS
+    if (n[0] != FLOAT32)
+        free(sums);
     Py_RETURN_NONE;
 }

@@ -233,17 +233,23 @@ static PyMethodDef methods[] = {
     {"norm", CALLED(norm),
      "norm(dtype, x, added, weight, sum, y, rows, width, weights, threads, epsilon): sum = x + added, y = its norm; added may be 0."},
     {"place", CALLED(place),
-     "place(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon): queries"
-     " and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
+     "place(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon):"
+     " queries and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
     {"attend", CALLED(attend),
-     "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width, page_tokens,"
-     " num_pages, window, threads): attention of one row for each of `count` sequences over its pages."},
+     "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
+     " page_tokens, num_pages, window, threads): attention of one row for each of `count` sequences over its pages."},
     {"choose", CALLED(choose),
-     "choose(dtype, logits, weights' dtype, ids, weights, rows, experts, active, scale): the best of each row, and the softmax of these."},
+     "choose(dtype, logits, dtype of weights, ids, weights, rows, experts, active, scale): the best of each row, and their softmax."},
     {"cut", CALLED(cut),
-     "cut(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out, weights out,"
-     " counts): (row, slot) pairs by server."},
-    {"add_parts", CALLED(add_parts), "add_parts(dtype, residual, total, rows, width, threads, rows_R, y_RH, number of rows, ...): the parts, in order, then the residual."},
+     "cut(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out,"
+     " weights out, counts): (row, slot) pairs by server."},
+    {"sort", CALLED(sort),
+     "sort(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts):"
+     " the pairs' rows by expert; false where an expert is not held."},
+    {"weigh", CALLED(weigh),
+     "weigh(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows): the weighted sum of each row's pairs."},
+    {"add_parts", CALLED(add_parts),
+     "add_parts(dtype, residual, total, rows, width, threads, rows_R, y_RH, number of rows, ...): the parts, then the residual."},
     {NULL},
 };
 

@@ -65,4 +65,22 @@ def cut(
     counts: int,
     /,
 ) -> None: ...
+def sort(
+    experts: int,
+    places: int,
+    num_experts: int,
+    held: int,
+    rows: int,
+    pairs: int,
+    num_rows: int,
+    row_bytes: int,
+    x: int,
+    sorted_x: int,
+    sorted_place: int,
+    counts: int,
+    /,
+) -> bool: ...
+def weigh(
+    dtype: int, sorted_y: int, sorted_place: int, rows: int, weights: int, sums: int, pairs: int, width: int, num_rows: int, /
+) -> None: ...
 def add_parts(dtype: int, residual: int, total: int, rows: int, width: int, threads: int, /, *parts: int) -> None: ...

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from operators import rows
 from operators.expert_products import (
     NEVER_DENSE,
     DeviceExperts,
@@ -76,32 +77,45 @@ class Experts:
 
         row_P (into x) and expert_P are int64; ValueError when a pair asks for an expert that is not held.
         """
-        y_PH = self.forward_pairs(layer, x_RH, row_P, expert_P).mul_(weight_P.to(x_RH.dtype).unsqueeze(1))
-        y_RH = torch.zeros_like(x_RH)
+        y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
+        weight_P = weight_P.to(x_RH.dtype)
+        if rows.fits(x_RH.dtype, x_RH.device):
+            return rows.weigh(y_PH, place_P, row_P, weight_P, len(x_RH))
+        y_PH, y_RH = y_PH.index_select(0, place_P).mul_(weight_P.unsqueeze(1)), torch.zeros_like(x_RH)
         if x_RH.device.type == "cpu":
             return y_RH.index_add_(0, row_P, y_PH)
         return y_RH.index_put_((row_P,), y_PH, accumulate=True)  # sorts, so that the order of additions is fixed on CUDA too
 
     def forward_pairs(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
         """y_PH: each pair's expert applied to its row, without weights."""
-        held = self._layers[layer]
-        place_P = held.place_E.index_select(0, expert_P)
-        order_P = place_P.argsort(stable=True)
-        counts_E = self._counted(layer, held, place_P, expert_P)
-        sorted_PH = x_RH.index_select(0, row_P.index_select(0, order_P))
-        y_sorted_PH = self._run_in_blocks(held, sorted_PH, counts_E) if self._blocks.strict else held.experts.run(sorted_PH, counts_E)
-        return torch.empty_like(y_sorted_PH).index_copy_(0, order_P, y_sorted_PH)
+        y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
+        return y_PH.index_select(0, place_P)
 
-    def _counted(self, layer: int, held: _Held, place_P: Tensor, expert_P: Tensor) -> Tensor:
-        """How many pairs each expert held has; on an accelerator nobody waits for the answer, nor for whether one was not held."""
-        if place_P.device.type == "cpu":
-            counts = torch.bincount(place_P, minlength=len(held.expert_ids) + 1)
-            if counts[0]:
-                absent = sorted(set(expert_P[place_P == 0].tolist()))
-                there = f"not held here; held are {sorted(held.expert_ids)}"
-                raise ValueError(f"layer {layer}: experts {absent} were asked for but are {there}")
+    def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Answers sorted by expert [P, H], and where among them each pair's is [P]."""
+        held = self._layers[layer]
+        if rows.fits(x_RH.dtype, x_RH.device):
+            found = rows.sort(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
+            if found is None:
+                raise _absent(layer, held, expert_P)
+            sorted_PH, place_P, counts_E = found
         else:
-            counts = place_P.new_zeros(len(held.expert_ids) + 1).scatter_add_(0, place_P, torch.ones_like(place_P))
+            held_P = held.place_E.index_select(0, expert_P)
+            order_P = held_P.argsort(stable=True)
+            place_P = torch.empty_like(order_P).index_copy_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+            counts_E = self._counted(layer, held, held_P, expert_P)
+            sorted_PH = x_RH.index_select(0, row_P.index_select(0, order_P))
+        run = self._run_in_blocks if self._blocks.strict else _run_whole
+        return run(held, sorted_PH, counts_E), place_P
+
+    def _counted(self, layer: int, held: _Held, held_P: Tensor, expert_P: Tensor) -> Tensor:
+        """How many pairs each expert held has; on an accelerator nobody waits for the answer, nor for whether one was not held."""
+        if held_P.device.type == "cpu":
+            counts = torch.bincount(held_P, minlength=len(held.expert_ids) + 1)
+            if counts[0]:
+                raise _absent(layer, held, expert_P)
+        else:
+            counts = held_P.new_zeros(len(held.expert_ids) + 1).scatter_add_(0, held_P, torch.ones_like(held_P))
             torch._assert_async(counts[0] == 0)
         return counts[1:]
 
@@ -173,6 +187,15 @@ class Experts:
     def _read_expert(self, checkpoint: Checkpoint, layer: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
         for part, out in (("expert_gate_up", gate_up), ("expert_down", down)):
             checkpoint.read_part(self.config, part, tuple(out.shape), layer=layer, expert=expert, out=out)
+
+
+def _run_whole(held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
+    return held.experts.run(sorted_PH, counts_E)
+
+
+def _absent(layer: int, held: _Held, expert_P: Tensor) -> ValueError:
+    absent = sorted(set(expert_P.tolist()) - set(held.expert_ids))
+    return ValueError(f"layer {layer}: experts {absent} were asked for but are not held here; held are {sorted(held.expert_ids)}")
 
 
 def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -4,7 +4,7 @@ Here: the calls, with what must be checked before addresses are handed over. Not
 which stay beside them as the reference and for accelerators (normalization.py, attention.py, gate.py, combine.py, dispatch.py).
 
 Functions that run in strict blocks are seen by torch's overrides, as the library's are: a proof watches what is computed. A row's bits
-depend on that row alone; in `attend`, on its sequence.
+depend on that row alone, in `attend` on its sequence, and are the same on every machine.
 """
 
 from __future__ import annotations
@@ -166,6 +166,34 @@ def cut(
         (server, pieces[4 * at + 3], pieces[4 * at], pieces[4 * at + 1], weight_pieces[at], pieces[4 * at + 2])
         for at, (server, _, _) in enumerate(found)
     ]
+
+
+def sort(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Pairs sorted by expert: their rows [P, H], where among them each pair's is [P], and how many each of the experts held has [num_held].
+
+    `place_E`: an expert's place among those held plus 1, or 0. None when one is not held. IndexError for a row that there is not.
+    """
+    x_RH, row_P, expert_P = x_RH.contiguous(), row_P.contiguous(), expert_P.contiguous()
+    num_pairs, (num_rows, width) = len(expert_P), x_RH.shape
+    if len(row_P) != num_pairs:
+        raise ValueError(f"{num_pairs} experts do not go with {len(row_P)} rows")
+    sorted_PH, place_P, counts_E = x_RH.new_empty(num_pairs, width), expert_P.new_empty(num_pairs), expert_P.new_empty(num_held)
+    experts = expert_P.data_ptr(), place_E.data_ptr(), len(place_E), num_held
+    pairs = row_P.data_ptr(), num_pairs, num_rows, width * x_RH.itemsize, x_RH.data_ptr()
+    found = _rows.sort(*experts, *pairs, sorted_PH.data_ptr(), place_P.data_ptr(), counts_E.data_ptr())
+    return (sorted_PH, place_P, counts_E) if found else None
+
+
+def weigh(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
+    """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`, which has looked at row_P."""
+    y_PH, row_P, weight_P = y_PH.contiguous(), row_P.contiguous(), _same(weight_P, y_PH)
+    num_pairs, width = y_PH.shape
+    if not len(place_P) == len(row_P) == len(weight_P) == num_pairs:
+        raise ValueError(f"{num_pairs} answers do not go with {len(row_P)} rows and {len(weight_P)} weights")
+    y_RH = y_PH.new_empty(num_rows, width)
+    pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
+    _rows.weigh(_DTYPES[y_PH.dtype], *pairs, y_RH.data_ptr(), num_pairs, width, num_rows)
+    return y_RH
 
 
 def _same(x: Tensor, other: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from operators.attention import AttentionBlock
 from operators.attention_plan import PagedRows, plan_step
 from operators.combine import combine, library_combine
 from operators.dispatch import CopyTable, Part, by_server, cut, cut_again
+from operators.experts import Experts
 from operators.gate import Gate
 from operators.kv_pages import KvPages
 from operators.model_config import RotaryConfig, read_model_config
@@ -101,7 +102,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
     for row in (-1, 3):
         with pytest.raises(IndexError, match=f"row {row} of 3"):
             combine(x, [(torch.tensor([0, row]), drawn(2, 8))])
-    for name in ("norm", "place", "attend", "choose", "cut", "add_parts"):
+    for name in ("norm", "place", "attend", "choose", "cut", "sort", "weigh", "add_parts"):
         with pytest.raises(TypeError, match="numbers are wanted"):
             getattr(rows._rows, name)(0, 0)
         with pytest.raises(TypeError, match="numbers are wanted"):
@@ -291,6 +292,38 @@ def test_answers_are_added_with_the_librarys_bits(dtype: torch.dtype, num_rows: 
     assert torch.equal(combine(residual, parts), library_combine(residual, parts))
     assert all(torch.equal(y, kept) for (_, y), kept in zip(parts, before, strict=True))
     assert torch.equal(combine(residual, []), residual)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("num_pairs", [0, 1, 40])
+def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtype: torch.dtype, num_pairs: int, monkeypatch: Any) -> None:
+    config = read_model_config(models["wide"]).with_dtype(str(dtype).removeprefix("torch."))
+    held = (7, 0, 3, 11)
+    experts = Experts(config, Checkpoint(models["wide"]), {1: held})
+    generator = torch.Generator().manual_seed(num_pairs)
+    x_RH, weight_P = drawn(9, config.hidden_size, dtype=dtype), torch.rand(num_pairs, generator=generator).to(dtype)
+    row_P = torch.randint(0, 9, (num_pairs,), generator=generator).sort().values
+    expert_P = torch.tensor(held)[torch.randint(0, len(held), (num_pairs,), generator=generator)]
+    found = []
+    for _ in range(2):
+        found.append((experts.forward(1, x_RH, row_P, expert_P, weight_P), experts.forward_pairs(1, x_RH, row_P, expert_P)))
+        for absent in (1, -1, 12):
+            with pytest.raises((ValueError, IndexError)):
+                experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, absent]), torch.ones(2, dtype=dtype))
+        monkeypatch.setattr(rows, "_DTYPES", {})
+    assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
+    monkeypatch.undo()
+    if dtype != torch.float64:
+        message = r"layer 1: experts \[12\] were asked for but are not held here; held are \[0, 3, 7, 11\]"
+        with pytest.raises(ValueError, match=message):
+            experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, 12]), torch.ones(2, dtype=dtype))
+        for row in (-1, 9):
+            with pytest.raises(IndexError, match=f"row {row} of 9"):
+                experts.forward(1, x_RH, torch.tensor([row]), torch.tensor([7]), torch.ones(1, dtype=dtype))
+        with pytest.raises(ValueError, match="1 experts do not go with 2 rows"):
+            experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7]), torch.ones(1, dtype=dtype))
+        with pytest.raises(ValueError, match="1 answers do not go with 1 rows and 2 weights"):
+            experts.forward(1, x_RH, torch.tensor([0]), torch.tensor([7]), torch.ones(2, dtype=dtype))
 
 
 # --- strict, and without --------------------------------------------------------------------------------------------------------
