@@ -34,7 +34,16 @@ if sys.platform == "linux":
             "operators._rows",
             ["operators/_rows.c", "operators/_attend.c", "operators/_routing.c"],
             depends=["operators/_rows.h"],
-            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-Wno-psabi", "-fopenmp", "-ffp-contract=off"],
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-Wall",
+                "-Wno-unused-parameter",
+                "-Wno-psabi",
+                "-fopenmp",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+            ],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

@@ -37,14 +37,19 @@ _TORCH_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
 try:
-    from operators import _rows
     from operators._panels import kinds
     products = kinds()
 except ImportError:
     products = None
+try:
+    from operators import _rows
+    rows = True
+except ImportError:
+    rows = False
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 threads = torch.get_num_threads()
-print(json.dumps({"version": torch.__version__, "threads": threads, "cuda": torch.version.cuda, "gpus": gpus, "products": products}))
+answer = {"version": torch.__version__, "threads": threads, "cuda": torch.version.cuda, "gpus": gpus}
+print(json.dumps(answer | {"products": products, "rows": rows}))
 """
 
 
@@ -78,7 +83,8 @@ class _Torch(msgspec.Struct):
     threads: int
     cuda: str | None
     gpus: tuple[str, ...]
-    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if the C files were not built
+    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if it was not built
+    rows: bool  # whether _rows.c was built
 
 
 async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
@@ -216,7 +222,7 @@ def _python_check() -> Check:
 
 
 async def _torch_checks() -> list[Check]:
-    """Torch, the GPUs it sees, and products; asked in a process of its own."""
+    """Torch, the GPUs it sees, and what is our own beside it; asked in a process of its own."""
     installed = _installed("torch")
     if installed is None:
         return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")]
@@ -228,7 +234,7 @@ async def _torch_checks() -> list[Check]:
     answer = msgspec.json.decode(output, type=_Torch)
     kind = f"CUDA {answer.cuda}" if answer.cuda else "CPU build"
     torch = Check("torch", True, f"{answer.version} ({kind}), {answer.threads} threads by default", needed=True)
-    return [torch, products_check(answer.products), _gpu_check(answer.gpus)]
+    return [torch, products_check(answer.products), rows_check(answer.rows), _gpu_check(answer.gpus)]
 
 
 def _gpu_check(gpus: Sequence[str]) -> Check:
@@ -309,9 +315,17 @@ def _free_memory_bytes() -> int | None:
 def products_check(kinds: Sequence[int] | None) -> Check:
     """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
     if kinds is None:
-        return Check("products", False, "the library's: operators/*.c were not built", "install gcc 11 or newer, then flowrt again")
+        return Check("products", False, "the library's: operators/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
     found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
     return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
+
+
+def rows_check(is_built: bool) -> Check:
+    """Whether what lies between products is our own (operators/rows.py)."""
+    what = "norms, attention over pages, routing:"
+    if is_built:
+        return Check("rows", True, f"{what} our own")
+    return Check("rows", False, f"{what} the library's: operators/_rows.c was not built", "install gcc 11 or newer, then flowrt again")
 
 
 def _library_check(name: str, without: str) -> Check:

@@ -2,11 +2,11 @@
  *
  * Here: `attend`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
  * padded, and a row's bits depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or
- * some key heads of it where there are fewer sequences than threads: all scores, their softmax in float32, the weighted sum of values.
+ * some key heads of it where one sequence is too long for one thread: all scores, their softmax in float32, the weighted sum of values.
  */
 #include "_rows.h"
 
-#define FEW_NUMBERS (1 << 17) /* of keys and values to read; waking another thread costs as much */
+#define FEW_READ (1 << 17)    /* numbers of keys and values; waking another thread costs as much */
 #define TOGETHER 4            /* tokens that are read together */
 #define AHEAD 8               /* tokens */
 
@@ -14,7 +14,7 @@ typedef struct {
     const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_tokens, kv_heads, width] twice */
     char *out;                     /* [T, heads * width] */
     const int64_t *rows, *sequences, *lengths, *tables;
-    long q_pitch, table_pitch, heads, kv_heads, width, page_tokens, window;
+    long q_pitch, table_pitch, heads, kv_heads, width, page_tokens, window, num_rows, num_sequences;
     int dtype;
 } Attend;
 
@@ -146,23 +146,20 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
             store(dtype, out + h * width * bytes, i, width, load(FLOAT32, (const char *)(sums + h * width), i, width) / by_head[h]);
 }
 
-static CLONES void attend_float32(const Attend *a, long number, long head, long end, float *scratch, long pitch)
-{
-    attend_task(FLOAT32, a, number, head, end, scratch, pitch);
-}
+IN_BOTH(attend_task, (const Attend *a, long number, long head, long end, float *scratch, long pitch), a, number, head, end, scratch, pitch)
 
-static CLONES void attend_bfloat16(const Attend *a, long number, long head, long end, float *scratch, long pitch)
-{
-    attend_task(BFLOAT16, a, number, head, end, scratch, pitch);
-}
-
-/* The longest context; -1 where one does not lie in pages, with an error set. `total` gets the sum of all. */
+/* The most tokens that a row sees; -1 where one is not of the step or does not lie in pages, with an error set. `tokens` gets the sum. */
 static long checked(const Attend *a, long count, long num_pages, long *tokens)
 {
     long longest = 0;
     *tokens = 0;
     for (long number = 0; number < count; number++) {
-        const long sequence = a->sequences[number], length = a->lengths[sequence], pages = (length - 1) / a->page_tokens + 1;
+        const long row = a->rows[number], sequence = a->sequences[number];
+        if (row < 0 || row >= a->num_rows || sequence < 0 || sequence >= a->num_sequences) {
+            PyErr_Format(PyExc_IndexError, "row %ld of %ld, sequence %ld of %ld", row, a->num_rows, sequence, a->num_sequences);
+            return -1;
+        }
+        const long length = a->lengths[sequence], pages = (length - 1) / a->page_tokens + 1;
         if (length < 1 || pages > a->table_pitch) {
             PyErr_Format(PyExc_IndexError, "a context of %ld tokens in %ld pages", length, a->table_pitch);
             return -1;
@@ -174,29 +171,32 @@ static long checked(const Attend *a, long count, long num_pages, long *tokens)
                 return -1;
             }
         }
-        *tokens += length;
-        longest = length > longest ? length : longest;
+        const long seen = a->window && length > a->window ? a->window : length;
+        *tokens += seen;
+        longest = seen > longest ? seen : longest;
     }
     return longest;
 }
 
 PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    long n[19];
-    if (numbers(arguments, given, n, 19))
+    long n[21];
+    if (numbers(arguments, given, n, 21))
         return NULL;
     const Attend work = {
         .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .rows = (int64_t *)n[3], .sequences = (int64_t *)n[4],
         .lengths = (int64_t *)n[5], .tables = (int64_t *)n[6], .table_pitch = n[7], .keys = (char *)n[8], .values = (char *)n[9],
         .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_tokens = n[15], .window = n[17],
+        .num_rows = n[18], .num_sequences = n[19],
     };
     const long count = n[11];
     long tokens;
     const long longest = checked(&work, count, n[16], &tokens);
     if (longest < 0)
         return NULL;
-    const long threads = 2 * tokens * work.kv_heads * work.width < FEW_NUMBERS ? 1 : n[18];
-    const long shares = count < threads ? (work.kv_heads < threads ? work.kv_heads : threads) : 1; /* of a sequence's heads */
+    const long threads = 2 * tokens * work.kv_heads * work.width < FEW_READ ? 1 : n[20];
+    const long split = tokens < threads * longest; /* the longest alone would keep one thread while others have nothing to do */
+    const long shares = !split ? 1 : work.kv_heads < threads ? work.kv_heads : threads; /* of a sequence's heads */
     const long pitch = (longest + 2 * LANES) / LANES * LANES;
     int failed = 0;
     Py_BEGIN_ALLOW_THREADS
@@ -207,9 +207,11 @@ PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
         for (long task = 0; task < count * shares; task++) {
             const long share = task % shares, head = work.kv_heads * share / shares, end = work.kv_heads * (share + 1) / shares;
             if (scratch)
-                (work.dtype == FLOAT32 ? attend_float32 : attend_bfloat16)(&work, task / shares, head, end, scratch, pitch);
-            else
+                (work.dtype == FLOAT32 ? attend_task_float32 : attend_task_bfloat16)(&work, task / shares, head, end, scratch, pitch);
+            else {
+#pragma omp atomic write
                 failed = 1;
+            }
         }
         free(scratch);
     }

@@ -6,6 +6,9 @@
  */
 #include "_rows.h"
 
+/* As torch has it: what is no number is the greatest. */
+INLINE int exceeds(float x, float y) { return x > y || (x != x && y == y); }
+
 /* The best `active` of a row's scores, best first; of equal ones the first. */
 INLINE void best_of(const int dtype, const char *row, long experts, long active, int64_t *ids, float *scores)
 {
@@ -14,9 +17,9 @@ INLINE void best_of(const int dtype, const char *row, long experts, long active,
         const vec part = load(dtype, row, first, experts);
         for (long i = 0; i < LANES && first + i < experts; i++) {
             long at = taken;
-            if (taken == active && !(part[i] > scores[active - 1]))
+            if (taken == active && !exceeds(part[i], scores[active - 1]))
                 continue;
-            for (at = taken < active ? taken++ : active - 1; at && part[i] > scores[at - 1]; at--) {
+            for (at = taken < active ? taken++ : active - 1; at && exceeds(part[i], scores[at - 1]); at--) {
                 scores[at] = scores[at - 1];
                 ids[at] = ids[at - 1];
             }
@@ -26,10 +29,10 @@ INLINE void best_of(const int dtype, const char *row, long experts, long active,
     }
 }
 
-INLINE void choose_rows(const int dtype, const long *n, float scale, float *scores)
+INLINE void choose_rows(const int dtype, const long *n, float scale, float *scores, long first_row, long end_row)
 {
     const long experts = n[6], active = n[7], bytes = 4 >> n[2];
-    for (long row = 0; row < n[5]; row++) {
+    for (long row = first_row; row < end_row; row++) {
         best_of(dtype, (char *)n[1] + row * experts * (4 >> dtype), experts, active, (int64_t *)n[3] + row * active, scores);
         vec sum = {0};
         const float top = scores[0];
@@ -45,24 +48,28 @@ INLINE void choose_rows(const int dtype, const long *n, float scale, float *scor
     }
 }
 
-static CLONES void choose_float32(const long *n, float scale, float *scores) { choose_rows(FLOAT32, n, scale, scores); }
-static CLONES void choose_bfloat16(const long *n, float scale, float *scores) { choose_rows(BFLOAT16, n, scale, scores); }
+IN_BOTH(choose_rows, (const long *n, float scale, float *scores, long first, long end), n, scale, scores, first, end)
 
 PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    long n[8]; /* dtype, logits, weights' dtype, ids, weights, rows, experts, active; and scale */
-    if (numbers(arguments, given - 1, n, 8))
+    long n[9]; /* dtype, logits, weights' dtype, ids, weights, rows, experts, active, threads; and scale */
+    if (numbers(arguments, given - 1, n, 9))
         return NULL;
-    const float scale = (float)PyFloat_AsDouble(arguments[8]);
+    const float scale = (float)PyFloat_AsDouble(arguments[9]);
     if (PyErr_Occurred())
         return NULL;
     if (n[7] < 1 || n[7] > n[6])
         return PyErr_Format(PyExc_ValueError, "%ld of %ld experts", n[7], n[6]);
-    float *scores = malloc(n[7] * sizeof *scores);
+    const long threads = n[5] * n[6] < FEW_NUMBERS ? 1 : n[8];
+    float *scores = malloc(threads * n[7] * sizeof *scores);
     if (!scores)
         return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    (n[0] == FLOAT32 ? choose_float32 : choose_bfloat16)(n, scale, scores);
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++) {
+        const long first = n[5] * thread / threads, end = n[5] * (thread + 1) / threads;
+        (n[0] == FLOAT32 ? choose_rows_float32 : choose_rows_bfloat16)(n, scale, scores + thread * n[7], first, end);
+    }
     Py_END_ALLOW_THREADS
     free(scores);
     Py_RETURN_NONE;
@@ -73,14 +80,16 @@ typedef struct {
     const char *weights;
     char *weights_out;
     int64_t *out, *counts;
-    long weight_bytes, count, active, num_experts, width, num_servers;
+    long weight_bytes, count, active, num_experts, width, num_servers, num_rows;
 } Cut;
 
-/* The place of a pair's server: 0 for nowhere. -1 for an expert or a server that is none. */
-INLINE long server_place(const Cut *c, long i, long row)
+/* The number of a pair's share: 0 for nowhere. -1 for an expert, a server or a row that is none. */
+INLINE long share_of(const Cut *c, long i, long row)
 {
     const int64_t expert = c->experts[i];
     if (expert < 0 || expert >= c->num_experts)
+        return -1;
+    if (c->width > 1 && (row < 0 || row >= c->num_rows || c->positions[row] < 0 || c->copies[expert] < 1 || c->copies[expert] > c->width))
         return -1;
     const long turn = c->width == 1 ? 0 : c->positions[row] % c->copies[expert];
     const int64_t server = c->servers[expert * c->width + turn];
@@ -91,67 +100,68 @@ typedef struct {
     int64_t *out; /* its row_P, expert_P, pair_P and rows_R, one after the other */
     char *weights;
     long pairs, num_rows, done, last;
-} Place;
+} Share;
 
 INLINE long row_of(const Cut *c, long i) { return (c->pairs ? c->pairs[i] : i) / c->active; }
 
 /* By ascending server. counts: pairs and rows of each, nowhere first. -1 for a pair that nobody could be given. */
-static int cut_pairs(const Cut *c, Place *places)
+static int cut_pairs(const Cut *c, Share *shares)
 {
     for (long i = 0; i <= c->num_servers; i++)
-        places[i] = (Place){.last = -1};
+        shares[i] = (Share){.last = -1};
     for (long i = 0; i < c->count; i++) {
-        const long row = row_of(c, i), number = server_place(c, i, row);
+        const long row = row_of(c, i), number = share_of(c, i, row);
         if (number < 0)
             return -1;
-        places[number].pairs++;
-        places[number].num_rows += row != places[number].last;
-        places[number].last = row;
+        shares[number].pairs++;
+        shares[number].num_rows += row != shares[number].last;
+        shares[number].last = row;
     }
     int64_t *out = c->out;
     char *weights = c->weights_out;
     for (long i = 0; i <= c->num_servers; i++) {
-        Place *place = places + i;
-        place->out = out;
-        place->weights = weights;
-        c->counts[2 * i] = place->pairs;
-        c->counts[2 * i + 1] = place->num_rows;
-        out += 3 * place->pairs + place->num_rows;
-        weights += place->pairs * c->weight_bytes;
-        place->num_rows = 0;
+        Share *share = shares + i;
+        share->out = out;
+        share->weights = weights;
+        c->counts[2 * i] = share->pairs;
+        c->counts[2 * i + 1] = share->num_rows;
+        out += 3 * share->pairs + share->num_rows;
+        weights += share->pairs * c->weight_bytes;
+        share->num_rows = 0;
     }
     for (long i = 0; i < c->count; i++) {
         const long row = row_of(c, i);
-        Place *place = places + server_place(c, i, row);
-        int64_t *rows = place->out + 3 * place->pairs, at = place->done++;
-        if (!place->num_rows || rows[place->num_rows - 1] != row)
-            rows[place->num_rows++] = row;
-        place->out[at] = place->num_rows - 1;
-        place->out[place->pairs + at] = c->experts[i];
-        place->out[2 * place->pairs + at] = c->pairs ? c->pairs[i] : i;
-        memcpy(place->weights + at * c->weight_bytes, c->weights + i * c->weight_bytes, c->weight_bytes);
+        Share *share = shares + share_of(c, i, row);
+        int64_t *rows = share->out + 3 * share->pairs, at = share->done++;
+        if (!share->num_rows || rows[share->num_rows - 1] != row)
+            rows[share->num_rows++] = row;
+        share->out[at] = share->num_rows - 1;
+        share->out[share->pairs + at] = c->experts[i];
+        share->out[2 * share->pairs + at] = c->pairs ? c->pairs[i] : i;
+        memcpy(share->weights + at * c->weight_bytes, c->weights + i * c->weight_bytes, c->weight_bytes);
     }
     return 0;
 }
 
 PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    long n[15];
-    if (numbers(arguments, given, n, 15))
+    long n[16];
+    if (numbers(arguments, given, n, 16))
         return NULL;
     const Cut work = {
         .experts = (int64_t *)n[0], .weights = (char *)n[1], .weight_bytes = n[2], .pairs = (int64_t *)n[3], .count = n[4], .active = n[5],
         .positions = (int64_t *)n[6], .servers = (int64_t *)n[7], .copies = (int64_t *)n[8], .num_experts = n[9], .width = n[10],
         .num_servers = n[11], .out = (int64_t *)n[12], .weights_out = (char *)n[13], .counts = (int64_t *)n[14],
+        .num_rows = n[15],
     };
-    Place *places = malloc((work.num_servers + 1) * sizeof *places);
-    if (!places)
+    Share *shares = malloc((work.num_servers + 1) * sizeof *shares);
+    if (!shares)
         return PyErr_NoMemory();
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = cut_pairs(&work, places);
+    failed = cut_pairs(&work, shares);
     Py_END_ALLOW_THREADS
-    free(places);
+    free(shares);
     if (failed)
         return PyErr_Format(PyExc_IndexError, "a pair asks for an expert that is none of %ld, or that no server of %ld holds", n[9], n[11]);
     Py_RETURN_NONE;
@@ -160,9 +170,9 @@ PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     /* experts, places (of experts among those held, plus 1), number of experts, held, row_P, pairs, rows, row bytes, x, sorted,
-       place of each pair, counts */
-    long n[12];
-    if (numbers(arguments, given, n, 12))
+       place of each pair, counts, threads */
+    long n[13];
+    if (numbers(arguments, given, n, 13))
         return NULL;
     const int64_t *experts = (int64_t *)n[0], *places = (int64_t *)n[1], *rows = (int64_t *)n[4];
     const long held = n[3], pairs = n[5], row_bytes = n[7];
@@ -182,48 +192,57 @@ PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     next[0] = 0;
     for (long i = 0; i < held; i++)
         next[i + 1] = next[i] + counts[i];
-    for (long i = 0; i < pairs; i++) {
-        const int64_t at = sorted_place[i] = next[places[experts[i]] - 1]++;
-        memcpy((char *)n[9] + at * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
-    }
+    for (long i = 0; i < pairs; i++)
+        sorted_place[i] = next[places[experts[i]] - 1]++;
+    const long threads = pairs * row_bytes < 4 * FEW_NUMBERS ? 1 : n[12];
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long i = 0; i < pairs; i++)
+        memcpy((char *)n[9] + sorted_place[i] * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
     Py_END_ALLOW_THREADS
     free(next);
     Py_RETURN_TRUE;
 }
 
-/* Each product is rounded; sums are taken in float32, in pair order, and rounded once: as the library does it. */
-INLINE void weigh_pairs(const int dtype, const long *n, char *sums)
+/* Numbers `first` to `end` of every row. As the library has it, each product is rounded; sums are taken in float32, in pair order, and
+   rounded once. */
+INLINE void weigh_numbers(const int dtype, const long *n, char *sums, long first, long end)
 {
     const int64_t *places = (int64_t *)n[2], *rows = (int64_t *)n[3];
     const long width = n[7], row_bytes = width * (4 >> dtype);
-    memset(sums, 0, n[8] * width * 4);
+    for (long row = 0; row < n[8]; row++)
+        memset(sums + (row * width + first) * 4, 0, (end - first) * 4);
     for (long pair = 0; pair < n[6]; pair++) {
         const char *x = (char *)n[1] + places[pair] * row_bytes;
         char *sum = sums + rows[pair] * width * 4;
         const float weight = load(dtype, (char *)n[4], pair, pair + 1)[0];
-        for (long i = 0; i < width; i += LANES)
-            store(FLOAT32, sum, i, width, load(FLOAT32, sum, i, width) + rounded(dtype, load(dtype, x, i, width) * weight));
+        for (long i = first; i < end; i += LANES)
+            store(FLOAT32, sum, i, end, load(FLOAT32, sum, i, end) + rounded(dtype, load(dtype, x, i, end) * weight));
     }
-    if (dtype != FLOAT32)
-        for (long i = 0; i < n[8] * width; i += LANES)
-            store(dtype, (char *)n[5], i, n[8] * width, load(FLOAT32, sums, i, n[8] * width));
+    if (dtype == FLOAT32)
+        return;
+    for (long row = 0; row < n[8]; row++)
+        for (long i = first; i < end; i += LANES)
+            store(dtype, (char *)n[5] + row * row_bytes, i, end, load(FLOAT32, sums + row * width * 4, i, end));
 }
 
-static CLONES void weigh_float32(const long *n, char *sums) { weigh_pairs(FLOAT32, n, sums); }
-static CLONES void weigh_bfloat16(const long *n, char *sums) { weigh_pairs(BFLOAT16, n, sums); }
+IN_BOTH(weigh_numbers, (const long *n, char *sums, long first, long end), n, sums, first, end)
 
 PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    long n[9]; /* dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows */
-    if (numbers(arguments, given, n, 9))
+    long n[10]; /* dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads */
+    if (numbers(arguments, given, n, 10))
         return NULL;
-    char *sums = n[0] == FLOAT32 ? (char *)n[5] : malloc(n[8] * n[7] * 4 + 1);
-    if (!sums)
+    char *wide = n[0] == FLOAT32 ? NULL : malloc(n[8] * n[7] * 4 + 1), *sums = wide ? wide : (char *)n[5];
+    if (n[0] != FLOAT32 && !wide)
         return PyErr_NoMemory();
+    const long lines = (n[7] + LANES - 1) / LANES, threads = n[6] * n[7] < FEW_NUMBERS ? 1 : n[9];
     Py_BEGIN_ALLOW_THREADS
-    (n[0] == FLOAT32 ? weigh_float32 : weigh_bfloat16)(n, sums);
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++) {
+        const long first = lines * thread / threads * LANES, end = lines * (thread + 1) / threads * LANES;
+        (n[0] == FLOAT32 ? weigh_numbers_float32 : weigh_numbers_bfloat16)(n, sums, first, end < n[7] ? end : n[7]);
+    }
     Py_END_ALLOW_THREADS
-    if (n[0] != FLOAT32)
-        free(sums);
+    free(wide);
     Py_RETURN_NONE;
 }

@@ -9,8 +9,6 @@
  */
 #include "_rows.h"
 
-#define FEW_NUMBERS (1 << 15) /* to compute; waking another thread costs as much */
-
 int numbers(PyObject *const *arguments, Py_ssize_t given, long *n, int wanted)
 {
     if (given != wanted) {
@@ -61,8 +59,7 @@ INLINE void norm_rows(const int dtype, const Norm *n, long first, long end)
     }
 }
 
-static CLONES void norm_float32(const Norm *n, long first, long end) { norm_rows(FLOAT32, n, first, end); }
-static CLONES void norm_bfloat16(const Norm *n, long first, long end) { norm_rows(BFLOAT16, n, first, end); }
+IN_BOTH(norm_rows, (const Norm *n, long first, long end), n, first, end)
 
 static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
@@ -79,7 +76,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t g
     Py_BEGIN_ALLOW_THREADS
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (long thread = 0; thread < threads; thread++)
-        (work.dtype == FLOAT32 ? norm_float32 : norm_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+        (work.dtype == FLOAT32 ? norm_rows_float32 : norm_rows_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -126,8 +123,7 @@ INLINE void place_rows(const int dtype, const Place *p, long first, long end)
     }
 }
 
-static CLONES void place_float32(const Place *p, long first, long end) { place_rows(FLOAT32, p, first, end); }
-static CLONES void place_bfloat16(const Place *p, long first, long end) { place_rows(BFLOAT16, p, first, end); }
+IN_BOTH(place_rows, (const Place *p, long first, long end), p, first, end)
 
 static PyObject *place(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
@@ -149,7 +145,7 @@ static PyObject *place(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     Py_BEGIN_ALLOW_THREADS
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (long thread = 0; thread < threads; thread++)
-        (work.dtype == FLOAT32 ? place_float32 : place_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+        (work.dtype == FLOAT32 ? place_rows_float32 : place_rows_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -167,31 +163,23 @@ INLINE void add_numbers(const int dtype, const long *n, const Part *parts, long 
 {
     const long row_bytes = n[4] * (4 >> dtype);
     const char *residual = (const char *)n[1];
-    char *total = (char *)n[2];
+    char *totals = (char *)n[2];
     for (long row = 0; row < n[3]; row++)
-        memset(total + row * row_bytes + first * (4 >> dtype), 0, (end - first) * (4 >> dtype));
+        memset(totals + row * row_bytes + first * (4 >> dtype), 0, (end - first) * (4 >> dtype));
     for (const Part *part = parts; part < parts + num_parts; part++)
         for (long at = 0; at < part->count; at++)
             for (long i = first; i < end; i += LANES) {
-                char *sum = total + part->rows[at] * row_bytes;
+                char *sum = totals + part->rows[at] * row_bytes;
                 store(dtype, sum, i, end, load(dtype, sum, i, end) + load(dtype, part->y + at * row_bytes, i, end));
             }
     for (long row = 0; row < n[3]; row++)
         for (long i = first; i < end; i += LANES) {
-            char *sum = total + row * row_bytes;
+            char *sum = totals + row * row_bytes;
             store(dtype, sum, i, end, load(dtype, sum, i, end) + load(dtype, residual + row * row_bytes, i, end));
         }
 }
 
-static CLONES void add_float32(const long *n, const Part *parts, long num_parts, long first, long end)
-{
-    add_numbers(FLOAT32, n, parts, num_parts, first, end);
-}
-
-static CLONES void add_bfloat16(const long *n, const Part *parts, long num_parts, long first, long end)
-{
-    add_numbers(BFLOAT16, n, parts, num_parts, first, end);
-}
+IN_BOTH(add_numbers, (const long *n, const Part *parts, long num_parts, long first, long end), n, parts, num_parts, first, end)
 
 static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
@@ -217,7 +205,7 @@ static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssiz
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (long thread = 0; thread < threads; thread++) {
         const long first = lines * thread / threads * LANES, end = lines * (thread + 1) / threads * LANES;
-        (n[0] == FLOAT32 ? add_float32 : add_bfloat16)(n, parts, num_parts, first, end < n[4] ? end : n[4]);
+        (n[0] == FLOAT32 ? add_numbers_float32 : add_numbers_bfloat16)(n, parts, num_parts, first, end < n[4] ? end : n[4]);
     }
     Py_END_ALLOW_THREADS
 end:
@@ -237,17 +225,17 @@ static PyMethodDef methods[] = {
      " queries and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
     {"attend", CALLED(attend),
      "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
-     " page_tokens, num_pages, window, threads): attention of one row for each of `count` sequences over its pages."},
+     " page_tokens, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
     {"choose", CALLED(choose),
-     "choose(dtype, logits, dtype of weights, ids, weights, rows, experts, active, scale): the best of each row, and their softmax."},
+     "choose(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
     {"cut", CALLED(cut),
      "cut(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out,"
-     " weights out, counts): (row, slot) pairs by server."},
+     " weights out, counts, num_rows): (row, slot) pairs by server."},
     {"sort", CALLED(sort),
-     "sort(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts):"
+     "sort(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts, threads):"
      " the pairs' rows by expert; false where an expert is not held."},
     {"weigh", CALLED(weigh),
-     "weigh(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows): the weighted sum of each row's pairs."},
+     "weigh(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads): the weighted sum of each row's pairs."},
     {"add_parts", CALLED(add_parts),
      "add_parts(dtype, residual, total, rows, width, threads, rows_R, y_RH, number of rows, ...): the parts, then the residual."},
     {NULL},

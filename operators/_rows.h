@@ -13,11 +13,17 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+#define FEW_NUMBERS (1 << 15) /* to compute; waking another thread costs as much */
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
 #endif
+
+/* Of `body(dtype, ...)`, body_float32 and body_bfloat16, in all forms. */
+#define IN_BOTH(body, parameters, ...) \
+    static CLONES void body##_float32 parameters { body(FLOAT32, __VA_ARGS__); } \
+    static CLONES void body##_bfloat16 parameters { body(BFLOAT16, __VA_ARGS__); }
 
 enum { FLOAT32, BFLOAT16 }; /* of rows; a number of either is 4 >> dtype bytes */
 

@@ -41,11 +41,13 @@ def attend(
     page_tokens: int,
     num_pages: int,
     window: int,
+    num_rows: int,
+    num_sequences: int,
     threads: int,
     /,
 ) -> None: ...
 def choose(
-    dtype: int, logits: int, weights_dtype: int, ids: int, weights: int, rows: int, experts: int, active: int, scale: float, /
+    dtype: int, logits: int, weights_dtype: int, ids: int, weights: int, rows: int, experts: int, active: int, threads: int, scale: float, /
 ) -> None: ...
 def cut(
     experts: int,
@@ -63,6 +65,7 @@ def cut(
     out: int,
     weights_out: int,
     counts: int,
+    num_rows: int,
     /,
 ) -> None: ...
 def sort(
@@ -78,9 +81,20 @@ def sort(
     sorted_x: int,
     sorted_place: int,
     counts: int,
+    threads: int,
     /,
 ) -> bool: ...
 def weigh(
-    dtype: int, sorted_y: int, sorted_place: int, rows: int, weights: int, sums: int, pairs: int, width: int, num_rows: int, /
+    dtype: int,
+    sorted_y: int,
+    sorted_place: int,
+    rows: int,
+    weights: int,
+    sums: int,
+    pairs: int,
+    width: int,
+    num_rows: int,
+    threads: int,
+    /,
 ) -> None: ...
 def add_parts(dtype: int, residual: int, total: int, rows: int, width: int, threads: int, /, *parts: int) -> None: ...

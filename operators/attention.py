@@ -102,7 +102,9 @@ class AttentionBlock:
         if plan.paged is not None:
             rows.attend(qkv_TC, plan.paged, config.sliding_window, layer, pages, out_TC)
         if plan.chunks:
-            _attend_chunks(layer, *self._heads(qkv_TC), plan, pages, self._blocks, out_TC)
+            sizes = config.num_heads, config.num_kv_heads, config.num_kv_heads
+            q_TND, k_TKD, v_TKD = qkv_TC.view(-1, sum(sizes), config.head_dim).split(sizes, dim=1)
+            _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)
         return out_TC
 
     def _attend_by_library(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
@@ -123,18 +125,12 @@ class AttentionBlock:
     def _project_and_turn(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_TND, k_TKD, v_TKD), turned to their positions."""
         config = self.config
-        q_TND, k_TKD, v_TKD = self._heads(self._project(weights, x_TH))
-        qk = torch.cat((q_TND, k_TKD), dim=1)
+        turning = config.num_heads + config.num_kv_heads
+        heads = self._project(weights, x_TH).view(-1, turning + config.num_kv_heads, config.head_dim)
+        qk, v_TKD = heads.split((turning, config.num_kv_heads), dim=1)
         if weights.qk_norm is not None:
             qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
         q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
-        return q_TND, k_TKD, v_TKD
-
-    def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_TND, k_TKD, v_TKD), as views."""
-        config = self.config
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q_TND, k_TKD, v_TKD = qkv_TC.view(-1, sum(sizes), config.head_dim).split(sizes, dim=1)
         return q_TND, k_TKD, v_TKD
 
     def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ def plan_step(
     plan: StepPlan | None = layout.derived.get(table)
     if plan is None:
         cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
-        pieces = _pieces(layout, pages, window)
+        pieces = _pieces(layout, pages, window, fewest_rows=2 if is_paged else 1)
         groups = () if is_paged else _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)
         chunks = _chunks(layout, pages.page_tokens, cos.dtype, window, pieces)
         plan = StepPlan(cos, sin, groups, chunks, _paged_rows(layout) if is_paged else None)
@@ -94,8 +94,8 @@ def plan_step(
     return plan
 
 
-def _pieces(layout: StepLayout, pages: KvPages, window: int | None) -> dict[int, int]:
-    """The sequences whose long contexts lie in one piece, each with the slot that its token 0 would have there.
+def _pieces(layout: StepLayout, pages: KvPages, window: int | None, fewest_rows: int) -> dict[int, int]:
+    """The sequences of so many rows at least whose long contexts lie in one piece, each with the slot that its token 0 would have there.
 
     Not on a device, whose page table the host does not wait for, nor where tokens begin at odd places in memory.
     """
@@ -105,7 +105,7 @@ def _pieces(layout: StepLayout, pages: KvPages, window: int | None) -> dict[int,
     found: dict[int, int] = {}
     for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
         seen = context if window is None else min(context, window + query - 1)
-        if seen * token_bytes <= COPIED_BYTES:
+        if query < fewest_rows or seen * token_bytes <= COPIED_BYTES:
             continue
         first = (context - seen) // page_tokens
         table: list[int] = layout.page_table_SG[sequence, first : -(-context // page_tokens)].tolist()

@@ -1,7 +1,8 @@
 """What lies between the products of a layer, each in one call of our own, where the machine and the dtype allow it (_rows.c).
 
 Here: the calls, with what must be checked before addresses are handed over. Not here: when they are taken instead of the library's calls,
-which stay beside them as the reference and for accelerators (normalization.py, attention.py, gate.py, combine.py, dispatch.py).
+which stay beside them as the reference and for accelerators (normalization.py, attention.py, gate.py, combine.py, dispatch.py,
+experts.py).
 
 Functions that run in strict blocks are seen by torch's overrides, as the library's are: a proof watches what is computed. A row's bits
 depend on that row alone, in `attend` on its sequence, and are the same on every machine.
@@ -68,46 +69,60 @@ def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tup
 
 def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon: float) -> None:
     width = x.shape[-1]
-    num_rows, num_weights = x.numel() // width, weight.numel() // width
-    if weight.shape[-1] != width or num_rows % num_weights:
+    if x.shape[-weight.dim() :] != weight.shape:
         raise ValueError(f"a weight {list(weight.shape)} does not go with rows {list(x.shape)}")
-    dtype, threads = _DTYPES[x.dtype], torch.get_num_threads()
     places = x.data_ptr(), added, weight.data_ptr(), total, y.data_ptr()
-    _rows.norm(dtype, *places, num_rows, width, num_weights, threads, epsilon)
+    _rows.norm(_DTYPES[x.dtype], *places, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
 
 
 def place(qkv_TC: Tensor, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages) -> None:
     """Norm (with `qk_norm`, a weight per head) and turn queries and keys in place, and store keys and values in their slots.
 
-    qkv_TC: each row queries, keys, values, head by head. ValueError for another number of slots than rows, IndexError for a slot that
+    qkv_TC: each row queries, keys, values, head by head. ValueError where sizes or dtypes do not go together, IndexError for a slot that
     there is not; then nothing is stored.
     """
-    keys, values = pages.blocks(layer)
+    keys, values = _kept(qkv_TC, layer, pages)
     num_pages, page_tokens, num_kv_heads, width = keys.shape
-    num_heads = qkv_TC.shape[1] // width - 2 * num_kv_heads
-    if not len(qkv_TC) == len(plan.cos_T1D) == len(slots_T):
-        raise ValueError(f"{len(qkv_TC)} rows do not go with {len(plan.cos_T1D)} positions and {len(slots_T)} slots")
-    dtype, threads = _DTYPES[qkv_TC.dtype], torch.get_num_threads()
-    turning = plan.cos_T1D.data_ptr(), plan.sin_T1D.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
+    num_heads, rest = divmod(qkv_TC.shape[1], width)
+    cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
+    (slots_T,) = _indices(slots_T)
+    turning = num_heads - num_kv_heads
+    if rest or width % 2 or cosines.shape != (len(qkv_TC), 1, width) or sines.shape != cosines.shape or len(slots_T) != len(qkv_TC):
+        raise ValueError(f"rows {list(qkv_TC.shape)}, positions {list(cosines.shape)}, slots {list(slots_T.shape)} do not go together")
+    if qk_norm is not None and _same(qk_norm, qkv_TC).shape != (turning, width):
+        raise ValueError(f"weights {list(qk_norm.shape)} for {turning} heads of {width}")
+    qk_norm = None if qk_norm is None else qk_norm.contiguous()
+    positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
-    sizes = qkv_TC.shape[0], num_heads, num_kv_heads, width, num_pages * page_tokens
-    _rows.place(dtype, qkv_TC.data_ptr(), *turning, *storing, *sizes, threads, epsilon)
+    sizes = len(qkv_TC), turning - num_kv_heads, num_kv_heads, width, num_pages * page_tokens
+    _rows.place(_DTYPES[qkv_TC.dtype], qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
 
 
 def attend(qkv_TC: Tensor, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor) -> None:
     """Attention of the rows `paged` over their sequences' pages, into their rows of out [T, N * D]. `window` as in plan_step.
 
-    Row t of qkv begins with its queries. IndexError for a page that there is not.
+    Row t of qkv begins with its queries. IndexError for a page, a row or a sequence that there is not.
     """
-    keys, values = pages.blocks(layer)
+    keys, values = _kept(qkv_TC, layer, pages)
     num_pages, page_tokens, num_kv_heads, width = keys.shape
-    dtype, threads = _DTYPES[qkv_TC.dtype], torch.get_num_threads()
-    table = paged.page_table_SG
-    queries = qkv_TC.data_ptr(), qkv_TC.stride(0) * qkv_TC.itemsize, paged.rows_P.data_ptr()
-    contexts = paged.sequences_P.data_ptr(), paged.kv_length_S.data_ptr(), table.data_ptr(), table.shape[1]
-    kept = keys.data_ptr(), values.data_ptr()
-    sizes = len(paged.rows_P), out_TC.shape[1] // width, num_kv_heads, width, page_tokens, num_pages, window or 0
-    _rows.attend(dtype, *queries, *contexts, *kept, out_TC.data_ptr(), *sizes, threads)
+    num_heads, rest = divmod(out_TC.shape[1], width)
+    if rest or num_heads % num_kv_heads or out_TC.shape[1] > qkv_TC.shape[1] or len(out_TC) != len(qkv_TC) or not out_TC.is_contiguous():
+        raise ValueError(f"rows {list(qkv_TC.shape)}, results {list(_same(out_TC, qkv_TC).shape)}: not {num_kv_heads} key heads of {width}")
+    rows_P, sequences_P, lengths_S, table_SG = _indices(paged.rows_P, paged.sequences_P, paged.kv_length_S, paged.page_table_SG)
+    if len(rows_P) != len(sequences_P) or len(lengths_S) != len(table_SG):
+        raise ValueError(f"{len(rows_P)} rows of {len(sequences_P)} sequences, {len(lengths_S)} lengths, {len(table_SG)} page tables")
+    queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
+    contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
+    sizes = len(rows_P), num_heads, num_kv_heads, width, page_tokens, num_pages, window or 0, len(qkv_TC), len(lengths_S)
+    _rows.attend(_DTYPES[qkv_TC.dtype], *queries, *contexts, *sizes, torch.get_num_threads())
+
+
+def _kept(qkv_TC: Tensor, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer, [G, C, K, D] each. ValueError if they, or the rows, are not as they are read."""
+    keys, values = pages.blocks(layer)
+    if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
+        raise ValueError("rows, keys and values must lie in one piece each")
+    return keys, values
 
 
 @_watched
@@ -118,7 +133,7 @@ def choose(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype)
     expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
     weights = logits_TE.new_empty((num_rows, num_active), dtype=dtype)
     places = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
-    _rows.choose(_DTYPES[logits_TE.dtype], *places, num_rows, num_experts, num_active, scale)
+    _rows.choose(_DTYPES[logits_TE.dtype], *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
     return expert_ids, weights
 
 
@@ -126,7 +141,7 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
     """As combine.combine. IndexError for a row that there is not."""
     residual_TH = residual_TH.contiguous()
     total_TH = torch.empty_like(residual_TH)
-    held = [(rows_R.contiguous(), _same(y_RH, residual_TH)) for rows_R, y_RH in parts]
+    held = [(*_indices(rows_R), _same(y_RH, residual_TH)) for rows_R, y_RH in parts]
     numbers = [number for rows_R, y_RH in held for number in (rows_R.data_ptr(), y_RH.data_ptr(), len(rows_R))]
     if any(y_RH.shape != (len(rows_R), residual_TH.shape[1]) for rows_R, y_RH in held):
         shapes = [(len(rows_R), list(y_RH.shape)) for rows_R, y_RH in held]
@@ -147,16 +162,17 @@ def cut(
     num_servers: int,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The fields of each dispatch.Part. IndexError for a pair whose expert or server there is not."""
-    expert_P, weight_P, positions_T = expert_P.contiguous(), weight_P.contiguous(), positions_T.contiguous()
-    pair_P = None if pair_P is None else pair_P.contiguous()
+    expert_P, positions_T, servers_EB, num_copies_E = _indices(expert_P, positions_T, servers_EB, num_copies_E)
+    weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
     num_pairs, places = len(expert_P), num_servers + 1
-    if len(weight_P) != num_pairs or (pair_P is None and len(positions_T) * num_active != num_pairs):
+    num_named = len(positions_T) * num_active if pair_P is None else len(pair_P)
+    if not num_pairs == len(weight_P) == num_named or len(num_copies_E) != num_experts:
         raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
-    pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr()
+    pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
     table = positions_T.data_ptr(), servers_EB.data_ptr(), num_copies_E.data_ptr(), num_experts, width, num_servers
-    _rows.cut(*pairs, num_pairs, num_active, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr())
+    _rows.cut(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
     sizes: list[int] = counts.tolist()
     found = [(place - 1, sizes[2 * place], sizes[2 * place + 1]) for place in range(places) if sizes[2 * place]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]
@@ -173,26 +189,28 @@ def sort(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_hel
 
     `place_E`: an expert's place among those held plus 1, or 0. None when one is not held. IndexError for a row that there is not.
     """
-    x_RH, row_P, expert_P = x_RH.contiguous(), row_P.contiguous(), expert_P.contiguous()
+    x_RH = x_RH.contiguous()
+    row_P, expert_P, place_E = _indices(row_P, expert_P, place_E)
     num_pairs, (num_rows, width) = len(expert_P), x_RH.shape
     if len(row_P) != num_pairs:
         raise ValueError(f"{num_pairs} experts do not go with {len(row_P)} rows")
     sorted_PH, place_P, counts_E = x_RH.new_empty(num_pairs, width), expert_P.new_empty(num_pairs), expert_P.new_empty(num_held)
     experts = expert_P.data_ptr(), place_E.data_ptr(), len(place_E), num_held
     pairs = row_P.data_ptr(), num_pairs, num_rows, width * x_RH.itemsize, x_RH.data_ptr()
-    found = _rows.sort(*experts, *pairs, sorted_PH.data_ptr(), place_P.data_ptr(), counts_E.data_ptr())
-    return (sorted_PH, place_P, counts_E) if found else None
+    results = sorted_PH.data_ptr(), place_P.data_ptr(), counts_E.data_ptr()
+    return (sorted_PH, place_P, counts_E) if _rows.sort(*experts, *pairs, *results, torch.get_num_threads()) else None
 
 
 def weigh(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
     """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`, which has looked at row_P."""
-    y_PH, row_P, weight_P = y_PH.contiguous(), row_P.contiguous(), _same(weight_P, y_PH)
+    y_PH, weight_P = y_PH.contiguous(), _same(weight_P, y_PH)
+    place_P, row_P = _indices(place_P, row_P)
     num_pairs, width = y_PH.shape
     if not len(place_P) == len(row_P) == len(weight_P) == num_pairs:
         raise ValueError(f"{num_pairs} answers do not go with {len(row_P)} rows and {len(weight_P)} weights")
     y_RH = y_PH.new_empty(num_rows, width)
     pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
-    _rows.weigh(_DTYPES[y_PH.dtype], *pairs, y_RH.data_ptr(), num_pairs, width, num_rows)
+    _rows.weigh(_DTYPES[y_PH.dtype], *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
     return y_RH
 
 
@@ -201,3 +219,10 @@ def _same(x: Tensor, other: Tensor) -> Tensor:
     if x.dtype != other.dtype or x.device != other.device:
         raise ValueError(f"{x.dtype} on {x.device} does not go with {other.dtype} on {other.device}")
     return x.contiguous()
+
+
+def _indices(*tensors: Tensor) -> list[Tensor]:
+    """They, contiguous. ValueError unless all are int64 in the host's memory."""
+    if any(tensor.dtype != torch.int64 or tensor.device.type != "cpu" for tensor in tensors):
+        raise ValueError(f"indices must be int64 on the host, not {[f'{tensor.dtype} on {tensor.device}' for tensor in tensors]}")
+    return [tensor.contiguous() for tensor in tensors]

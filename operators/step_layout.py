@@ -104,4 +104,7 @@ class StepLayout:
         rows_agree = positions.shape == slots.shape == (int(lengths.sum()),)
         if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
             raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
-        return cls(positions, slots, starts, contexts, table, tuple(lengths.tolist()), tuple(contexts.tolist()))
+        query_lengths, kv_lengths = lengths.tolist(), contexts.tolist()
+        if int(starts[0]) or min(query_lengths, default=1) < 1:
+            raise ValueError(f"the rows of a step's sequences cannot begin at {starts.tolist()}; at 0 and ascending")
+        return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths))

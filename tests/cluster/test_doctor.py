@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from flowrt.cluster.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
-from flowrt.doctor import Check, collect, emulation_checks, leftover_check, products_check, report, transport_checks
+from flowrt.doctor import Check, collect, emulation_checks, leftover_check, products_check, report, rows_check, transport_checks
 from flowrt.graph.model import Edge, Emulation, Graph, Node
 
 
@@ -41,6 +41,14 @@ def test_what_auto_takes_and_why() -> None:
     nothing = transport_checks({"inproc": None, "shm": "no compiler", "zmq": "not installed"})[-1]
     assert (nothing.ok, nothing.needed) == (False, True)
     assert nothing.remedy is not None
+
+
+def test_whether_what_lies_between_products_is_our_own() -> None:
+    assert rows_check(True).text == "norms, attention over pages, routing: our own"
+    not_built = rows_check(False)
+    assert not not_built.ok
+    assert "_rows.c was not built" in not_built.text
+    assert "gcc" in (not_built.remedy or "")
 
 
 def test_which_products_are_our_own() -> None:

@@ -83,6 +83,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
     x, weight = drawn(3, 8), drawn(8)
     layout, pages = StepLayout.from_lists([3], [3], [[0]], 4), KvPages(1, 1, 4, 1, 8, torch.float32)
     plan = plan_step(layout, pages, TABLE, is_paged=True)
+    one_row = PagedRows(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 1, dtype=torch.int64))
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: rows.norm(x, weight.double(), 1e-6), "torch.float64 on cpu does not go with torch.float32 on cpu"),
         (lambda: rows.norm(x, drawn(4), 1e-6), r"a weight \[4\] does not go with rows \[3, 8\]"),
@@ -92,9 +93,24 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
             lambda: combine(x, [(torch.arange(2), drawn(3, 8))]),
             r"parts \[\(2, \[3, 8\]\)\] \(rows, their shape\) cannot be added to \[3, 8\]",
         ),
-        (lambda: rows.place(drawn(2, 24), plan, None, 0.0, layout.slots_T, 0, pages), "2 rows do not go with 3 positions and 3 slots"),
+        (lambda: rows.norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
+        (
+            lambda: rows.place(drawn(2, 24), plan, None, 0.0, layout.slots_T, 0, pages),
+            r"rows \[2, 24\], positions \[3, 1, 8\]",
+        ),
+        (lambda: rows.place(drawn(3, 23), plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[3, 23\], positions"),
+        (lambda: rows.place(drawn(3, 24), plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
+        (lambda: rows.place(drawn(3, 24), plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages), r"weights \[3, 8\] for 2 heads of 8"),
+        (lambda: rows.place(drawn(3, 24), plan, None, 0.0, layout.slots_T.int(), 0, pages), "indices must be int64 on the host"),
+        (lambda: rows.place(drawn(3, 24).bfloat16(), plan, None, 0.0, layout.slots_T, 0, pages), "does not go with torch.bfloat16"),
+        (lambda: rows.place(drawn(3, 48)[:, ::2], plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
+        (lambda: rows.attend(drawn(3, 24), one_row, None, 0, pages, drawn(3, 12)), r"not 1 key heads of 8"),
+        (lambda: rows.attend(drawn(3, 24), one_row, None, 0, pages, drawn(2, 8)), r"not 1 key heads of 8"),
+        (lambda: combine(x, [(torch.arange(2, dtype=torch.int32), drawn(2, 8))]), "indices must be int64 on the host"),
         (lambda: rows.choose(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),
         (lambda: StepLayout.from_tensors([each.int() for each in layout.to_tensors()]), "a step layout is made of int64"),
+        (lambda: layout_with(torch.tensor([7, 8])), r"cannot begin at \[7, 8\]; at 0 and ascending"),
+        (lambda: layout_with(torch.tensor([0, 2, 1])), r"cannot begin at \[0, 2, 1\]; at 0 and ascending"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -107,6 +123,12 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
             getattr(rows._rows, name)(0, 0)
         with pytest.raises(TypeError, match="numbers are wanted"):
             getattr(rows._rows, name)()
+
+
+def layout_with(starts: torch.Tensor) -> StepLayout:
+    num_sequences = len(starts) - 1
+    ones = torch.ones(num_sequences, dtype=torch.int64)
+    return StepLayout.from_tensors([torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), starts, ones, ones[:, None] - 1])
 
 
 # --- attention --------------------------------------------------------------------------------------------------------------------
@@ -185,8 +207,12 @@ def test_attention_refuses_pages_and_slots_that_there_are_not() -> None:
         paged = PagedRows(torch.tensor([0]), torch.tensor([0]), torch.tensor(lengths), torch.tensor(table))
         with pytest.raises(IndexError, match=message):
             rows.attend(q, paged, None, 0, pages, out)
+    for row, sequence in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+        paged = PagedRows(torch.tensor([row]), torch.tensor([sequence]), torch.tensor([1]), torch.tensor([[0]]))
+        with pytest.raises(IndexError, match=f"row {row} of 1, sequence {sequence} of 1"):
+            rows.attend(q, paged, None, 0, pages, out)
     layout = StepLayout.from_lists([1], [1], [[0]], 4)
-    plan = plan_step(layout, pages, TABLE, is_paged=True)
+    plan = plan_step(layout, pages, RotaryTable(16, RotaryConfig(), torch.float32), is_paged=True)
     for slot in (-1, 16):
         with pytest.raises(IndexError, match=f"slot {slot} of 16"):
             rows.place(torch.ones(1, 48), plan, None, 0.0, torch.tensor([slot]), 0, pages)
@@ -239,6 +265,12 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_chooses_some
     expert_ids, weights = rows.choose(torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0] * 6]), 4, 1.0, torch.float32)
     assert expert_ids.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
     assert torch.equal(weights[1], torch.full((4,), 0.25))
+    for place in range(6):
+        logits = torch.arange(6.0)[None]
+        logits[0, place] = float("nan")  # is the greatest, as in torch
+        expert_ids, weights = rows.choose(logits, 2, 1.0, torch.float32)
+        assert expert_ids[0, 0] == place
+        assert weights.isnan().all()
     for bad in (float("nan"), float("-inf"), float("inf")):
         expert_ids, weights = rows.choose(torch.full((1, 6), bad), 3, 1.0, torch.float32)
         assert expert_ids.tolist() == [[0, 1, 2]]
@@ -277,6 +309,14 @@ def test_a_pair_that_nobody_can_be_given_is_refused() -> None:
     for expert in (-1, 2):
         with pytest.raises(IndexError, match="a pair asks for an expert that is none of 2"):
             cut(torch.tensor([[0, expert]]), weights, torch.zeros(1, dtype=torch.int64), table)
+    both = CopyTable.from_lists([[0, 1], [1, 0]], 2)
+    part = Part(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.ones(1), torch.tensor([4]))
+    with pytest.raises(IndexError, match="a pair asks for"):
+        cut_again(part, torch.zeros(2, dtype=torch.int64), 2, both)  # row 2 of 2
+    with pytest.raises(IndexError, match="a pair asks for"):
+        cut(torch.tensor([[0, 1]]), weights, torch.tensor([-1]), both)
+    with pytest.raises(ValueError, match="indices must be int64 on the host"):
+        cut(torch.tensor([[0, 1]], dtype=torch.int32), weights, torch.zeros(1, dtype=torch.int64), table)
     with pytest.raises(ValueError, match="2 pairs do not go with 2 weights and 3 rows of 2"):
         cut(torch.tensor([[0, 1]]), weights, torch.zeros(3, dtype=torch.int64), table)
 
@@ -295,7 +335,7 @@ def test_answers_are_added_with_the_librarys_bits(dtype: torch.dtype, num_rows: 
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("num_pairs", [0, 1, 40])
+@pytest.mark.parametrize("num_pairs", [0, 1, 40, 1500])
 def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtype: torch.dtype, num_pairs: int, monkeypatch: Any) -> None:
     config = read_model_config(models["wide"]).with_dtype(str(dtype).removeprefix("torch."))
     held = (7, 0, 3, 11)
@@ -320,6 +360,8 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
         for row in (-1, 9):
             with pytest.raises(IndexError, match=f"row {row} of 9"):
                 experts.forward(1, x_RH, torch.tensor([row]), torch.tensor([7]), torch.ones(1, dtype=dtype))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        assert experts.forward(1, x_RH[:0], nothing, nothing, weight_P[:0]).shape == (0, config.hidden_size)
         with pytest.raises(ValueError, match="1 experts do not go with 2 rows"):
             experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7]), torch.ones(1, dtype=dtype))
         with pytest.raises(ValueError, match="1 answers do not go with 1 rows and 2 weights"):
