@@ -89,7 +89,9 @@ INLINE long share_of(const Cut *c, long i, long row)
     const int64_t expert = c->experts[i];
     if (expert < 0 || expert >= c->num_experts)
         return -1;
-    if (c->width > 1 && (row < 0 || row >= c->num_rows || c->positions[row] < 0 || c->copies[expert] < 1 || c->copies[expert] > c->width))
+    if (c->pairs && c->pairs[i] < 0)
+        return -1;
+    if (c->width != 1 && (row < 0 || row >= c->num_rows || c->positions[row] < 0 || c->copies[expert] < 1 || c->copies[expert] > c->width))
         return -1;
     const long turn = c->width == 1 ? 0 : c->positions[row] % c->copies[expert];
     const int64_t server = c->servers[expert * c->width + turn];
@@ -163,7 +165,7 @@ PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     Py_END_ALLOW_THREADS
     free(shares);
     if (failed)
-        return PyErr_Format(PyExc_IndexError, "a pair asks for an expert that is none of %ld, or that no server of %ld holds", n[9], n[11]);
+        return PyErr_Format(PyExc_IndexError, "a pair names what there is not: %ld experts, %ld servers, %ld rows", n[9], n[11], n[15]);
     Py_RETURN_NONE;
 }
 
@@ -181,7 +183,7 @@ PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     for (long i = 0; i < pairs; i++) {
         if (rows[i] < 0 || rows[i] >= n[6])
             return PyErr_Format(PyExc_IndexError, "row %ld of %ld", (long)rows[i], n[6]);
-        if (experts[i] < 0 || experts[i] >= n[2] || !places[experts[i]])
+        if (experts[i] < 0 || experts[i] >= n[2] || places[experts[i]] < 1 || places[experts[i]] > held)
             Py_RETURN_FALSE;
         counts[places[experts[i]] - 1]++;
     }
@@ -232,6 +234,10 @@ PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     long n[10]; /* dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads */
     if (numbers(arguments, given, n, 10))
         return NULL;
+    const int64_t *places = (int64_t *)n[2], *rows = (int64_t *)n[3];
+    for (long pair = 0; pair < n[6]; pair++)
+        if (places[pair] < 0 || places[pair] >= n[6] || rows[pair] < 0 || rows[pair] >= n[8])
+            return PyErr_Format(PyExc_IndexError, "answer %ld of %ld, row %ld of %ld", (long)places[pair], n[6], (long)rows[pair], n[8]);
     char *wide = n[0] == FLOAT32 ? NULL : malloc(n[8] * n[7] * 4 + 1), *sums = wide ? wide : (char *)n[5];
     if (n[0] != FLOAT32 && !wide)
         return PyErr_NoMemory();

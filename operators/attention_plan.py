@@ -81,10 +81,14 @@ def plan_step(
     """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups.
     `is_paged`: no groups, but `paged`.
 
-    Worked out by the first layer that asks, and kept in the layout under its `table`.
+    Worked out by the first layer that asks, and kept in the layout under its `table`. ValueError for a context
+    longer than its pages.
     """
     plan: StepPlan | None = layout.derived.get(table)
     if plan is None:
+        room = layout.page_table_SG.shape[1] * pages.page_tokens
+        if max(layout.kv_lengths, default=0) > room:
+            raise ValueError(f"a context of {max(layout.kv_lengths)} tokens in a page table of {room}")
         cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
         pieces = _pieces(layout, pages, window, fewest_rows=2 if is_paged else 1)
         groups = () if is_paged else _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)

@@ -72,56 +72,62 @@ def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon:
     if x.shape[-weight.dim() :] != weight.shape:
         raise ValueError(f"a weight {list(weight.shape)} does not go with rows {list(x.shape)}")
     places = x.data_ptr(), added, weight.data_ptr(), total, y.data_ptr()
-    _rows.norm(_DTYPES[x.dtype], *places, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
+    _rows.norm(_dtype(x), *places, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
 
 
-def place(qkv_TC: Tensor, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages) -> None:
+def place(
+    qkv_TC: Tensor, num_heads: int, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages
+) -> None:
     """Norm (with `qk_norm`, a weight per head) and turn queries and keys in place, and store keys and values in their slots.
 
-    qkv_TC: each row queries, keys, values, head by head. ValueError where sizes or dtypes do not go together, IndexError for a slot that
-    there is not; then nothing is stored.
+    qkv_TC: each row `num_heads` queries, then keys and values of the pages' heads. Slots are all different. ValueError where sizes or
+    dtypes do not go together, IndexError for a slot that there is not; then nothing is stored.
     """
-    keys, values = _kept(qkv_TC, layer, pages)
+    keys, values = _kept(qkv_TC, num_heads, layer, pages)
     num_pages, page_tokens, num_kv_heads, width = keys.shape
-    num_heads, rest = divmod(qkv_TC.shape[1], width)
     cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
     (slots_T,) = _indices(slots_T)
-    turning = num_heads - num_kv_heads
-    if rest or width % 2 or cosines.shape != (len(qkv_TC), 1, width) or sines.shape != cosines.shape or len(slots_T) != len(qkv_TC):
+    turning = num_heads + num_kv_heads
+    if width % 2 or cosines.shape != (len(qkv_TC), 1, width) or sines.shape != cosines.shape or len(slots_T) != len(qkv_TC):
         raise ValueError(f"rows {list(qkv_TC.shape)}, positions {list(cosines.shape)}, slots {list(slots_T.shape)} do not go together")
     if qk_norm is not None and _same(qk_norm, qkv_TC).shape != (turning, width):
         raise ValueError(f"weights {list(qk_norm.shape)} for {turning} heads of {width}")
     qk_norm = None if qk_norm is None else qk_norm.contiguous()
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
-    sizes = len(qkv_TC), turning - num_kv_heads, num_kv_heads, width, num_pages * page_tokens
-    _rows.place(_DTYPES[qkv_TC.dtype], qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
+    sizes = len(qkv_TC), num_heads, num_kv_heads, width, num_pages * page_tokens
+    _rows.place(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
 
 
-def attend(qkv_TC: Tensor, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor) -> None:
-    """Attention of the rows `paged` over their sequences' pages, into their rows of out [T, N * D]. `window` as in plan_step.
+def attend(qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor) -> None:
+    """Attention of the rows `paged`, all different, over their sequences' pages, into their rows of out [T, N * D].
 
-    Row t of qkv begins with its queries. IndexError for a page, a row or a sequence that there is not.
+    qkv_TC as for `place`, `window` as in plan_step. ValueError where sizes or dtypes do not go together, IndexError for a page, a row or a
+    sequence that there is not.
     """
-    keys, values = _kept(qkv_TC, layer, pages)
+    keys, values = _kept(qkv_TC, num_heads, layer, pages)
     num_pages, page_tokens, num_kv_heads, width = keys.shape
-    num_heads, rest = divmod(out_TC.shape[1], width)
-    if rest or num_heads % num_kv_heads or out_TC.shape[1] > qkv_TC.shape[1] or len(out_TC) != len(qkv_TC) or not out_TC.is_contiguous():
-        raise ValueError(f"rows {list(qkv_TC.shape)}, results {list(_same(out_TC, qkv_TC).shape)}: not {num_kv_heads} key heads of {width}")
+    if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (len(qkv_TC), num_heads * width) or num_heads % num_kv_heads:
+        raise ValueError(f"results {list(out_TC.shape)} for {len(qkv_TC)} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
+    if window is not None and window < 1:
+        raise ValueError(f"a row sees itself at least, not {window} tokens")
     rows_P, sequences_P, lengths_S, table_SG = _indices(paged.rows_P, paged.sequences_P, paged.kv_length_S, paged.page_table_SG)
     if len(rows_P) != len(sequences_P) or len(lengths_S) != len(table_SG):
         raise ValueError(f"{len(rows_P)} rows of {len(sequences_P)} sequences, {len(lengths_S)} lengths, {len(table_SG)} page tables")
     queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
     contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
     sizes = len(rows_P), num_heads, num_kv_heads, width, page_tokens, num_pages, window or 0, len(qkv_TC), len(lengths_S)
-    _rows.attend(_DTYPES[qkv_TC.dtype], *queries, *contexts, *sizes, torch.get_num_threads())
+    _rows.attend(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
 
 
-def _kept(qkv_TC: Tensor, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
+def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
     """Keys and values of a layer, [G, C, K, D] each. ValueError if they, or the rows, are not as they are read."""
     keys, values = pages.blocks(layer)
     if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
         raise ValueError("rows, keys and values must lie in one piece each")
+    _, page_tokens, num_kv_heads, width = keys.shape
+    if not page_tokens or qkv_TC.dim() != 2 or qkv_TC.shape[1] != (num_heads + 2 * num_kv_heads) * width:
+        raise ValueError(f"rows {list(qkv_TC.shape)} of {num_heads} heads do not go with pages {list(keys.shape)}")
     return keys, values
 
 
@@ -133,21 +139,21 @@ def choose(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype)
     expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
     weights = logits_TE.new_empty((num_rows, num_active), dtype=dtype)
     places = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
-    _rows.choose(_DTYPES[logits_TE.dtype], *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
+    _rows.choose(_dtype(logits_TE), *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
     return expert_ids, weights
 
 
 def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """As combine.combine. IndexError for a row that there is not."""
     residual_TH = residual_TH.contiguous()
+    num_rows, width = residual_TH.shape
     total_TH = torch.empty_like(residual_TH)
     held = [(*_indices(rows_R), _same(y_RH, residual_TH)) for rows_R, y_RH in parts]
     numbers = [number for rows_R, y_RH in held for number in (rows_R.data_ptr(), y_RH.data_ptr(), len(rows_R))]
-    if any(y_RH.shape != (len(rows_R), residual_TH.shape[1]) for rows_R, y_RH in held):
-        shapes = [(len(rows_R), list(y_RH.shape)) for rows_R, y_RH in held]
-        raise ValueError(f"parts {shapes} (rows, their shape) cannot be added to {list(residual_TH.shape)}")
-    dtype, threads = _DTYPES[residual_TH.dtype], torch.get_num_threads()
-    _rows.add_parts(dtype, residual_TH.data_ptr(), total_TH.data_ptr(), *residual_TH.shape, threads, *numbers)
+    if any(rows_R.dim() != 1 or y_RH.shape != (len(rows_R), width) for rows_R, y_RH in held):
+        shapes = [(list(rows_R.shape), list(y_RH.shape)) for rows_R, y_RH in held]
+        raise ValueError(f"parts {shapes} (rows, answers) cannot be added to {list(residual_TH.shape)}")
+    _rows.add_parts(_dtype(residual_TH), residual_TH.data_ptr(), total_TH.data_ptr(), num_rows, width, torch.get_num_threads(), *numbers)
     return total_TH
 
 
@@ -167,7 +173,7 @@ def cut(
     num_experts, width = servers_EB.shape
     num_pairs, places = len(expert_P), num_servers + 1
     num_named = len(positions_T) * num_active if pair_P is None else len(pair_P)
-    if not num_pairs == len(weight_P) == num_named or len(num_copies_E) != num_experts:
+    if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or len(num_copies_E) != num_experts:
         raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
@@ -202,16 +208,23 @@ def sort(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_hel
 
 
 def weigh(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
-    """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`, which has looked at row_P."""
+    """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`. IndexError for what there is not."""
     y_PH, weight_P = y_PH.contiguous(), _same(weight_P, y_PH)
     place_P, row_P = _indices(place_P, row_P)
     num_pairs, width = y_PH.shape
-    if not len(place_P) == len(row_P) == len(weight_P) == num_pairs:
+    if not len(place_P) == len(row_P) == num_pairs or weight_P.shape != (num_pairs,):
         raise ValueError(f"{num_pairs} answers do not go with {len(row_P)} rows and {len(weight_P)} weights")
     y_RH = y_PH.new_empty(num_rows, width)
     pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
-    _rows.weigh(_DTYPES[y_PH.dtype], *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
+    _rows.weigh(_dtype(y_PH), *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
     return y_RH
+
+
+def _dtype(x: Tensor) -> int:
+    """As _rows.c numbers it. ValueError for a tensor that cannot be given to it."""
+    if not fits(x.dtype, x.device):
+        raise ValueError(f"{x.dtype} on {x.device}: rows are float32 or bfloat16 on the host")
+    return _DTYPES[x.dtype]
 
 
 def _same(x: Tensor, other: Tensor) -> Tensor:

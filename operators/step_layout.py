@@ -100,11 +100,17 @@ class StepLayout:
         positions, slots, starts, contexts, table = tensors
         if any(tensor.dtype != torch.int64 for tensor in tensors):
             raise ValueError(f"a step layout is made of int64, not of {[str(tensor.dtype) for tensor in tensors]}")
+        if starts.dim() != 1 or not len(starts) or table.dim() != 2:
+            raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
         lengths = starts.diff()
         rows_agree = positions.shape == slots.shape == (int(lengths.sum()),)
         if not rows_agree or contexts.shape != lengths.shape or table.shape[:1] != contexts.shape:
             raise ValueError(f"a step layout cannot have shapes {[list(tensor.shape) for tensor in tensors]}")
         query_lengths, kv_lengths = lengths.tolist(), contexts.tolist()
-        if int(starts[0]) or min(query_lengths, default=1) < 1:
-            raise ValueError(f"the rows of a step's sequences cannot begin at {starts.tolist()}; at 0 and ascending")
+        most = len(positions)
+        if int(starts[0]) or not all(0 < query <= min(context, most) for query, context in zip(query_lengths, kv_lengths, strict=True)):
+            raise ValueError(
+                f"sequences of {query_lengths} rows from row {int(starts[0])} on, in contexts of {kv_lengths}:"
+                " 0 < rows <= context is needed, from row 0 on"
+            )
         return cls(positions, slots, starts, contexts, table, tuple(query_lengths), tuple(kv_lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,7 @@ def test_a_sum_is_rounded_as_the_librarys_is_whatever_it_is_made_of(dtype: torch
 def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_over() -> None:
     x, weight = drawn(3, 8), drawn(8)
     layout, pages = StepLayout.from_lists([3], [3], [[0]], 4), KvPages(1, 1, 4, 1, 8, torch.float32)
+    two_heads = KvPages(1, 1, 4, 2, 8, torch.float32)
     plan = plan_step(layout, pages, TABLE, is_paged=True)
     one_row = PagedRows(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 1, dtype=torch.int64))
     calls: list[tuple[Callable[[], object], str]] = [
@@ -91,26 +93,44 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
         (lambda: rows.norm_of_sum(x, drawn(2, 8), weight, 1e-6), r"rows \[2, 8\] cannot be added to \[3, 8\]"),
         (
             lambda: combine(x, [(torch.arange(2), drawn(3, 8))]),
-            r"parts \[\(2, \[3, 8\]\)\] \(rows, their shape\) cannot be added to \[3, 8\]",
+            r"parts \[\(\[2\], \[3, 8\]\)\] .* cannot be added to \[3, 8\]",
         ),
         (lambda: rows.norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
         (
-            lambda: rows.place(drawn(2, 24), plan, None, 0.0, layout.slots_T, 0, pages),
+            lambda: rows.place(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[2, 24\], positions \[3, 1, 8\]",
         ),
-        (lambda: rows.place(drawn(3, 23), plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[3, 23\], positions"),
-        (lambda: rows.place(drawn(3, 24), plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
-        (lambda: rows.place(drawn(3, 24), plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages), r"weights \[3, 8\] for 2 heads of 8"),
-        (lambda: rows.place(drawn(3, 24), plan, None, 0.0, layout.slots_T.int(), 0, pages), "indices must be int64 on the host"),
-        (lambda: rows.place(drawn(3, 24).bfloat16(), plan, None, 0.0, layout.slots_T, 0, pages), "does not go with torch.bfloat16"),
-        (lambda: rows.place(drawn(3, 48)[:, ::2], plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
-        (lambda: rows.attend(drawn(3, 24), one_row, None, 0, pages, drawn(3, 12)), r"not 1 key heads of 8"),
-        (lambda: rows.attend(drawn(3, 24), one_row, None, 0, pages, drawn(2, 8)), r"not 1 key heads of 8"),
+        (
+            lambda: rows.place(drawn(3, 23), 1, plan, None, 0.0, layout.slots_T, 0, pages),
+            r"rows \[3, 23\] of 1 heads do not go with pages \[1, 4, 1, 8\]",
+        ),
+        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
+        (lambda: rows.place(drawn(3, 24), 1, plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages), r"weights \[3, 8\] for 2 heads of 8"),
+        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T.int(), 0, pages), "indices must be int64 on the host"),
+        (lambda: rows.place(drawn(3, 24).bfloat16(), 1, plan, None, 0.0, layout.slots_T, 0, pages), "does not go with torch.bfloat16"),
+        (lambda: rows.place(drawn(3, 48)[:, ::2], 1, plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
+        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 12)), r"results \[3, 12\] for 3 rows of 1 heads of 8"),
+        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(2, 8)), r"results \[2, 8\] for 3 rows of 1 heads of 8"),
+        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()), "torch.bfloat16 on cpu does not go with"),
+        (lambda: rows.attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a row sees itself at least, not 0 tokens"),
+        (lambda: rows.place(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[3, 24\] of 2 heads do not go with pages"),
+        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T, 0, two_heads), r"do not go with pages \[1, 4, 2, 8\]"),
+        (lambda: rows.add_parts(torch.zeros(1, 1, 1), []), "too many values to unpack"),
+        (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"parts \[\(\[1, 2\], \[1, 8\]\)\]"),
+        (lambda: rows.norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),
         (lambda: combine(x, [(torch.arange(2, dtype=torch.int32), drawn(2, 8))]), "indices must be int64 on the host"),
         (lambda: rows.choose(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),
         (lambda: StepLayout.from_tensors([each.int() for each in layout.to_tensors()]), "a step layout is made of int64"),
-        (lambda: layout_with(torch.tensor([7, 8])), r"cannot begin at \[7, 8\]; at 0 and ascending"),
-        (lambda: layout_with(torch.tensor([0, 2, 1])), r"cannot begin at \[0, 2, 1\]; at 0 and ascending"),
+        (lambda: layout_with(torch.tensor([7, 8])), r"sequences of \[1\] rows from row 7 on"),
+        (lambda: layout_with(torch.tensor([0])[:0]), r"a step layout cannot have shapes"),
+        (lambda: layout_with(torch.tensor([0, 1]), table_dim=1), r"a step layout cannot have shapes"),
+        (lambda: layout_with(torch.tensor([0, 1]), context=0), r"in contexts of \[0\]: 0 < rows <= context is needed"),
+        (lambda: layout_with(torch.tensor([0, 2**63 - 1, -2, 1])), r"0 < rows <= context is needed"),
+        (
+            lambda: plan_step(layout_with(torch.tensor([0, 1]), context=10**9), pages, TABLE),
+            "a context of 1000000000 tokens in a page table of 4",
+        ),
+        (lambda: layout_with(torch.tensor([0, 2, 1])), r"sequences of \[2, -1\] rows"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -125,10 +145,11 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
             getattr(rows._rows, name)()
 
 
-def layout_with(starts: torch.Tensor) -> StepLayout:
-    num_sequences = len(starts) - 1
-    ones = torch.ones(num_sequences, dtype=torch.int64)
-    return StepLayout.from_tensors([torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), starts, ones, ones[:, None] - 1])
+def layout_with(starts: torch.Tensor, context: int = 1, table_dim: int = 2) -> StepLayout:
+    """As it would come in a message, of one row."""
+    num_sequences = max(0, len(starts) - 1)
+    contexts, table = torch.full((num_sequences,), context), torch.zeros((num_sequences, 1)[:table_dim], dtype=torch.int64)
+    return StepLayout.from_tensors([torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), starts, contexts, table])
 
 
 # --- attention --------------------------------------------------------------------------------------------------------------------
@@ -163,7 +184,7 @@ def test_attention_over_pages_is_that_over_the_context(
     paged = PagedRows(2 * torch.arange(len(lengths)) + 1, sequences, torch.tensor(lengths), torch.tensor(tables))
     qkv_TC = drawn(2 * len(lengths), (num_heads + 2 * num_kv_heads) * width, dtype=dtype)
     out_TC = torch.full((2 * len(lengths), num_heads * width), 7.0, dtype=dtype)
-    rows.attend(qkv_TC, paged, window, 0, pages, out_TC)
+    rows.attend(qkv_TC, num_heads, paged, window, 0, pages, out_TC)
     assert (out_TC[0::2] == 7.0).all(), "other rows are left alone"
     for row, sequence in zip(paged.rows_P.tolist(), sequences.tolist(), strict=True):
         length = lengths[sequence]
@@ -173,7 +194,7 @@ def test_attention_over_pages_is_that_over_the_context(
         torch.testing.assert_close(out_TC[row].view(num_heads, width).double(), exact(q_ND, keys[seen], values[seen]), **TOLERANCE[dtype])
         alone = PagedRows(torch.tensor([row]), torch.tensor([sequence]), paged.kv_length_S, paged.page_table_SG)
         again = torch.empty_like(out_TC)
-        rows.attend(qkv_TC, alone, window, 0, pages, again)
+        rows.attend(qkv_TC, num_heads, alone, window, 0, pages, again)
         assert torch.equal(again[row], out_TC[row]), "a row's bits do not depend on others"
 
 
@@ -187,11 +208,11 @@ def test_attention_takes_scores_of_any_size() -> None:
     for size in (1e4, -1e4, 1e30):
         keys.zero_()
         keys[3, 1] = size  # token 9 lies in slot 13
-        rows.attend(q, paged, None, 0, pages, out)
+        rows.attend(q, 1, paged, None, 0, pages, out)
         others = torch.cat((torch.arange(8.0, 12), torch.arange(4.0), torch.tensor([12.0, 14, 15, 4, 5])))
         assert torch.allclose(out, torch.full((1, 16), 13.0) if size > 0 else others.mean().expand(1, 16))
     keys[3, 1] = float("nan")
-    rows.attend(q, paged, None, 0, pages, out)
+    rows.attend(q, 1, paged, None, 0, pages, out)
     assert out.isnan().all()
 
 
@@ -206,16 +227,16 @@ def test_attention_refuses_pages_and_slots_that_there_are_not() -> None:
     ):
         paged = PagedRows(torch.tensor([0]), torch.tensor([0]), torch.tensor(lengths), torch.tensor(table))
         with pytest.raises(IndexError, match=message):
-            rows.attend(q, paged, None, 0, pages, out)
+            rows.attend(q, 1, paged, None, 0, pages, out)
     for row, sequence in ((1, 0), (-1, 0), (0, 1), (0, -1)):
         paged = PagedRows(torch.tensor([row]), torch.tensor([sequence]), torch.tensor([1]), torch.tensor([[0]]))
         with pytest.raises(IndexError, match=f"row {row} of 1, sequence {sequence} of 1"):
-            rows.attend(q, paged, None, 0, pages, out)
+            rows.attend(q, 1, paged, None, 0, pages, out)
     layout = StepLayout.from_lists([1], [1], [[0]], 4)
     plan = plan_step(layout, pages, RotaryTable(16, RotaryConfig(), torch.float32), is_paged=True)
     for slot in (-1, 16):
         with pytest.raises(IndexError, match=f"slot {slot} of 16"):
-            rows.place(torch.ones(1, 48), plan, None, 0.0, torch.tensor([slot]), 0, pages)
+            rows.place(torch.ones(1, 48), 1, plan, None, 0.0, torch.tensor([slot]), 0, pages)
     assert not any(block.any() for block in pages.blocks(0))
 
 
@@ -307,14 +328,25 @@ def equal_parts(found: list[Part], expected: list[Part]) -> None:
 def test_a_pair_that_nobody_can_be_given_is_refused() -> None:
     table, weights = CopyTable.from_lists([[0], [1]], 2), torch.ones(1, 2)
     for expert in (-1, 2):
-        with pytest.raises(IndexError, match="a pair asks for an expert that is none of 2"):
+        with pytest.raises(IndexError, match="a pair names what there is not: 2 experts, 2 servers"):
             cut(torch.tensor([[0, expert]]), weights, torch.zeros(1, dtype=torch.int64), table)
     both = CopyTable.from_lists([[0, 1], [1, 0]], 2)
     part = Part(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.ones(1), torch.tensor([4]))
-    with pytest.raises(IndexError, match="a pair asks for"):
+    with pytest.raises(IndexError, match="a pair names what there is not"):
         cut_again(part, torch.zeros(2, dtype=torch.int64), 2, both)  # row 2 of 2
-    with pytest.raises(IndexError, match="a pair asks for"):
+    with pytest.raises(IndexError, match="a pair names what there is not"):
         cut(torch.tensor([[0, 1]]), weights, torch.tensor([-1]), both)
+    with pytest.raises(IndexError, match="a pair names what there is not"):
+        cut(
+            torch.tensor([[0, 1]]),
+            weights,
+            torch.tensor([0]),
+            CopyTable(torch.empty(2, 0, dtype=torch.int64), torch.tensor([0, 0]), 2, False),
+        )
+    with pytest.raises(IndexError, match="a pair names what there is not"):
+        cut_again(replace(part, pair_P=torch.tensor([-1])), torch.zeros(2, dtype=torch.int64), 2, table)
+    with pytest.raises(ValueError, match="1 pairs do not go with"):
+        cut_again(part, torch.zeros(2, dtype=torch.int64), 0, table)
     with pytest.raises(ValueError, match="indices must be int64 on the host"):
         cut(torch.tensor([[0, 1]], dtype=torch.int32), weights, torch.zeros(1, dtype=torch.int64), table)
     with pytest.raises(ValueError, match="2 pairs do not go with 2 weights and 3 rows of 2"):
@@ -366,6 +398,17 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
             experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7]), torch.ones(1, dtype=dtype))
         with pytest.raises(ValueError, match="1 answers do not go with 1 rows and 2 weights"):
             experts.forward(1, x_RH, torch.tensor([0]), torch.tensor([7]), torch.ones(2, dtype=dtype))
+
+
+def test_places_that_there_are_not_are_refused_by_an_expert_servers_sums() -> None:
+    y, one = drawn(2, 4), torch.ones(2)
+    for places, where in (([0, 2], [0, 1]), ([-1, 0], [0, 1]), ([0, 1], [0, 3]), ([0, 1], [-1, 0])):
+        with pytest.raises(IndexError, match=r"answer .* of 2, row .* of 3"):
+            rows.weigh(y, torch.tensor(places), torch.tensor(where), one, 3)
+    with pytest.raises(ValueError, match="2 answers do not go with"):
+        rows.weigh(y, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2, 2), 3)
+    for place in (10**9, -5):
+        assert rows.sort(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None
 
 
 # --- strict, and without --------------------------------------------------------------------------------------------------------
