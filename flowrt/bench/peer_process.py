@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -50,7 +51,13 @@ class PeerProcess:
         environment = {**os.environ, **(self._environment or {})}
         try:
             self._child = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=self._errors, env=environment, limit=_MAX_LINE_BYTES
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=self._errors,
+                env=environment,
+                limit=_MAX_LINE_BYTES,
+                start_new_session=True,  # so that what the peer starts ends with it: vLLM has processes of its own
             )
         except OSError as error:
             self._errors.close()
@@ -67,8 +74,8 @@ class PeerProcess:
         if child is not None:
             assert child.stdin is not None
             child.stdin.close()  # its end-of-file is the child's end, also if we die
-            if child.returncode is None:
-                child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             await child.wait()
         self._errors.close()
 

@@ -123,6 +123,35 @@ async def test_a_peer_that_ends_is_named_with_its_last_word(tmp_path: Path) -> N
         await PeerProcess("none", [str(tmp_path / "no-such-python")]).__aenter__()
 
 
+@pytest.mark.parametrize("word", ["", "exit"])
+async def test_what_a_peer_started_ends_with_it(tmp_path: Path, word: str) -> None:
+    """Whether it is ended or has ended by itself."""
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '1000'], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)\n"
+        "print(json.dumps({'child': child.pid}), flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    async with PeerProcess("a peer", [sys.executable, str(script)]) as peer:
+        child = Path("/proc", str(peer.facts["child"]))
+        assert is_alive(child)
+        if word:
+            with pytest.raises(UserError, match="ended by itself"):
+                await peer.ask(word=word)
+            assert is_alive(child)
+    async with asyncio.timeout(20):
+        while is_alive(child):  # noqa: ASYNC110  # nobody is told of a grandchild's end
+            await asyncio.sleep(0.01)
+
+
+def is_alive(process: Path) -> bool:
+    try:
+        return "State:\tZ" not in (process / "status").read_text()  # nobody may be there to reap it
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def test_the_vllm_peer_speaks_the_protocol_without_flowrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of that name with the few calls that are used; the real one is not installed where tests run."""
     package = tmp_path / "vllm"
