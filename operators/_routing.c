@@ -65,11 +65,8 @@ PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     if (!scores)
         return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (long thread = 0; thread < threads; thread++) {
-        const long first = n[5] * thread / threads, end = n[5] * (thread + 1) / threads;
-        (n[0] == FLOAT32 ? choose_rows_float32 : choose_rows_bfloat16)(n, scale, scores + thread * n[7], first, end);
-    }
+    IN_THREADS(threads, n[5],
+               (n[0] == FLOAT32 ? choose_rows_float32 : choose_rows_bfloat16)(n, scale, scores + thread * n[7], first, end));
     Py_END_ALLOW_THREADS
     free(scores);
     Py_RETURN_NONE;
@@ -243,11 +240,8 @@ PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
         return PyErr_NoMemory();
     const long lines = (n[7] + LANES - 1) / LANES, threads = n[6] * n[7] < FEW_NUMBERS ? 1 : n[9];
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (long thread = 0; thread < threads; thread++) {
-        const long first = lines * thread / threads * LANES, end = lines * (thread + 1) / threads * LANES;
-        (n[0] == FLOAT32 ? weigh_numbers_float32 : weigh_numbers_bfloat16)(n, sums, first, end < n[7] ? end : n[7]);
-    }
+    IN_THREADS(threads, lines, (n[0] == FLOAT32 ? weigh_numbers_float32 : weigh_numbers_bfloat16)(
+                                   n, sums, first * LANES, end * LANES < n[7] ? end * LANES : n[7]));
     Py_END_ALLOW_THREADS
     free(wide);
     Py_RETURN_NONE;

@@ -74,9 +74,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t g
     if (PyErr_Occurred())
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (long thread = 0; thread < threads; thread++)
-        (work.dtype == FLOAT32 ? norm_rows_float32 : norm_rows_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+    IN_THREADS(threads, rows, (work.dtype == FLOAT32 ? norm_rows_float32 : norm_rows_bfloat16)(&work, first, end));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -143,9 +141,7 @@ static PyObject *place(PyObject *module, PyObject *const *arguments, Py_ssize_t 
         if (work.slots[row] < 0 || work.slots[row] >= n[12])
             return PyErr_Format(PyExc_IndexError, "slot %ld of %ld", (long)work.slots[row], n[12]);
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (long thread = 0; thread < threads; thread++)
-        (work.dtype == FLOAT32 ? place_rows_float32 : place_rows_bfloat16)(&work, rows * thread / threads, rows * (thread + 1) / threads);
+    IN_THREADS(threads, rows, (work.dtype == FLOAT32 ? place_rows_float32 : place_rows_bfloat16)(&work, first, end));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -202,11 +198,8 @@ static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssiz
     }
     const long lines = (n[4] + LANES - 1) / LANES, threads = n[3] * n[4] < FEW_NUMBERS ? 1 : n[5];
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (long thread = 0; thread < threads; thread++) {
-        const long first = lines * thread / threads * LANES, end = lines * (thread + 1) / threads * LANES;
-        (n[0] == FLOAT32 ? add_numbers_float32 : add_numbers_bfloat16)(n, parts, num_parts, first, end < n[4] ? end : n[4]);
-    }
+    IN_THREADS(threads, lines, (n[0] == FLOAT32 ? add_numbers_float32 : add_numbers_bfloat16)(
+                                   n, parts, num_parts, first * LANES, end * LANES < n[4] ? end * LANES : n[4]));
     Py_END_ALLOW_THREADS
 end:
     free(parts);

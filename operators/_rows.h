@@ -25,6 +25,17 @@
     static CLONES void body##_float32 parameters { body(FLOAT32, __VA_ARGS__); } \
     static CLONES void body##_bfloat16 parameters { body(BFLOAT16, __VA_ARGS__); }
 
+/* `call` for the share of each of `threads`: from `first` to `end` of `count`. */
+#define IN_THREADS(threads, count, call) \
+    do { \
+        const long threads_ = (threads), count_ = (count); \
+        _Pragma("omp parallel for num_threads(threads_) schedule(static, 1) if (threads_ > 1)") \
+        for (long thread = 0; thread < threads_; thread++) { \
+            const long first = count_ * thread / threads_, end = count_ * (thread + 1) / threads_; \
+            call; \
+        } \
+    } while (0)
+
 enum { FLOAT32, BFLOAT16 }; /* of rows; a number of either is 4 >> dtype bytes */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));

@@ -100,8 +100,9 @@ def by_server(
     pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
 ) -> list[Part]:
     """As _by_server, for every device."""
-    asked_P = torch.arange(len(expert_P), device=expert_P.device) if pair_P is None else pair_P
-    server_P = copies.servers_P(expert_P, lambda: positions_T.index_select(0, asked_P // num_active))
+    server_P = copies.servers_P(
+        expert_P, lambda: positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
+    )
     # Whole numbers by the dozen: numpy counts and sorts them in a third of torch's time, and a device is waited for once.
     device = server_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)

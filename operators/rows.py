@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ else:
     _DTYPES = {torch.float32: _rows.FLOAT32, torch.bfloat16: _rows.BFLOAT16}
 
 available = bool(_DTYPES)
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def fits(dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -37,14 +38,15 @@ def fits(dtype: torch.dtype, device: torch.device | str) -> bool:
     return dtype in _DTYPES and torch.device(device).type == "cpu"
 
 
-def _watched(function: F) -> F:
+def _watched(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
     @wraps(function)
-    def call(x: Tensor, *others: object) -> object:
+    def call(x: Tensor, /, *others: P.args, **named: P.kwargs) -> R:
         if has_torch_function_unary(x):
-            return handle_torch_function(call, (x,), x, *others)
-        return function(x, *others)
+            seen: R = handle_torch_function(call, (x,), x, *others, **named)
+            return seen
+        return function(x, *others, **named)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 @_watched

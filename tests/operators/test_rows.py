@@ -1,24 +1,21 @@
-"""What lies between products, in calls of our own: against the library's, which are the reference, and row by row."""
+"""What lies between products, in calls of our own: against the library's, which are the reference, and row by row.
+
+Here: norms, attention, and what strict proofs see. What concerns (row, expert) pairs is in test_rows_of_pairs.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_truth
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from drawn import DTYPES, drawn
 
 from operators import rows
 from operators.attention import AttentionBlock
 from operators.attention_plan import PagedRows, plan_step
-from operators.combine import combine, library_combine
-from operators.dispatch import CopyTable, Part, by_server, cut, cut_again
-from operators.experts import Experts
-from operators.gate import Gate
+from operators.combine import combine
 from operators.kv_pages import KvPages
 from operators.model_config import RotaryConfig, read_model_config
 from operators.normalization import library_rms_norm, rms_norm
@@ -28,25 +25,12 @@ from operators.step_layout import StepLayout
 from operators.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")
-DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
 }
 TABLE = RotaryTable(8, RotaryConfig(), torch.float32)
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3.4e38, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 65504.0)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -267,151 +251,7 @@ def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtyp
         torch.testing.assert_close(own, by_library, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=6e-2 if dtype == "bfloat16" else 1e-4)
 
 
-# --- routing ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_experts", "num_active"), [(1, 1), (5, 5), (16, 1), (40, 8), (256, 20)])
-def test_the_best_are_chosen_and_weighed(dtype: torch.dtype, num_experts: int, num_active: int) -> None:
-    logits = torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(row)) for row in range(9)]).to(dtype) / 8
-    expert_ids, weights = rows.choose(logits, num_active, 2.5, dtype)
-    best, expected = logits.topk(num_active, dim=-1)
-    assert torch.equal(expert_ids, expected)
-    torch.testing.assert_close(
-        weights, (best.float().softmax(dim=-1) * 2.5).to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
-    )
-
-
-def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_chooses_somebody() -> None:
-    expert_ids, weights = rows.choose(torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0] * 6]), 4, 1.0, torch.float32)
-    assert expert_ids.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
-    assert torch.equal(weights[1], torch.full((4,), 0.25))
-    for place in range(6):
-        logits = torch.arange(6.0)[None]
-        logits[0, place] = float("nan")  # is the greatest, as in torch
-        expert_ids, weights = rows.choose(logits, 2, 1.0, torch.float32)
-        assert expert_ids[0, 0] == place
-        assert weights.isnan().all()
-    for bad in (float("nan"), float("-inf"), float("inf")):
-        expert_ids, weights = rows.choose(torch.full((1, 6), bad), 3, 1.0, torch.float32)
-        assert expert_ids.tolist() == [[0, 1, 2]]
-        assert weights.isnan().all()
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_pairs_are_cut_as_by_the_library(data: st.DataObject) -> None:
-    num_experts, num_servers = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
-    num_rows, num_active = data.draw(st.integers(0, 12)), data.draw(st.integers(1, num_experts))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
-    copies = [data.draw(st.lists(st.integers(0, num_servers - 1), max_size=3, unique=True)) for _ in range(num_experts)]
-    table = CopyTable.from_lists(copies, num_servers)
-    expert_P = torch.rand(num_rows, num_experts, generator=generator).topk(num_active, dim=1).indices.flatten()
-    weight_P = torch.rand(num_rows * num_active, generator=generator).to(data.draw(st.sampled_from([*DTYPES, torch.float64])))
-    positions_T = torch.randint(0, 1000, (num_rows,), generator=generator)
-    everything = cut(expert_P.view(num_rows, num_active), weight_P.view(num_rows, num_active), positions_T, table)
-    if table.num_servers > 1 or not table.everywhere:
-        equal_parts(everything, by_server(None, expert_P, weight_P, positions_T, num_active, table))
-    for part in everything:
-        shift = CopyTable.from_lists([[(server + 1) % num_servers for server in servers] for servers in copies], num_servers)
-        again = by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
-        equal_parts(cut_again(part, positions_T, num_active, shift), again)
-
-
-def equal_parts(found: list[Part], expected: list[Part]) -> None:
-    assert [part.server for part in found] == [part.server for part in expected]
-    for own, other in zip(found, expected, strict=True):
-        for name in ("rows_R", "row_P", "expert_P", "weight_P", "pair_P"):
-            assert torch.equal(getattr(own, name), getattr(other, name)), name
-
-
-def test_a_pair_that_nobody_can_be_given_is_refused() -> None:
-    table, weights = CopyTable.from_lists([[0], [1]], 2), torch.ones(1, 2)
-    for expert in (-1, 2):
-        with pytest.raises(IndexError, match="a pair names what there is not: 2 experts, 2 servers"):
-            cut(torch.tensor([[0, expert]]), weights, torch.zeros(1, dtype=torch.int64), table)
-    both = CopyTable.from_lists([[0, 1], [1, 0]], 2)
-    part = Part(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.ones(1), torch.tensor([4]))
-    with pytest.raises(IndexError, match="a pair names what there is not"):
-        cut_again(part, torch.zeros(2, dtype=torch.int64), 2, both)  # row 2 of 2
-    with pytest.raises(IndexError, match="a pair names what there is not"):
-        cut(torch.tensor([[0, 1]]), weights, torch.tensor([-1]), both)
-    with pytest.raises(IndexError, match="a pair names what there is not"):
-        cut(
-            torch.tensor([[0, 1]]),
-            weights,
-            torch.tensor([0]),
-            CopyTable(torch.empty(2, 0, dtype=torch.int64), torch.tensor([0, 0]), 2, False),
-        )
-    with pytest.raises(IndexError, match="a pair names what there is not"):
-        cut_again(replace(part, pair_P=torch.tensor([-1])), torch.zeros(2, dtype=torch.int64), 2, table)
-    with pytest.raises(ValueError, match="1 pairs do not go with"):
-        cut_again(part, torch.zeros(2, dtype=torch.int64), 0, table)
-    with pytest.raises(ValueError, match="indices must be int64 on the host"):
-        cut(torch.tensor([[0, 1]], dtype=torch.int32), weights, torch.zeros(1, dtype=torch.int64), table)
-    with pytest.raises(ValueError, match="2 pairs do not go with 2 weights and 3 rows of 2"):
-        cut(torch.tensor([[0, 1]]), weights, torch.zeros(3, dtype=torch.int64), table)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [0, 1, 9, 700])
-def test_answers_are_added_with_the_librarys_bits(dtype: torch.dtype, num_rows: int, threads: int) -> None:
-    residual = drawn(num_rows, 88, dtype=dtype)
-    generator = torch.Generator().manual_seed(num_rows)
-    where = [(torch.rand(num_rows, generator=generator) < share).nonzero()[:, 0] for share in (1.0, 0.5, 0.1, 0.0, 0.7)]
-    parts = [(rows_R, drawn(len(rows_R), 88, seed=seed, dtype=dtype)) for seed, rows_R in enumerate(where)]
-    before = [y.clone() for _, y in parts]
-    assert torch.equal(combine(residual, parts), library_combine(residual, parts))
-    assert all(torch.equal(y, kept) for (_, y), kept in zip(parts, before, strict=True))
-    assert torch.equal(combine(residual, []), residual)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("num_pairs", [0, 1, 40, 1500])
-def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtype: torch.dtype, num_pairs: int, monkeypatch: Any) -> None:
-    config = read_model_config(models["wide"]).with_dtype(str(dtype).removeprefix("torch."))
-    held = (7, 0, 3, 11)
-    experts = Experts(config, Checkpoint(models["wide"]), {1: held})
-    generator = torch.Generator().manual_seed(num_pairs)
-    x_RH, weight_P = drawn(9, config.hidden_size, dtype=dtype), torch.rand(num_pairs, generator=generator).to(dtype)
-    row_P = torch.randint(0, 9, (num_pairs,), generator=generator).sort().values
-    expert_P = torch.tensor(held)[torch.randint(0, len(held), (num_pairs,), generator=generator)]
-    found = []
-    for _ in range(2):
-        found.append((experts.forward(1, x_RH, row_P, expert_P, weight_P), experts.forward_pairs(1, x_RH, row_P, expert_P)))
-        for absent in (1, -1, 12):
-            with pytest.raises((ValueError, IndexError)):
-                experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, absent]), torch.ones(2, dtype=dtype))
-        monkeypatch.setattr(rows, "_DTYPES", {})
-    assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
-    monkeypatch.undo()
-    if dtype != torch.float64:
-        message = r"layer 1: experts \[12\] were asked for but are not held here; held are \[0, 3, 7, 11\]"
-        with pytest.raises(ValueError, match=message):
-            experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, 12]), torch.ones(2, dtype=dtype))
-        for row in (-1, 9):
-            with pytest.raises(IndexError, match=f"row {row} of 9"):
-                experts.forward(1, x_RH, torch.tensor([row]), torch.tensor([7]), torch.ones(1, dtype=dtype))
-        nothing = torch.zeros(0, dtype=torch.int64)
-        assert experts.forward(1, x_RH[:0], nothing, nothing, weight_P[:0]).shape == (0, config.hidden_size)
-        with pytest.raises(ValueError, match="1 experts do not go with 2 rows"):
-            experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7]), torch.ones(1, dtype=dtype))
-        with pytest.raises(ValueError, match="1 answers do not go with 1 rows and 2 weights"):
-            experts.forward(1, x_RH, torch.tensor([0]), torch.tensor([7]), torch.ones(2, dtype=dtype))
-
-
-def test_places_that_there_are_not_are_refused_by_an_expert_servers_sums() -> None:
-    y, one = drawn(2, 4), torch.ones(2)
-    for places, where in (([0, 2], [0, 1]), ([-1, 0], [0, 1]), ([0, 1], [0, 3]), ([0, 1], [-1, 0])):
-        with pytest.raises(IndexError, match=r"answer .* of 2, row .* of 3"):
-            rows.weigh(y, torch.tensor(places), torch.tensor(where), one, 3)
-    with pytest.raises(ValueError, match="2 answers do not go with"):
-        rows.weigh(y, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2, 2), 3)
-    for place in (10**9, -5):
-        assert rows.sort(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None
-
-
-# --- strict, and without --------------------------------------------------------------------------------------------------------
+# --- strict ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_proof_watches_what_is_computed() -> None:
@@ -425,19 +265,3 @@ def test_a_proof_watches_what_is_computed() -> None:
         with watch:
             call()
         assert watch.bits().shape == (8, 4 * count)
-
-
-def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = load_truth(models["plain"])
-    config, checkpoint = read_model_config(models["plain"]), Checkpoint(models["plain"])
-    monkeypatch.setattr(rows, "_DTYPES", {})
-    monkeypatch.setattr(rows, "available", False)
-    monkeypatch.setattr(rows, "_rows", None)
-    block, gate = AttentionBlock(config, checkpoint, [0]), Gate(config, checkpoint, [0])
-    pages, layout = KvPages.for_model(config, 4, 16), StepLayout.from_lists([5, 1], [5, 1], [[0], [1]], 16)
-    residual, normed = block.forward(0, truth.model.embed_tokens.weight[:6].detach().float(), layout, pages)
-    expert_ids, weights = gate.forward(0, normed)
-    parts = cut(expert_ids, weights, layout.positions_T, CopyTable.from_lists([[e % 2] for e in range(config.num_experts)], 2))
-    assert len(parts) == 2
-    total = combine(residual, [(part.rows_R, normed[part.rows_R]) for part in parts])
-    assert torch.isfinite(total).all()
