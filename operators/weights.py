@@ -25,6 +25,7 @@ from operators.model_config import ModelConfig, ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 SCRATCH_BYTES = (
     4 << 20
 )  # tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it)
@@ -231,17 +232,24 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         if name == "__metadata__":
             continue
         try:
-            stored_dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError, OverflowError):
+            stored_dtype, sizes, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
             raise ModelError(f"{path}: tensor {name}: its header entry needs dtype, shape and data_offsets") from None
+        if not (isinstance(sizes, list) and len(sizes) <= MAX_DIMENSIONS and all(_is_size(size) for size in (*sizes, begin, end))):
+            bounds = f"at most {MAX_DIMENSIONS} dimensions, and whole numbers from 0 to {MAX_SIZE}"
+            raise ModelError(f"{path}: tensor {name}: its shape and data_offsets must be lists of {bounds}")
+        shape = tuple(sizes)
         dtype = STORED_DTYPES.get(str(stored_dtype))  # None: masks or quantized data, refused only when a part asks for them
         num_bytes = end - begin if dtype is None else prod(shape) * dtype.itemsize
-        if begin < 0 or any(size < 0 for size in shape) or end - begin != num_bytes or data_start + end > file_bytes:
+        if end - begin != num_bytes or data_start + end > file_bytes:
             where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"
             raise ModelError(f"{path}: tensor {name}: {where}; copy the file again")
         tensors[name] = StoredTensor(path, data_start + begin, str(stored_dtype), shape)
     return tensors
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:

@@ -225,6 +225,14 @@ def test_json_beyond_the_bound_is_not_read(models: Any, tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [[1] * 9, [0, (1 << 40) + 1], [0, 10**4000], [1.0], [True], [-1], "1", {}])
+def test_stored_shapes_are_bounded_before_sizes_are_multiplied(tmp_path: Path, shape: object) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    (tmp_path / "model.safetensors").write_bytes(_raw(json.dumps({"one": entry})))
+    with pytest.raises(ModelError, match="tensor one: its shape and data_offsets must be lists of at most 8 dimensions, and whole numbers"):
+        Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("entry", ['{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": [Infinity]}'])
 def test_a_header_entry_of_wrong_types_is_named(tmp_path: Path, entry: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(_raw(f'{{"one": {entry}}}'))
