@@ -7,7 +7,6 @@ what processes and edges did (cli_report.py), what is shown (cli_view.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from flowrt.cli_prompts import Asked
 from flowrt.cli_text import Output
@@ -263,9 +264,13 @@ def _part_name(path: Path) -> str:
 
 
 def _json_text(report: dict[str, Any]) -> str:
-    """A line per request; token ids would take a line each if all were indented."""
-    requests = ",\n".join(f"  {json.dumps(request, allow_nan=False)}" for request in report["requests"])
-    return f'{{\n "requests": [\n{requests}\n ],\n "summary": {json.dumps(report["summary"], allow_nan=False)}\n}}\n'
+    """A line per request; token ids would take a line each if all were indented. Numbers that are not finite become null."""
+    requests = ",\n".join(f"  {_line(request)}" for request in report["requests"])
+    return f'{{\n "requests": [\n{requests}\n ],\n "summary": {_line(report["summary"])}\n}}\n'
+
+
+def _line(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

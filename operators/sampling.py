@@ -21,6 +21,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 FIRST_DEPTH = 256  # how many of the best tokens are looked at first when filters are on
 ROUGH_MARGIN = 2.0  # twice what a sum of rough noise can be off
+NO_TOKEN = -1  # in the place of a token whose logits are not finite
 BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would leave its caches
 
 
@@ -30,12 +31,18 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
     First tokens that are forbidden are ruled out and penalties taken off; a token is the largest of what is left (temperature 0), or
     drawn from the softmax of that over the temperature, of the tokens that top_k and then top_p leave. Both keep every token that
     ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an order that nobody defined.
+    A row whose largest logit is not finite (it holds NaN or infinity, or every token is ruled out) gives NO_TOKEN.
     """
     logits_SV = penalized_logits(logits_SV, inputs)
-    num_drawn = inputs.unfiltered_U.numel() + inputs.filtered_F.numel()
-    if not num_drawn:
-        return likeliest(logits_SV)
-    token_S = likeliest(logits_SV) if num_drawn < logits_SV.shape[0] else logits_SV.new_empty(logits_SV.shape[0], dtype=torch.int64)
+    token_S = likeliest(logits_SV)
+    is_finite_S = logits_SV.gather(1, token_S.unsqueeze(1)).squeeze(1).isfinite()  # NaN counts as the largest
+    if inputs.unfiltered_U.numel() or inputs.filtered_F.numel():
+        token_S = _draw(logits_SV, inputs, token_S)
+    return token_S.masked_fill_(~is_finite_S, NO_TOKEN)
+
+
+def _draw(logits_SV: Tensor, inputs: SamplingInputs, token_S: Tensor) -> Tensor:
+    """`token_S` with drawn tokens in the place of those that are not greedy."""
     _, top_k_S, seed_S, choice_S, token_index_S = inputs.integers_5S
     temperature_S, top_p_S = inputs.floats_5S[0], inputs.floats_5S[1]
     if inputs.filtered_F.numel():
@@ -86,7 +93,7 @@ def log_probabilities(logits_SV: Tensor, token_S: Tensor, inputs: SamplingInputs
     # Row by row: how many rows a sum over the vocabulary is taken for must not show in its last bit.
     total_L1 = torch.cat([row_1V.logsumexp(dim=-1, keepdim=True) for row_1V in logits_LV.split(1)])
     top_LK, id_LK = logits_LV.topk(min(inputs.ranks_K.numel(), logits_LV.shape[1]), dim=-1)
-    chosen_L1 = logits_LV.gather(1, token_S[inputs.logprobs_L].unsqueeze(1))
+    chosen_L1 = logits_LV.gather(1, token_S[inputs.logprobs_L].clamp(min=0).unsqueeze(1))  # NO_TOKEN: its logprob is not used
     return (chosen_L1 - total_L1).squeeze(1), id_LK, top_LK - total_L1
 
 

@@ -22,6 +22,8 @@ from flowrt.engine.sequence import Reason, Sequence
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
 
+NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infinity); check the weights, or run in a wider dtype"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
@@ -175,7 +177,8 @@ class Engine:
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
         one entry for each of these sequences that asks for them. `degraded`: it was computed without some expert, and so is what
-        later steps of its sequences read of it.
+        later steps of its sequences read of it. A negative token id says that the row's logits were not finite: its request ends with
+        an error.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
@@ -200,6 +203,8 @@ class Engine:
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
+            elif token_id is not None and token_id < 0:
+                decisions += self._fail(sequence.request, NOT_FINITE.format(sequence.num_output_tokens))
             elif token_id is not None:
                 decisions += self._append(sequence, token_id, own)
         return decisions
@@ -223,10 +228,7 @@ class Engine:
         """Roll back, and end every request with this error: what their steps wait for will not come."""
         decisions = self.roll_back()
         for siblings in list(self._alive.values()):
-            request = siblings[0].request
-            for sequence in list(siblings):
-                self._end(sequence, "error")
-            decisions.append(End(Ended(request.id, request.attempt, "error", error)))
+            decisions += self._fail(siblings[0].request, error)
         return decisions
 
     def statistics(self) -> EngineStatistics:
@@ -271,6 +273,12 @@ class Engine:
             del self._alive[request.id]
             self._remember((request.id, request.attempt), told=True)
         return End(Ended(request.id, request.attempt, reason, None, sequence.choice, sequence.num_output_tokens))
+
+    def _fail(self, request: Request, error: str) -> list[Decision]:
+        """End all choices of a request with one error."""
+        for sequence in list(self._alive[request.id]):
+            self._end(sequence, "error")
+        return [End(Ended(request.id, request.attempt, "error", error))]
 
     def _refuse(self, request: Request, reason: Reason, error: str | None = None) -> End:
         self._remember((request.id, request.attempt), told=True)

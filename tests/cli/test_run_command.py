@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -20,6 +21,7 @@ from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
 
 from flowrt.actors.control import Statistics
 from flowrt.cli_prompts import Asked
+from flowrt.cli_record import write_json
 from flowrt.cli_run import Options, _Running
 from flowrt.cli_run import _console as new_console
 from flowrt.cli_text import Output
@@ -60,6 +62,12 @@ def test_a_run_answers_and_ends_well(plain: tuple[subprocess.CompletedProcess[st
         assert itl.keys() == {"mean", "p50", "p99"}
         assert 0 <= itl["p50"] <= itl["p99"]
     assert not list(path.parent.glob(".*")), "the temporary file is gone"
+
+
+def test_numbers_that_are_not_finite_become_null_in_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(str(path), {"requests": [{"logprobs": [math.nan, -1.5]}], "summary": {"seconds": math.inf}}, Output(io.StringIO()))
+    assert json.loads(path.read_text()) == {"requests": [{"logprobs": [None, -1.5]}], "summary": {"seconds": None}}
 
 
 def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from served_models import Served
 
 import flowrt
@@ -52,6 +55,34 @@ async def test_bad_requests_end_alone(served: Served, tmp_path: Path) -> None:
         assert [event.token_id for event in tokens if isinstance(event, flowrt.TokenEvent)] == served.expected[0][:3]
         with pytest.raises(flowrt.UserError, match="it can be followed once"):
             await anext(running.follow(index))
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("numerics", ["fast", "strict"])
+async def test_logits_that_are_not_finite_end_their_request_with_an_error(
+    served: Served, tmp_path: Path, logprobs: int | None, numerics: str
+) -> None:
+    """One token of the vocabulary has an embedding of NaN; a request without it, in the same batches, is answered as ever."""
+    for path in served.directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    prompt = served.prompts[2]
+    poisoned = next(token for token in range(512) if token not in (*prompt, *served.expected[2]))
+    (weights,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][poisoned] = torch.nan
+    weights.unlink()
+    save_file(tensors, weights)
+    graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 2}}, numerics=numerics)
+    async with flowrt.open(graph, model=tmp_path) as running:
+        bad = [flowrt.Parameters(max_tokens=8, ignore_eos=True, logprobs=logprobs, temperature=temperature) for temperature in (0.0, 0.7)]
+        good = flowrt.Parameters(max_tokens=8, ignore_eos=True)
+        done = await asyncio.gather(*(running.complete([*prompt, poisoned], each) for each in bad), running.complete(prompt, good))
+    for each in done[:2]:
+        assert each.finish_reason == "error"
+        assert each.error is not None
+        assert "not finite (NaN or infinity)" in each.error
+        assert each.token_ids == ()
+    assert list(done[2].token_ids) == served.expected[2][:8]
 
 
 @pytest.mark.parametrize("prompts", [None, 5])

@@ -207,3 +207,22 @@ def test_logprobs_are_told_to_those_who_asked_and_as_many_as_asked() -> None:
         (),
         (Logprobs(-0.5),),
     ]
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_logits_that_are_not_finite_end_their_request_alone(num_choices: int) -> None:
+    """Whichever choice has them. The other requests of the step go on, and all pages come back."""
+    group = ToyGroup(LIMITS, num_lanes=2)
+    group.submit(request("good", (5, 6), max_tokens=4), request("bad", (1, 2), max_tokens=9, num_choices=num_choices))
+    for broken in range(3):
+        group.start()
+        for lane in sorted(group.running):
+            sampled, step = group.compute(lane), group.running.pop(lane)
+            if broken == 2:
+                sampled = [-1 if name.startswith("bad") else token for name, token in zip(step.batch.sequence_names, sampled, strict=True)]
+            group.take(group.engine.step_done(lane, step.step, sampled))
+    assert group.ends[("bad", 0)].reason == "error"
+    assert "not finite" in (group.ends[("bad", 0)].error or "")
+    assert sum(end.request_id == "bad" for end in group.ends.values()) == 1
+    group.run()
+    assert group.tokens[("good", 0)] == expected_output(request("good", (5, 6), max_tokens=4))

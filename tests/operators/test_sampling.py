@@ -245,6 +245,24 @@ def test_filters_look_as_deep_as_they_must(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(some) == sum(value >= cutoff for value in values)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_whose_logits_are_not_finite_gives_no_token(broken: float) -> None:
+    """However its token is drawn; the other rows of the batch are drawn as without it, and a token that is ruled out (-inf) is no fault."""
+    draws = [Draw(0), Draw(1, 0.8, num_logprobs=2), Draw(2, 0.8, 50), Draw(3, 0.8, 0, 0.9), Draw(4, num_logprobs=1)]
+    good = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    good[:, 7] = float("-inf")
+    inputs = SamplingInputs.from_draws(draws)
+    expected = sample(good, inputs)
+    assert (expected >= 0).all()
+    for row in range(5):
+        logits = good.clone()
+        logits[row, 123] = broken
+        tokens = sample(logits, inputs)
+        assert tokens.tolist() == [sampling.NO_TOKEN if at == row else token for at, token in enumerate(expected.tolist())]
+        log_probabilities(logits, tokens, inputs)
+    assert sample(torch.full((5, 300), float("-inf")), inputs).tolist() == [sampling.NO_TOKEN] * 5
+
+
 @pytest.mark.gpu
 def test_cuda_draws_the_same_tokens() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3))
