@@ -278,7 +278,9 @@ class RingWriter:
             return -1
         while True:
             start = self._start_of(nbytes)
-            if start >= 0 or self._used_bytes >= size or not self._grow(nbytes):
+            if start >= 0 or self._used_bytes >= size:
+                return start
+            if not self._refresh() and not self._grow(nbytes):  # the reader may have released memory since its words were last read
                 return start
 
     def _start_of(self, nbytes: int) -> int:
