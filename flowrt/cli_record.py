@@ -208,7 +208,7 @@ def degraded_sentence(records: Sequence[Record]) -> str | None:
     num_tokens = sum(len(answer.degraded_tokens) for record in degraded for answer in record.answers)
     of_them = "1 answer is" if len(degraded) == 1 else f"{len(degraded)} answers are"
     tokens = "1 token was" if num_tokens == 1 else f"{num_tokens} tokens were"
-    return f"degraded: {of_them}: {tokens} computed while an expert had no copy (reliability.lost_expert)"
+    return f"degraded: {of_them}: {tokens} computed while an expert had no copy (reliability.unavailable_expert)"
 
 
 def check_writable(name: str) -> None:

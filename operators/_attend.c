@@ -11,10 +11,10 @@
 #define AHEAD 8               /* tokens */
 
 typedef struct {
-    const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_tokens, kv_heads, width] twice */
+    const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_size, kv_heads, width] twice */
     char *out;                     /* [T, heads * width] */
     const int64_t *rows, *sequences, *lengths, *tables;
-    long q_pitch, table_pitch, heads, kv_heads, width, page_tokens, window, num_rows, num_sequences;
+    long q_pitch, table_pitch, heads, kv_heads, width, page_size, window, num_rows, num_sequences;
     int dtype;
 } Attend;
 
@@ -40,11 +40,11 @@ INLINE void find(const int dtype, const Attend *a, const char *kept, const int64
     const long head_bytes = a->width * (4 >> dtype);
     for (int i = 0; i < TOGETHER; i++) {
         const long each = token + i < end ? token + i : end - 1, later = each + AHEAD < end ? each + AHEAD : end - 1;
-        const long page = each / a->page_tokens, later_page = later / a->page_tokens;
-        const char *next = kept + (table[later_page] * a->page_tokens + later - later_page * a->page_tokens) * a->kv_heads * head_bytes;
+        const long page = each / a->page_size, later_page = later / a->page_size;
+        const char *next = kept + (table[later_page] * a->page_size + later - later_page * a->page_size) * a->kv_heads * head_bytes;
         for (long byte = head * head_bytes; byte < end_head * head_bytes; byte += 64)
             __builtin_prefetch(next + byte, 0, 2);
-        at[i] = kept + (table[page] * a->page_tokens + each - page * a->page_tokens) * a->kv_heads * head_bytes;
+        at[i] = kept + (table[page] * a->page_size + each - page * a->page_size) * a->kv_heads * head_bytes;
     }
 }
 
@@ -159,7 +159,7 @@ static long checked(const Attend *a, long count, long num_pages, long *tokens)
             PyErr_Format(PyExc_IndexError, "row %ld of %ld, sequence %ld of %ld", row, a->num_rows, sequence, a->num_sequences);
             return -1;
         }
-        const long length = a->lengths[sequence], pages = (length - 1) / a->page_tokens + 1;
+        const long length = a->lengths[sequence], pages = (length - 1) / a->page_size + 1;
         if (length < 1 || pages > a->table_pitch) {
             PyErr_Format(PyExc_IndexError, "a context of %ld tokens in %ld pages", length, a->table_pitch);
             return -1;
@@ -186,7 +186,7 @@ PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     const Attend work = {
         .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .rows = (int64_t *)n[3], .sequences = (int64_t *)n[4],
         .lengths = (int64_t *)n[5], .tables = (int64_t *)n[6], .table_pitch = n[7], .keys = (char *)n[8], .values = (char *)n[9],
-        .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_tokens = n[15], .window = n[17],
+        .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_size = n[15], .window = n[17],
         .num_rows = n[18], .num_sequences = n[19],
     };
     const long count = n[11];

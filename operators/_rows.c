@@ -218,7 +218,7 @@ static PyMethodDef methods[] = {
      " queries and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
     {"attend", CALLED(attend),
      "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
-     " page_tokens, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
+     " page_size, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
     {"choose", CALLED(choose),
      "choose(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
     {"cut", CALLED(cut),

@@ -38,7 +38,7 @@ def attend(
     heads: int,
     kv_heads: int,
     width: int,
-    page_tokens: int,
+    page_size: int,
     num_pages: int,
     window: int,
     num_rows: int,

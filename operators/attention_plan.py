@@ -86,13 +86,13 @@ def plan_step(
     """
     plan: StepPlan | None = layout.derived.get(table)
     if plan is None:
-        room = layout.page_table_SG.shape[1] * pages.page_tokens
+        room = layout.page_table_SG.shape[1] * pages.page_size
         if max(layout.kv_lengths, default=0) > room:
             raise ValueError(f"a context of {max(layout.kv_lengths)} tokens in a page table of {room}")
         cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
         pieces = _pieces(layout, pages, window, fewest_rows=2 if is_paged else 1)
-        groups = () if is_paged else _decode_groups(layout, pages.page_tokens, cos.dtype, window, each_alone, pieces)
-        chunks = _chunks(layout, pages.page_tokens, cos.dtype, window, pieces)
+        groups = () if is_paged else _decode_groups(layout, pages.page_size, cos.dtype, window, each_alone, pieces)
+        chunks = _chunks(layout, pages.page_size, cos.dtype, window, pieces)
         plan = StepPlan(cos, sin, groups, chunks, _paged_rows(layout) if is_paged else None)
         layout.derived[table] = plan
     return plan
@@ -103,7 +103,7 @@ def _pieces(layout: StepLayout, pages: KvPages, window: int | None, fewest_rows:
 
     Not on a device, whose page table the host does not wait for, nor where tokens begin at odd places in memory.
     """
-    page_tokens, token_bytes = pages.page_tokens, pages.token_bytes
+    page_size, token_bytes = pages.page_size, pages.token_bytes
     if layout.page_table_SG.device.type != "cpu" or token_bytes % ALIGNMENT_BYTES:
         return {}
     found: dict[int, int] = {}
@@ -111,10 +111,10 @@ def _pieces(layout: StepLayout, pages: KvPages, window: int | None, fewest_rows:
         seen = context if window is None else min(context, window + query - 1)
         if query < fewest_rows or seen * token_bytes <= COPIED_BYTES:
             continue
-        first = (context - seen) // page_tokens
-        table: list[int] = layout.page_table_SG[sequence, first : -(-context // page_tokens)].tolist()
+        first = (context - seen) // page_size
+        table: list[int] = layout.page_table_SG[sequence, first : -(-context // page_size)].tolist()
         if table == list(range(table[0], table[0] + len(table))):
-            found[sequence] = (table[0] - first) * page_tokens
+            found[sequence] = (table[0] - first) * page_size
     return found
 
 
@@ -127,19 +127,19 @@ def _paged_rows(layout: StepLayout) -> PagedRows | None:
     return PagedRows(torch.from_numpy(rows), torch.from_numpy(sequences), lengths, table)
 
 
-def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_tokens: int) -> Tensor:
+def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_size: int) -> Tensor:
     """Slots [S * length] of `length` tokens of some sequences from token `first_S` (None: 0) on. A shorter context repeats its own
     last slot: what is masked away must not be another sequence's, whose values might be NaN."""
     tokens_SL = torch.arange(length, device=sequences_S.device).expand(sequences_S.numel(), length)
     if first_S is not None:
         tokens_SL = tokens_SL + first_S[:, None]
     tokens_SL = tokens_SL.minimum(layout.kv_length_S[sequences_S, None] - 1)
-    pages_SL = layout.page_table_SG[sequences_S].gather(1, tokens_SL // page_tokens)
-    return (pages_SL * page_tokens + tokens_SL % page_tokens).flatten()
+    pages_SL = layout.page_table_SG[sequences_S].gather(1, tokens_SL // page_size)
+    return (pages_SL * page_size + tokens_SL % page_size).flatten()
 
 
 def _decode_groups(
-    layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, each_alone: bool, pieces: Mapping[int, int]
+    layout: StepLayout, page_size: int, dtype: torch.dtype, window: int | None, each_alone: bool, pieces: Mapping[int, int]
 ) -> tuple[DecodeGroup, ...]:
     """Sequences with one row, grouped by power of two of what they see, so that padding at most doubles the work."""
     seen = [context if window is None else min(context, window) for context in layout.kv_lengths]
@@ -164,11 +164,11 @@ def _decode_groups(
             end = piece + layout.kv_lengths[members[0]]
             groups.append(DecodeGroup(rows, slice(end - length, end), length, None))
         else:
-            groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_tokens), length, mask))
+            groups.append(DecodeGroup(rows, _slots(layout, sequences, first_S, length, page_size), length, mask))
     return tuple(groups)
 
 
-def _chunks(layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: int | None, pieces: Mapping[int, int]) -> tuple[Chunk, ...]:
+def _chunks(layout: StepLayout, page_size: int, dtype: torch.dtype, window: int | None, pieces: Mapping[int, int]) -> tuple[Chunk, ...]:
     chunks, start = [], 0
     device = layout.positions_T.device
     for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
@@ -181,7 +181,7 @@ def _chunks(layout: StepLayout, page_tokens: int, dtype: torch.dtype, window: in
                     slots = slice(piece + context - query - before, piece + context)
                 else:
                     first = torch.tensor([context - query - before], device=device)
-                    slots = _slots(layout, torch.tensor([sequence], device=device), first, before + query, page_tokens)
+                    slots = _slots(layout, torch.tensor([sequence], device=device), first, before + query, page_size)
             if before or (window is not None and query > window):
                 mask = torch.full((query, before + query), float("-inf"), dtype=dtype, device=device).triu_(before + 1)
                 if window is not None:

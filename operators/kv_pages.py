@@ -1,6 +1,6 @@
 """Where keys and values live: preallocated pages, addressed by slot. Which sequence owns a page is decided by the engine.
 
-Slot = page * page_tokens + offset. Written and read by the attention operators; moved page by page when a sequence changes its process.
+Slot = page * page_size + offset. Written and read by the attention operators; moved page by page when a sequence changes its process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from operators.weights import torch_dtype
 
 
 class KvPages:
-    """Keys and values of all layers, [num_pages, page_tokens, K, D] each, so that one page of one layer is one block of memory.
+    """Keys and values of all layers, [num_pages, page_size, K, D] each, so that one page of one layer is one block of memory.
 
     With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept.
     """
@@ -24,7 +24,7 @@ class KvPages:
         self,
         num_layers: int,
         num_pages: int,
-        page_tokens: int,
+        page_size: int,
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
@@ -32,9 +32,9 @@ class KvPages:
         *,
         shared_values: bool = False,
     ) -> None:
-        self.num_layers, self.num_pages, self.page_tokens = num_layers, num_pages, page_tokens
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.shared_values = shared_values
-        shape = (num_pages, page_tokens, num_kv_heads, head_dim)
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
         # Zeros cost nothing until a page is touched, and a slot read before it was written never holds a NaN.
         self.keys_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         if shared_values:
@@ -44,20 +44,20 @@ class KvPages:
         self._slots = [tuple(tensor.flatten(0, 1) for tensor in self.blocks(layer)) for layer in range(num_layers)]
 
     @classmethod
-    def for_model(cls, config: ModelConfig, num_pages: int, page_tokens: int, device: torch.device | str = "cpu") -> KvPages:
+    def for_model(cls, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KvPages:
         """Pages of the layout and size that `config` needs: keys and values by head, or latents.
 
         Raises ModelError when they are more than the machine's memory, or than the device will give.
         """
         dtype, shared = torch_dtype(config), config.latent is not None
-        num_bytes = config.num_layers * num_pages * page_tokens * config.kv_width * dtype.itemsize
-        asked = f"limits.kv_pages {num_pages} of limits.page_tokens {page_tokens} need {num_bytes} bytes"
+        num_bytes = config.num_layers * num_pages * page_size * config.kv_width * dtype.itemsize
+        asked = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes} bytes"
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if torch.device(device).type == "cpu" and num_bytes > memory_bytes:
             raise ModelError(f"{asked}, and this machine has {memory_bytes}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
-            return cls(config.num_layers, num_pages, page_tokens, heads, head_width, dtype, device, shared_values=shared)
+            return cls(config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared)
         except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
             raise ModelError(f"{asked}, which {device} does not have; use fewer pages") from error
 
@@ -66,7 +66,7 @@ class KvPages:
         return sum(tensor.nbytes for layer in range(self.num_layers) for tensor in self.blocks(layer))
 
     def blocks(self, layer: int) -> tuple[Tensor, ...]:
-        """All that a layer keeps, [num_pages, page_tokens, K, D] each: whoever moves a page moves its row of each of these."""
+        """All that a layer keeps, [num_pages, page_size, K, D] each: whoever moves a page moves its row of each of these."""
         keys = self.keys_GCKD[layer]
         return (keys,) if self.shared_values else (keys, self.values_GCKD[layer])
 

@@ -86,7 +86,7 @@ def place(
     dtypes do not go together, IndexError for a slot that there is not; then nothing is stored.
     """
     keys, values = _kept(qkv_TC, num_heads, layer, pages)
-    num_pages, page_tokens, num_kv_heads, width = keys.shape
+    num_pages, page_size, num_kv_heads, width = keys.shape
     cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
     (slots_T,) = _indices(slots_T)
     turning = num_heads + num_kv_heads
@@ -97,7 +97,7 @@ def place(
     qk_norm = None if qk_norm is None else qk_norm.contiguous()
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
-    sizes = len(qkv_TC), num_heads, num_kv_heads, width, num_pages * page_tokens
+    sizes = len(qkv_TC), num_heads, num_kv_heads, width, num_pages * page_size
     _rows.place(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
 
 
@@ -108,7 +108,7 @@ def attend(qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None,
     sequence that there is not.
     """
     keys, values = _kept(qkv_TC, num_heads, layer, pages)
-    num_pages, page_tokens, num_kv_heads, width = keys.shape
+    num_pages, page_size, num_kv_heads, width = keys.shape
     if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (len(qkv_TC), num_heads * width) or num_heads % num_kv_heads:
         raise ValueError(f"results {list(out_TC.shape)} for {len(qkv_TC)} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
     if window is not None and window < 1:
@@ -118,7 +118,7 @@ def attend(qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None,
         raise ValueError(f"{len(rows_P)} rows of {len(sequences_P)} sequences, {len(lengths_S)} lengths, {len(table_SG)} page tables")
     queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
     contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
-    sizes = len(rows_P), num_heads, num_kv_heads, width, page_tokens, num_pages, window or 0, len(qkv_TC), len(lengths_S)
+    sizes = len(rows_P), num_heads, num_kv_heads, width, page_size, num_pages, window or 0, len(qkv_TC), len(lengths_S)
     _rows.attend(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
 
 
@@ -127,8 +127,8 @@ def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[T
     keys, values = pages.blocks(layer)
     if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
         raise ValueError("rows, keys and values must lie in one piece each")
-    _, page_tokens, num_kv_heads, width = keys.shape
-    if not page_tokens or qkv_TC.dim() != 2 or qkv_TC.shape[1] != (num_heads + 2 * num_kv_heads) * width:
+    _, page_size, num_kv_heads, width = keys.shape
+    if not page_size or qkv_TC.dim() != 2 or qkv_TC.shape[1] != (num_heads + 2 * num_kv_heads) * width:
         raise ValueError(f"rows {list(qkv_TC.shape)} of {num_heads} heads do not go with pages {list(keys.shape)}")
     return keys, values
 

@@ -48,7 +48,7 @@ class StepLayout:
         query_lengths: Sequence[int],
         kv_lengths: Sequence[int],
         page_tables: Sequence[Sequence[int]],
-        page_tokens: int,
+        page_size: int,
         device: torch.device | str = "cpu",
     ) -> StepLayout:
         """The layout of a step in which sequence s brings its last query_lengths[s] of kv_lengths[s] tokens.
@@ -59,9 +59,9 @@ class StepLayout:
             counts = f"{len(query_lengths)} query lengths, {len(kv_lengths)} context lengths, {len(page_tables)} page tables"
             raise ValueError(f"{counts}; one of each per sequence is needed")
         for sequence, (query, context, pages) in enumerate(zip(query_lengths, kv_lengths, page_tables, strict=True)):
-            if not 0 < query <= context <= len(pages) * page_tokens:
+            if not 0 < query <= context <= len(pages) * page_size:
                 raise ValueError(
-                    f"sequence {sequence}: {query} rows of a context of {context} in {len(pages)} pages of {page_tokens} tokens;"
+                    f"sequence {sequence}: {query} rows of a context of {context} in {len(pages)} pages of {page_size} tokens;"
                     " 0 < rows <= context <= room in pages is needed"
                 )
         # numpy, because a torch call on a few numbers takes several times as long, and this comes before every step.
@@ -72,7 +72,7 @@ class StepLayout:
             row[: len(pages)] = pages
         sequence_T = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(len(sequence_T)) - (starts[1:] - contexts)[sequence_T]
-        slots = table[sequence_T, positions // page_tokens] * page_tokens + positions % page_tokens
+        slots = table[sequence_T, positions // page_size] * page_size + positions % page_size
         return cls(
             torch.from_numpy(positions),
             torch.from_numpy(slots),

@@ -132,7 +132,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Token(msgspec.Struct, frozen=True):
     """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one each, or none.
-    `degraded`: something that they come from was computed without an expert (`reliability.lost_expert: degrade`)."""
+    `degraded`: something that they come from was computed without an expert (`reliability.unavailable_expert: degrade`)."""
 
     request_id: str
     attempt: int

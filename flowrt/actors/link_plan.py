@@ -31,7 +31,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
             order[worker] < order[peer],
             edges[0].link if graph.emulation is not None else None,  # all the same between two processes: the graph is checked
             min((edge.fallbacks for edge in edges), key=len),  # an edge whose transport the file names has none, nor has its link
-            all(edge.open == "first use" for edge in edges),
+            all(edge.open == "lazy" for edge in edges),
         )
         for (peer, scheme), edges in shared.items()
     ]

@@ -86,9 +86,9 @@ def check_room(graph: Graph, batches: list[int], prompt_tokens: int, new_tokens:
     groups = sum(node.operator == "source" for node in graph.nodes.values())
     largest = max(batches)
     per_group = -(-largest // max(1, groups))
-    pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_tokens)
+    pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_size)
     for key, has, needs in (
-        ("max_batch", limits.max_batch, per_group),
+        ("max_num_seqs", limits.max_num_seqs, per_group),
         ("max_tokens", limits.max_tokens, new_tokens),
         ("kv_pages", limits.kv_pages, pages),
     ):

@@ -90,7 +90,7 @@ def kv_bytes(graph: Graph) -> int:
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
     num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
-    slots = num_groups * graph.limits.kv_pages * graph.limits.page_tokens
+    slots = num_groups * graph.limits.kv_pages * graph.limits.page_size
     return slots * config.num_layers * config.kv_width * DTYPE_BYTES[graph.model.dtype]
 
 

@@ -82,7 +82,7 @@ def graphs_of(options: Options, dtype: str) -> tuple[Graph, Graph]:
         strict = read_graph(options.graph, overrides, options.model)
     else:
         pages = max(options.batches) * -(-(options.prompt_tokens + options.new_tokens) // 16)
-        limits = {"max_batch": max(options.batches), "kv_pages": pages, "page_tokens": 16, "max_tokens": options.new_tokens}
+        limits = {"max_num_seqs": max(options.batches), "kv_pages": pages, "page_size": 16, "max_tokens": options.new_tokens}
         document = {"flowrt": 1, "model": {"path": str(options.model.absolute())}, "deploy": {"experts": {"servers": NUM_SERVERS}}}
         with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
             path = Path(folder) / "graph.yaml"

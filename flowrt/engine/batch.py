@@ -59,7 +59,7 @@ def produces_token(sequence: Sequence, num_rows: int) -> bool:
     return sequence.num_missing_tokens == num_rows
 
 
-def build_batch(parts: Iterable[Part], page_tokens: int) -> Batch:
+def build_batch(parts: Iterable[Part], page_size: int) -> Batch:
     """The next `num_rows` uncomputed tokens of each sequence. Its pages must already cover them."""
     batch = Batch([], [], [], [], [], [], [])
     for sequence, num_rows in parts:
@@ -68,7 +68,7 @@ def build_batch(parts: Iterable[Part], page_tokens: int) -> Batch:
         batch.token_ids.extend(sequence.tokens[start:end])
         batch.query_lengths.append(num_rows)
         batch.kv_lengths.append(end)
-        batch.page_tables.append(sequence.pages[: -(-end // page_tokens)])
+        batch.page_tables.append(sequence.pages[: -(-end // page_size)])
         batch.sequence_names.append(sequence.name)
         if end == len(sequence.tokens):
             batch.sample_rows.append(len(batch.token_ids) - 1)

@@ -50,7 +50,7 @@ class _Step:
 
 
 class Engine:
-    """`max_batch`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
+    """`max_num_seqs`, `kv_pages` and so on of `limits` are this group's; `chunk_tokens` > 0 is for strict numerics (scheduler.py).
 
     `num_remembered` bounds how many ended or cancelled attempts are remembered, so that a repeated Submit or Cancel does nothing.
     """
@@ -159,7 +159,7 @@ class Engine:
         parts = self._scheduler.schedule(lane)
         if not parts:
             return None
-        batch = build_batch(parts, self._limits.page_tokens)
+        batch = build_batch(parts, self._limits.page_size)
         number = self._next_step[lane]
         self._next_step[lane] += 1
         num_logprobs = sum(each.sampling.num_logprobs is not None for each in batch.samples)

@@ -38,8 +38,10 @@ class Scheduler:
     def __init__(self, limits: GraphLimits, num_lanes: int, chunk_tokens: int = 0) -> None:
         if num_lanes < 1:
             raise ValueError(f"num_lanes is {num_lanes}, it must be at least 1")
-        if not 0 <= chunk_tokens <= limits.max_step_tokens:
-            raise ValueError(f"chunk_tokens is {chunk_tokens}, it must be from 0 to limits.max_step_tokens ({limits.max_step_tokens})")
+        if not 0 <= chunk_tokens <= limits.max_num_batched_tokens:
+            raise ValueError(
+                f"chunk_tokens is {chunk_tokens}, it must be from 0 to limits.max_num_batched_tokens ({limits.max_num_batched_tokens})"
+            )
         self.pages = PageAllocator(limits.kv_pages)
         self.waiting: list[Sequence] = []  # both lists oldest first
         self.running: list[Sequence] = []
@@ -48,7 +50,7 @@ class Scheduler:
         self._num_lanes = num_lanes
         self._chunk_tokens = chunk_tokens
         # Prompts are shared up to a multiple of this: in whole pages, and so that what follows is cut as if it were not shared.
-        self._share_tokens = math.lcm(limits.page_tokens, chunk_tokens or 1)
+        self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
         self._claim: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -67,7 +69,7 @@ class Scheduler:
         """
         self._admit()
         self._balance()
-        free_rows = self._limits.max_step_tokens
+        free_rows = self._limits.max_num_batched_tokens
         parts: list[Part] = []
         idle = [sequence for sequence in self.running if sequence.lane == lane]  # the lane runs no step, so none of them is in one
         decoding = [sequence for sequence in idle if sequence.decodes]
@@ -89,7 +91,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         at = 0
-        while at < len(self.waiting) and len(self.running) < self._limits.max_batch:
+        while at < len(self.waiting) and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[at]
             shared = self._shared_pages(sequence)
             if shared is None:
@@ -103,7 +105,7 @@ class Scheduler:
             assert own is not None
             self.pages.share(shared, sequence.name)
             sequence.pages = shared + own
-            sequence.num_computed_tokens = len(shared) * self._limits.page_tokens
+            sequence.num_computed_tokens = len(shared) * self._limits.page_size
             sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
             sequence.state = State.RUNNING
             counts = self._lane_counts()
@@ -117,7 +119,7 @@ class Scheduler:
         running = [other for other in sequence.siblings if other.state is State.RUNNING] if num_tokens else []
         for other in running:
             if other.num_computed_tokens >= num_tokens:
-                return other.pages[: num_tokens // self._limits.page_tokens]
+                return other.pages[: num_tokens // self._limits.page_size]
         return None if running else []
 
     def _balance(self) -> None:
@@ -194,4 +196,4 @@ class Scheduler:
             self._claim = None
 
     def _num_pages(self, num_tokens: int) -> int:
-        return num_pages_for(num_tokens, self._limits.page_tokens)
+        return num_pages_for(num_tokens, self._limits.page_size)

@@ -15,8 +15,8 @@ MOST_CHOICES = 128  # of one request
 MOST_LOGPROBS = 20  # per token, beside its own
 
 
-def num_pages_for(num_tokens: int, page_tokens: int) -> int:
-    return -(-num_tokens // page_tokens)
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
 
 
 def most_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
@@ -24,7 +24,7 @@ def most_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_em
 
     n new tokens occupy n - 1 positions behind the prompt, because the last one is never fed back.
     """
-    room = min(max_position_embeddings, limits.kv_pages * limits.page_tokens) - num_prompt_tokens + 1
+    room = min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens + 1
     return min(limits.max_tokens, room)
 
 
@@ -63,13 +63,13 @@ def _room_refusal(num_prompt: int, new: int, limits: GraphLimits, max_position_e
     whole = f"prompt of {num_prompt} tokens and {new} new tokens need"
     if num_prompt > max_position_embeddings:
         return f"prompt of {num_prompt} tokens is longer than the model's {max_position_embeddings} positions (max_position_embeddings)"
-    prompt_pages = num_pages_for(num_prompt, limits.page_tokens)
+    prompt_pages = num_pages_for(num_prompt, limits.page_size)
     if prompt_pages > limits.kv_pages:
         return f"prompt of {num_prompt} tokens needs {prompt_pages} pages, the group has {limits.kv_pages} (limits.kv_pages)"
     num_positions = num_prompt + new - 1
     if num_positions > max_position_embeddings:
         return f"{whole} {num_positions} positions, the model has {max_position_embeddings} (max_position_embeddings)"
-    num_pages = num_pages_for(num_positions, limits.page_tokens)
+    num_pages = num_pages_for(num_positions, limits.page_size)
     if num_pages > limits.kv_pages:
         return f"{whole} {num_pages} pages, the group has {limits.kv_pages} (limits.kv_pages)"
     return None

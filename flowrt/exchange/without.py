@@ -1,6 +1,6 @@
 """Experts that are done without, because no copy of them has been left for long: which ones, and what was left out for them.
 
-Here: Without, one per client of the expert servers. Not here: who decides that it comes to this (`reliability.lost_expert: degrade`;
+Here: Without, one per client of the expert servers. Not here: who decides that it comes to this (`reliability.unavailable_expert: degrade`;
 flowrt/workers/survival.py), the tags that wait (expert_client.py, the only user beside the dispatch and combine nodes), marking tokens
 (flowrt/engine). Pure but for tensors.
 

@@ -321,5 +321,5 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
     for layer in facts.moe_layers:
         missing = placement.missing(layer)
         if missing:
-            yield Problem(path, f"expert {missing[0]} has no copy in layer {layer}; place it on at least one server")
+            yield Problem(path, f"expert {missing[0]} has no replica in layer {layer}; place it on at least one server")
             return

@@ -156,19 +156,19 @@ def _layers(layers: frozenset[int], facts: ModelFacts) -> LayerSet:
 
 def _check_counts(deploy: DeploySection, limits: LimitsSection, facts: ModelFacts, document: Document) -> None:
     attention, experts = deploy.attention, deploy.experts
-    if attention.micro_batches > limits.max_batch:
-        most = limits.max_batch
-        text = f"{attention.micro_batches} lanes share {most} sequences; write at most {most}, or raise limits.max_batch"
+    if attention.micro_batches > limits.max_num_seqs:
+        most = limits.max_num_seqs
+        text = f"{attention.micro_batches} micro-batches share {most} sequences; write at most {most}, or raise limits.max_num_seqs"
         document.fail(("deploy", "attention", "micro_batches"), text)
-    if experts.copies > max(experts.servers, 1):
+    if experts.replicas > max(experts.servers, 1):
         document.fail(
-            (*_EXPERTS_PATH, "copies"),
-            f"{experts.copies} copies need as many servers, there are {experts.servers}; "
-            f"write {f'copies: {experts.servers} or less' if experts.servers else 'copies: 1'}, or servers: {experts.copies}",
+            (*_EXPERTS_PATH, "replicas"),
+            f"{experts.replicas} replicas need as many servers, there are {experts.servers}; "
+            f"write {f'replicas: {experts.servers} or less' if experts.servers else 'replicas: 1'}, or servers: {experts.replicas}",
         )
-    most = facts.num_experts * experts.copies
+    most = facts.num_experts * experts.replicas
     if experts.placement is None and experts.servers > most:
-        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.copies} copies; write at most {most}"
+        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {most}"
         document.fail((*_EXPERTS_PATH, "servers"), text)
     if not experts.servers and deploy.links.attention_experts.transport != "auto":
         text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"
@@ -183,7 +183,7 @@ def _check_counts(deploy: DeploySection, limits: LimitsSection, facts: ModelFact
 def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> list[Held]:
     """What each server holds, by layer; one entry, everything, when there are no servers."""
     if experts.placement is None:
-        servers = even_placement(facts.num_experts, max(experts.servers, 1), experts.copies)
+        servers = even_placement(facts.num_experts, max(experts.servers, 1), experts.replicas)
         return [dict.fromkeys(facts.moe_layers, ids) for ids in servers]
     path = (*_EXPERTS_PATH, "placement")
     if not experts.servers:
@@ -206,11 +206,11 @@ def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> lis
     placement = experts_map(held, facts.num_experts)
     for layer in facts.moe_layers:
         fewest = min(range(facts.num_experts), key=lambda expert: len(placement.servers_of(expert, layer)))
-        num_copies = len(placement.servers_of(fewest, layer))
-        if num_copies == 0:
-            document.fail(path, f"expert {fewest} has no copy in layer {layer}; place it on at least one server")
-        if num_copies < experts.copies:
-            text = f"expert {fewest} has {num_copies} copies in layer {layer}, copies asks for {experts.copies}; place it on more servers"
+        num_replicas = len(placement.servers_of(fewest, layer))
+        if num_replicas == 0:
+            document.fail(path, f"expert {fewest} has no replica in layer {layer}; place it on at least one server")
+        if num_replicas < experts.replicas:
+            text = f"expert {fewest} has {num_replicas} replicas in layer {layer}, expected {experts.replicas}; place it on more servers"
             document.fail(path, text)
     return [held[server] for server in range(experts.servers)]
 

@@ -160,9 +160,9 @@ def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
         key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
         text = f"dead after {settings.dead_seconds:g} s and suspected after {settings.suspect_seconds:g} s; dead_seconds must be the longer"
         document.fail(("reliability", key), text)
-    if settings.lost_expert == "degrade" and not settings.failover:
+    if settings.unavailable_expert == "degrade" and not settings.failover:
         document.fail(
-            ("reliability", "lost_expert"), "degrade goes on without a server, and failover: false with none; write failover: true"
+            ("reliability", "unavailable_expert"), "degrade goes on without a server, and failover: false with none; write failover: true"
         )
     return settings
 
@@ -281,9 +281,9 @@ def _strict(graph: Graph, explicit: bool, document: Document) -> Graph:
             path = ("devices", process) if explicit else ("deploy", role, "device")
             document.fail(path, f"strict numerics are for CPUs, {process} computes on {device}; write cpu, or numerics: fast")
     limits = graph.limits
-    if limits.chunk_tokens > limits.max_step_tokens:
-        text = f"a chunk of {limits.chunk_tokens} tokens does not fit a step of {limits.max_step_tokens} (limits.max_step_tokens)"
-        document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_step_tokens} or less")
+    if limits.chunk_tokens > limits.max_num_batched_tokens:
+        text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
+        document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
     return replace(graph, threads=dict.fromkeys(graph.process_names(), numbers[0] if numbers else 1))
 
 
@@ -302,10 +302,10 @@ def _check_message_size(graph: Graph, facts: ModelFacts | None, document: Docume
     if facts is None or graph.model is None or not any(node.operator == "dispatch" for node in graph.nodes.values()):
         return
     pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
-    needed = graph.limits.max_step_tokens * facts.num_experts_per_token * pair_bytes
+    needed = graph.limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
     if needed > graph.limits.max_message_bytes:
-        tokens = graph.limits.max_step_tokens
-        text = f"a step of {tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_step_tokens"
+        tokens = graph.limits.max_num_batched_tokens
+        text = f"a step of {tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_num_batched_tokens"
         document.fail(("limits", "max_message_bytes"), text)
 
 

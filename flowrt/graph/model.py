@@ -125,7 +125,7 @@ class Edge:
     answers: int | None = None
     fallbacks: tuple[str, ...] = ()  # what carries it, in this order, when its transport breaks: filled in for `auto`
     why: str = ""  # why `auto` took this transport, for people
-    open: Literal["first use", "start"] = "first use"  # when the link opens that carries it
+    open: Literal["lazy", "start"] = "lazy"  # when the link opens that carries it
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
@@ -142,15 +142,15 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """`limits:` of the file. `max_batch` counts sequences per group over all lanes; `kv_pages` is per group; `max_tokens` is the
-    most new tokens of a request; `max_step_tokens` bounds the rows of a step; with strict numerics prompts are cut at multiples of
+    """`limits:` of the file. `max_num_seqs` counts sequences per group over all lanes; `kv_pages` is per group; `max_tokens` is the
+    most new tokens of a request; `max_num_batched_tokens` bounds the rows of a step; with strict numerics prompts are cut at multiples of
     `chunk_tokens`; `in_flight` bounds a user's graph's tags."""
 
-    max_batch: int = 16
+    max_num_seqs: int = 16
     kv_pages: int = 512
-    page_tokens: int = 16
+    page_size: int = 16
     max_tokens: int = 256
-    max_step_tokens: int = 512
+    max_num_batched_tokens: int = 512
     chunk_tokens: int = 64
     in_flight: int = 8
     max_message_bytes: int = 1 << 26
@@ -179,21 +179,21 @@ class Emulation:
 class ReliabilitySettings:
     """`reliability:` of the file. Without `failover` any death ends the run; without `detector` nobody watches for stuck processes.
 
-    A process that gives no sign of work for `suspect_seconds` is suspected, after `dead_seconds` it is killed. One that dies is started
-    again, at most `restarts` times in `restart_window_seconds`. Requests that need an expert of which no copy is left end in an error after
-    `lost_expert_seconds`; with `lost_expert: degrade` they go on without it, and are marked. `hedge`: what a slow server holds up is asked
-    of another one too.
+    The detector suspects a process without progress for `suspect_seconds` and marks it dead after `dead_seconds`. A dead process is
+    restarted, at most `restarts` times in `restart_window_seconds`. A request that needs an unavailable expert ends with an error after
+    `unavailable_expert_seconds`; with `unavailable_expert: degrade` it continues without the expert, and its tokens are marked.
+    `hedge`: a part that a slow server delays is sent to another replica too.
     """
 
     detector: bool = True
     failover: bool = True
-    lost_expert_seconds: float = 5.0
+    unavailable_expert_seconds: float = 5.0
     suspect_seconds: float = 0.4
     dead_seconds: float = 1.0
     restarts: int = 3
     restart_window_seconds: float = 30.0
     hedge: bool = True
-    lost_expert: Literal["error", "degrade"] = "error"
+    unavailable_expert: Literal["error", "degrade"] = "error"
 
 
 @dataclass(frozen=True)

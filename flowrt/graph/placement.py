@@ -18,15 +18,15 @@ from flowrt.reliability.expert_map import Copies, ExpertMap, invert
 Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
 
 
-def even_placement(num_experts: int, num_servers: int, copies: int) -> list[tuple[int, ...]]:
-    """Per server the experts it holds: every expert on `copies` servers, servers differing by one expert at most.
+def even_placement(num_experts: int, num_servers: int, replicas: int) -> list[tuple[int, ...]]:
+    """Per server the experts it holds: every expert on `replicas` servers, servers differing by one expert at most.
 
-    The list of experts, repeated `copies` times, is cut into one run per server; no run is longer than the list, so no server gets
-    an expert twice. Needs copies <= num_servers <= num_experts * copies.
+    The list of experts, repeated `replicas` times, is cut into one run per server; no run is longer than the list, so no server gets
+    an expert twice. Needs replicas <= num_servers <= num_experts * replicas.
     """
-    if not 1 <= copies <= num_servers <= num_experts * copies:
-        raise ValueError(f"{num_servers} servers cannot hold {copies} copies of {num_experts} experts evenly")
-    total = num_experts * copies
+    if not 1 <= replicas <= num_servers <= num_experts * replicas:
+        raise ValueError(f"{num_servers} servers cannot hold {replicas} replicas of {num_experts} experts evenly")
+    total = num_experts * replicas
     cuts = [server * total // num_servers for server in range(num_servers + 1)]
     return [tuple(sorted(slot % num_experts for slot in range(cuts[s], cuts[s + 1]))) for s in range(num_servers)]
 

@@ -208,7 +208,7 @@ ProcessName = Annotated[str, AfterValidator(_process)]
 PortName = Annotated[str, AfterValidator(_port_name)]
 EdgeEnd = Annotated[str, AfterValidator(_end)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Open = Literal["first use", "start"]
+Open = Literal["lazy", "start"]
 _OPEN_TEXT = "first use: a link opens when it has something to carry; start: all before the first request."
 
 
@@ -238,9 +238,9 @@ class ExpertsSection(Section):
     """The expert servers."""
 
     servers: int = Field(default=0, ge=0, le=1024, description="0: the experts lie inside the attention processes.")
-    copies: int = Field(default=1, ge=1, le=1024, description="On how many servers each expert lies.")
+    replicas: int = Field(default=1, ge=1, le=1024, description="On how many servers each expert lies.")
     placement: dict[str, Placement] | None = Field(
-        default=None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given copies."
+        default=None, description="Uneven placement: experts.0: '0-5', or by layer. Default: even, with the given replicas."
     )
     device: Device = Field(default="cpu", description="cpu, cuda, or cuda:N")
     threads: Threads = Field(default="auto", description="Compute threads of each process.")
@@ -252,7 +252,7 @@ class LinkSection(Section):
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
     link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way per edge. Default: micro_batches.")
-    open: Open = Field(default="first use", description=_OPEN_TEXT)
+    open: Open = Field(default="lazy", description=_OPEN_TEXT)
 
 
 class LinksSection(Section):
@@ -273,11 +273,11 @@ class DeploySection(Section):
 class LimitsSection(Section):
     """Bounds on what a run may hold."""
 
-    max_batch: int = Field(default=_LIMITS.max_batch, ge=1, le=4096, description="Sequences per group, over all its lanes.")
+    max_num_seqs: int = Field(default=_LIMITS.max_num_seqs, ge=1, le=4096, description="Sequences per group, over all its lanes.")
     kv_pages: int = Field(default=_LIMITS.kv_pages, ge=1, le=1 << 24, description="Pages of the KV cache per group.")
-    page_tokens: int = Field(default=_LIMITS.page_tokens, ge=1, le=1024, description="Tokens per page.")
+    page_size: int = Field(default=_LIMITS.page_size, ge=1, le=1024, description="Tokens per page.")
     max_tokens: int = Field(default=_LIMITS.max_tokens, ge=1, le=1 << 20, description="The most new tokens of a request.")
-    max_step_tokens: int = Field(default=_LIMITS.max_step_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
+    max_num_batched_tokens: int = Field(default=_LIMITS.max_num_batched_tokens, ge=1, le=1 << 16, description="The most rows of a step.")
     chunk_tokens: int = Field(default=_LIMITS.chunk_tokens, ge=1, le=1 << 16, description="Strict: prompts are cut at its multiples.")
     in_flight: int = Field(default=_LIMITS.in_flight, ge=1, le=4096, description="The most tags on the way in a user's own graph.")
     max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1024, le=1 << 34, description="The most payload of a message.")
@@ -311,7 +311,7 @@ class EdgeSection(Section):
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
     link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
-    open: Open = Field(default="first use", description=_OPEN_TEXT)
+    open: Open = Field(default="lazy", description=_OPEN_TEXT)
     layers: Layers | None = Field(default=None, description="Which layers it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
     answers: EdgeEnd | None = Field(default=None, description="The node.port whose requests to this edge's node it answers.")
@@ -337,16 +337,17 @@ class ReliabilitySection(Section):
 
     detector: bool = Field(default=_RELIABILITY.detector, description="Watch for processes that hang.")
     failover: bool = Field(default=_RELIABILITY.failover, description="Go on without a server that dies, and start it again.")
-    lost_expert_seconds: Seconds = Field(
-        default=_RELIABILITY.lost_expert_seconds, description="How long requests wait for an expert of which no copy is left."
+    unavailable_expert_seconds: Seconds = Field(
+        default=_RELIABILITY.unavailable_expert_seconds, description="How long requests wait for an expert of which no replica is left."
     )
     suspect_seconds: Seconds = Field(default=_RELIABILITY.suspect_seconds, description="Without a sign of work: suspected.")
     dead_seconds: Seconds = Field(default=_RELIABILITY.dead_seconds, description="Without a sign of work: killed.")
     restarts: int = Field(default=_RELIABILITY.restarts, ge=0, le=1000, description="How often a process is started again ..")
     restart_window_seconds: Seconds = Field(default=_RELIABILITY.restart_window_seconds, description=".. in any time this long.")
     hedge: bool = Field(default=_RELIABILITY.hedge, description="Ask another server too for what a slow one holds up.")
-    lost_expert: Literal["error", "degrade"] = Field(
-        default=_RELIABILITY.lost_expert, description="degrade: after lost_expert_seconds go on without the expert, and mark every token."
+    unavailable_expert: Literal["error", "degrade"] = Field(
+        default=_RELIABILITY.unavailable_expert,
+        description="degrade: after unavailable_expert_seconds go on without the expert, and mark every token.",
     )
 
 

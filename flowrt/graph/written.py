@@ -93,7 +93,7 @@ def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
         written["link"] = edge.link if edge.link in LINK_PROFILES else {name: float(number) for name, _, number in pairs}
     if edge.credits:
         written["credits"] = edge.credits
-    if edge.open != "first use":
+    if edge.open != "lazy":
         written["open"] = edge.open
     if edge.answers is not None:
         request = graph.edges[edge.answers]

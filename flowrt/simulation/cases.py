@@ -129,11 +129,11 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
             graph.reliability,
             detector=chance.random() < 0.3,
             failover=chance.random() < 0.8,
-            lost_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
+            unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
             restarts=chance.choice((0, 1, 3, 3)),
             restart_window_seconds=chance.choice((0.5, 30.0)),
             hedge=chance.random() < 0.7,
-            lost_expert=chance.choice(("error", "error", "degrade")),
+            unavailable_expert=chance.choice(("error", "error", "degrade")),
         ),
     )
 
@@ -176,7 +176,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     """The requests that seeds choose from: lengths from one token to several chunks and pages, and each way to ask."""
     assert graph.model is not None
     vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
-    room = min(limits.kv_pages * limits.page_tokens, _positions(graph.model.path))
+    room = min(limits.kv_pages * limits.page_size, _positions(graph.model.path))
     most_new = min(limits.max_tokens, 8)
     pool = []
     for number in range(POOL):

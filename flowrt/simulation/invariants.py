@@ -67,7 +67,7 @@ def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest]
         told = served.errors[index] or ""
         broken_off = broken_off or (reason == "error" and served.failure is not None and bool(told))
         lost = _lost_long_enough(graph, scenario, served, index)
-        degrades = graph.reliability.lost_expert == "degrade"
+        degrades = graph.reliability.unavailable_expert == "degrade"
         broken_off = broken_off or (reason == "error" and LOST_TEXT in told and lost and not degrades)
         degraded = served.degraded[index] if served.degraded else ()
         if any(degraded) and not (lost and degrades):
@@ -81,7 +81,7 @@ def _lost_long_enough(graph: Graph, scenario: Scenario, served: Served, index: i
     """Whether an expert had no copy for so long that the request may have ended for it; by a clock that may have run too fast."""
     fastest = max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
     lost_seconds = fastest * (served.outage_seconds[index] + LOOKED_SECONDS)
-    return scenario.expect != "tokens" and lost_seconds >= graph.reliability.lost_expert_seconds
+    return scenario.expect != "tokens" and lost_seconds >= graph.reliability.unavailable_expert_seconds
 
 
 def _check_tokens(

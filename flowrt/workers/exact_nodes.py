@@ -145,7 +145,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
             case "embed":
                 functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
             case "attention":
-                functions[node.name] = _each(_Attention(model, graph.limits.kv_pages, graph.limits.page_tokens))
+                functions[node.name] = _each(_Attention(model, graph.limits.kv_pages, graph.limits.page_size))
             case "gate":
                 functions[node.name] = _each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
             case "mlp" | "shared":
@@ -183,20 +183,20 @@ class ExactExperts:
 
 
 class _Attention:
-    def __init__(self, model: ExactModel, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, model: ExactModel, num_pages: int, page_size: int) -> None:
         self._model = model
-        self._page_tokens = page_tokens
-        self._keys = np.zeros((model.config.num_layers, num_pages * page_tokens, WIDTH))
+        self._page_size = page_size
+        self._keys = np.zeros((model.config.num_layers, num_pages * page_size, WIDTH))
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:
-        layer, model, page_tokens = firing.tag.layer, self._model, self._page_tokens
+        layer, model, page_size = firing.tag.layer, self._model, self._page_size
         layout = StepLayout.from_tensors(firing.inputs["layout"].tensors)
         x_TH, keys = _array(firing, "x"), self._keys[layer]
         keys[layout.slots_T.numpy()] = model.key(x_TH)
         table_SG, contexts = layout.page_table_SG.numpy(), []
         for pages_G, num_rows, length in zip(table_SG, layout.query_lengths, layout.kv_lengths, strict=True):
             positions = np.arange(length)
-            slots = pages_G[positions // page_tokens] * page_tokens + positions % page_tokens
+            slots = pages_G[positions // page_size] * page_size + positions % page_size
             contexts.append(model.contexts(layer, keys[slots], num_rows))
         normed_TH = (3 * model.key(x_TH) + np.concatenate(contexts)) % MODULUS
         return {"residual": firing.inputs["x"], "normed": Payload((torch.from_numpy(normed_TH), layout.positions_T))}

@@ -31,7 +31,7 @@ class Group:
         engine: Engine,
         runner: Runner,
         send: Callable[[Control], None],
-        page_tokens: int,
+        page_size: int,
         device: torch.device,
         on_roll_back: Callable[[str, int], None] = lambda source, epoch: None,
         take_degraded: Callable[[Tag], bool] = lambda step: False,
@@ -44,7 +44,7 @@ class Group:
         self._engine = engine
         self._runner = runner
         self._send = send
-        self._page_tokens = page_tokens
+        self._page_size = page_size
         self._device = device
         self._on_roll_back = on_roll_back
         self._take_degraded = take_degraded
@@ -118,7 +118,7 @@ class Group:
 
     def _mint(self, start: StartStep) -> None:
         """A step's tags: the layout for every layer, what is sampled, and last the tokens, with which the step begins."""
-        payloads = batch_payloads(start.batch, self._page_tokens, self._device)
+        payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.lane, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:
             self._runner.mint(self._node, tag, {"layout": payloads["layout"]})

@@ -64,7 +64,7 @@ def build_model_nodes(
     config = read_model_config(directory).with_dtype(graph.model.dtype)
     checkpoint = Checkpoint(directory)
     pages = (
-        KvPages.for_model(config, graph.limits.kv_pages, graph.limits.page_tokens, device)
+        KvPages.for_model(config, graph.limits.kv_pages, graph.limits.page_size, device)
         if any(node.operator == "attention" for node in nodes)
         else None
     )
@@ -121,9 +121,9 @@ def strict_blocks_text(graph: Graph) -> str:
     return describe(blocks_of(config, torch.get_num_threads()).sizes)
 
 
-def batch_payloads(batch: Batch, page_tokens: int, device: torch.device) -> dict[str, Payload]:
+def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
     """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn."""
-    layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_tokens, device)
+    layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device)
     draws = [_draw(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),

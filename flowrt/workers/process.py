@@ -292,14 +292,14 @@ class Worker:
                 config.eos_token_ids,
                 chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
             )
-            page_tokens = graph.limits.page_tokens
+            page_size = graph.limits.page_size
             self._group = Group(
                 sources[0],
                 self._start.incarnation,
                 engine,
                 self._runner,
                 self._send,
-                page_tokens,
+                page_size,
                 self._device,
                 *((self._failover.roll_back, self._failover.take_degraded) if self._failover is not None else ()),
             )

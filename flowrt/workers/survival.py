@@ -41,7 +41,7 @@ class Survival:
     ) -> None:
         self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
         self._failover, self._group = failover, group
-        self._lost_expert_seconds, self._degrades = settings.lost_expert_seconds, settings.lost_expert == "degrade"
+        self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
         self._hedges = failover is not None and failover.hedges(settings)
         self._incarnations = dict(incarnations)  # of the life of each process that is asked
         self._over: set[tuple[str, str]] = set()  # (process, incarnation)
@@ -93,10 +93,10 @@ class Survival:
                 group.accept()
                 self._tell_lost(ExpertsLost(""))
             elif self._degrades:
-                if failover.give_up(self._lost_expert_seconds):
+                if failover.give_up(self._unavailable_expert_seconds):
                     group.roll_back()  # steps that wait for them are computed again, without
                 self._tell_lost(ExpertsLost(text, "degrade" if failover.does_without else "wait"))
-            elif self._clock.now() - self._lost_since >= self._lost_expert_seconds:
+            elif self._clock.now() - self._lost_since >= self._unavailable_expert_seconds:
                 group.refuse(text)
                 self._tell_lost(ExpertsLost(text, "error"))
             else:

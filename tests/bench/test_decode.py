@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_graph(model: Path, folder: Path, name: str = "graph", **deploy: Any) -> Path:
     path = folder / f"{name}.yaml"
-    document = {"flowrt": 1, "model": {"path": str(model)}, "deploy": {"experts": {"servers": 2}, **deploy}, "limits": {"max_batch": 4}}
+    document = {"flowrt": 1, "model": {"path": str(model)}, "deploy": {"experts": {"servers": 2}, **deploy}, "limits": {"max_num_seqs": 4}}
     path.write_text(json.dumps(document))
     return path
 
@@ -191,7 +191,7 @@ def test_options_that_measure_nothing_are_refused(changed: dict[str, Any], match
 def test_a_graph_without_room_for_the_batch_is_refused_with_the_way_out(model: Path, tmp_path: Path) -> None:
     graph = flowrt.open(write_graph(model, tmp_path)).graph
     check_room(graph, [1, 4], 64, 32)
-    with pytest.raises(UserError, match=r"limits.max_batch is 4, and a batch of 32 needs 32; add --set limits.max_batch=32"):
+    with pytest.raises(UserError, match=r"limits.max_num_seqs is 4, and a batch of 32 needs 32; add --set limits.max_num_seqs=32"):
         check_room(graph, [1, 32], 64, 32)
     with pytest.raises(UserError, match=r"limits.kv_pages=1252"):
         check_room(graph, [4], 5000 - 4, 8)
@@ -205,7 +205,7 @@ def test_weights_are_counted_per_copy(model: Path, tmp_path: Path) -> None:
     experts, others = checkpoint_elements(model)
     assert experts == config.num_layers * config.num_experts * 3 * config.hidden_size * config.expert_width
     once = flowrt.open(write_graph(model, tmp_path)).graph
-    twice = flowrt.open(write_graph(model, tmp_path, attention={"groups": 2}, experts={"servers": 3, "copies": 2})).graph
+    twice = flowrt.open(write_graph(model, tmp_path, attention={"groups": 2}, experts={"servers": 3, "replicas": 2})).graph
     inside = flowrt.open(write_graph(model, tmp_path, experts={"servers": 0})).graph
     assert weights_asked_for(once) == weights_asked_for(inside) == 4 * (experts + others)
     assert weights_asked_for(twice) == 2 * weights_asked_for(once)

@@ -28,9 +28,9 @@ def test_the_two_graphs_differ_in_what_is_measured_alone() -> None:
         (Options(graph=QUICKSTART, num_pairs=0), "--pairs is 0"),
         (Options(graph=QUICKSTART, batch=0), "--batch is 0"),
         (Options(graph=QUICKSTART, new_tokens=1), "--new-tokens is 1"),
-        (Options(graph=QUICKSTART, batch=200), "limits.max_batch is 16, and a batch of 200 needs 100"),
+        (Options(graph=QUICKSTART, batch=200), "limits.max_num_seqs is 16, and a batch of 200 needs 100"),
         (
-            Options(graph=QUICKSTART, overrides=("deploy.experts.servers=0", "deploy.experts.copies=1")),
+            Options(graph=QUICKSTART, overrides=("deploy.experts.servers=0", "deploy.experts.replicas=1")),
             "no process of it may die, so nothing is watched",
         ),
     ],

@@ -27,7 +27,7 @@ def test_the_graphs_differ_in_numerics_alone(model: Path, tmp_path: Path) -> Non
     assert (strict.numerics, fast.numerics) == ("strict", "fast")
     assert replace(strict, numerics="fast") == fast
     assert set(fast.threads.values()) == {1}  # what strict makes of auto
-    assert (strict.limits.max_batch, strict.limits.kv_pages) == (32, 32 * 6)
+    assert (strict.limits.max_num_seqs, strict.limits.kv_pages) == (32, 32 * 6)
     own = tmp_path / "own.yaml"
     own.write_text(f"flowrt: 1\nmodel: {{path: {model}}}\ndeploy: {{experts: {{servers: 3}}}}\n")
     mine, _ = graphs_of(Options(model=model, graph=own, overrides=("deploy.experts.servers=4",)), "float32")

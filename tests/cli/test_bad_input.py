@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--set", "prompts=~nosuchuser/x"), "prompts: '~nosuchuser/x'"),
         ((graph_file, "--set", "prompts=/proc/self/mem"), "prompts: /proc/self/mem cannot be read"),
         ((graph_file, "--set", "deploy.attention.groups=0"), "--set deploy.attention.groups=0: deploy.attention.groups"),
-        ((graph_file, "--set", "deploy.experts.copies=9"), "deploy.experts.copies"),
+        ((graph_file, "--set", "deploy.experts.replicas=9"), "deploy.experts.replicas"),
         ((graph_file, "--model", tmp_path), f"--model {tmp_path}"),
         ((tmp_path / "none.yaml",), "none.yaml: no such file"),
         ((empty,), "there is nothing to answer; give --prompt"),

@@ -162,7 +162,7 @@ def test_a_group_that_is_killed_ends_the_run(graph_file: Path, tmp_path: Path, s
 
 def test_a_server_that_is_killed_comes_back(graph_file: Path, tmp_path: Path, started: list[Started]) -> None:
     words = ("--set", "deploy.processes=many", "--prompt", "ends well", "--max-tokens", "200", "--json", tmp_path / "record.json")
-    running = Started("run", graph_file, "--set", "reliability.lost_expert_seconds=60", *words)
+    running = Started("run", graph_file, "--set", "reliability.unavailable_expert_seconds=60", *words)
     started.append(running)
     pid = int(running.wait_for(r"experts\.1 started, pid (\d+)")[1])
     running.wait_for("ready after")

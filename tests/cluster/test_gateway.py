@@ -15,7 +15,7 @@ from flowrt.engine.decision import Decision, Emit, End
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 
-LIMITS = GraphLimits(max_batch=4, kv_pages=32, page_tokens=4, max_tokens=20, max_step_tokens=16)
+LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=20, max_num_batched_tokens=16)
 
 
 class Letters:

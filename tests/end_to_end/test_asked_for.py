@@ -107,7 +107,7 @@ async def test_choices_are_draws_of_their_own_whatever_the_pages(served: Served,
         ]
         for prompt, more in asked
     ]
-    for limits in ({}, {"kv_pages": 8, "max_step_tokens": 24, "max_batch": 6}):
+    for limits in ({}, {"kv_pages": 8, "max_num_batched_tokens": 24, "max_num_seqs": 6}):
         results = await complete(served.write(tmp_path, DEPLOY, limits=limits), *asked)
         assert [[list(choice.token_ids) for choice in result.choices] for result in results] == expected
         assert all(len(choice.logprobs) == NUM_TOKENS for result in results for choice in result.choices)
@@ -134,7 +134,7 @@ async def test_min_tokens_and_stop_ids(served: Served, truth: Any, tmp_path: Pat
 
 async def test_eight_pages_finish_every_request_that_fits_alone(served: Served, tmp_path: Path) -> None:
     """128 positions; the longest needs 127 of them."""
-    graph = served.write(tmp_path, DEPLOY, limits={"kv_pages": 8, "page_tokens": 16})
+    graph = served.write(tmp_path, DEPLOY, limits={"kv_pages": 8, "page_size": 16})
     results = await complete(graph, *((prompt, {"max_tokens": 64}) for prompt in served.prompts[:5]))
     assert [list(result.token_ids) for result in results] == served.expected[:5]
 

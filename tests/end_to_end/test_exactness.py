@@ -15,8 +15,8 @@ GREEDY = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1 group, 1 server": {},
-    "1 group, 3 servers": {"experts": {"servers": 3, "copies": 2}},
-    "2 groups, 3 servers, 2 lanes": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "copies": 2}},
+    "1 group, 3 servers": {"experts": {"servers": 3, "replicas": 2}},
+    "2 groups, 3 servers, 2 lanes": {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}},
     "4 groups, 1 server": {"attention": {"groups": 4}},
     "3 groups, 2 servers, 3 lanes": {"attention": {"groups": 3, "micro_batches": 3}, "experts": {"servers": 2}},
     "uneven placement": {"experts": {"servers": 3, "placement": {"experts.0": "0-5", "experts.1": "6", "experts.2": "5-7"}}},
@@ -81,6 +81,6 @@ async def test_the_expanded_file_gives_the_same_tokens(served: Served, tmp_path:
 
 
 async def test_few_pages_and_small_steps_change_no_token(served: Served, tmp_path: Path) -> None:
-    limits = {"kv_pages": 20, "page_tokens": 16, "max_step_tokens": 24, "max_batch": 4}
+    limits = {"kv_pages": 20, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     graph = served.write(tmp_path, deploy_of("2 groups, 3 servers, 2 lanes", "one"), limits=limits)
     assert await answers(graph, served.prompts) == served.expected

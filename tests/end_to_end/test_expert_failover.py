@@ -14,8 +14,8 @@ from served_models import Served
 import flowrt
 from flowrt.cluster import events
 
-COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}}
-ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "copies": 1}}
+COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
+ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
 NEW_TOKENS = 60
 ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -96,7 +96,7 @@ async def test_killed_servers_change_no_token_and_come_back(served: Served, tmp_
 
 
 async def test_the_last_copy_back_in_time_is_only_a_pause(served: Served, tmp_path: Path) -> None:
-    async with flowrt.open(write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 60})) as running:
+    async with flowrt.open(write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 60})) as running:
         expected = await tokens_of(running, served.prompts[:2], lambda count: None)
         killed: list[int] = []
 
@@ -111,7 +111,7 @@ async def test_the_last_copy_back_in_time_is_only_a_pause(served: Served, tmp_pa
 
 async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served: Served, tmp_path: Path) -> None:
     story = Story()
-    graph = write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 0.05})
+    graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05})
     async with flowrt.open(graph, on_event=story.note) as running:
         expected = await running.complete(served.prompts[0], ASKED)
         request = await running.submit(served.prompts[0], ASKED)
@@ -132,7 +132,9 @@ async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served
 
 async def test_the_last_copy_gone_and_output_goes_on_marked_until_it_is_back(served: Served, tmp_path: Path) -> None:
     story = Story()
-    graph = write(served, tmp_path, ALONE, reliability={"lost_expert_seconds": 0.05, "lost_expert": "degrade", "hedge": False})
+    graph = write(
+        served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05, "unavailable_expert": "degrade", "hedge": False}
+    )
     async with flowrt.open(graph, on_event=story.note) as running:
         expected = await running.complete(served.prompts[0], ASKED)
         assert not expected.degraded

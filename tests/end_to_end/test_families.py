@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"architecture": "deepseek_v2", "seed": 4, "config": {"topk_method": "group_limited_greedy"}},
     "dbrx": {"architecture": "dbrx", "seed": 3},
 }
-APART: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "copies": 2}}
+APART: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}}
 INSIDE: dict[str, Any] = {"attention": {"groups": 2}, "experts": {"servers": 0}}
 
 
@@ -51,7 +51,7 @@ async def test_in_one_process(family: Served, tmp_path: Path, shape: str) -> Non
     deploy, limits = (INSIDE if shape == "inside" else APART) | {"processes": "one"}, {}
     if "shm" in shape:
         deploy |= {"links": {"attention-experts": {"transport": "shm"}}}
-        limits = {"kv_pages": 20, "page_tokens": 16, "max_step_tokens": 24, "max_batch": 4}
+        limits = {"kv_pages": 20, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     graph = family.write(tmp_path, deploy, limits=limits)
     assert await answers(graph, family.prompts) == family.expected
 

@@ -13,7 +13,7 @@ from served_models import Served
 import flowrt
 from flowrt.reliability.health import Health
 
-ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "copies": 1}}
+ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
 ASKED = flowrt.Parameters(max_tokens=40, ignore_eos=True)
 STALL_SECONDS = 0.5
 
@@ -49,7 +49,7 @@ async def test_a_request_that_waits_for_a_paused_server_is_no_health(served: Ser
 
 
 async def test_a_lost_expert_is_no_health_until_it_is_back_and_workers_tell_their_progress(served: Served, tmp_path: Path) -> None:
-    graph = served.write(tmp_path, ALONE, limits={"max_tokens": 40}, reliability={"lost_expert_seconds": 60})
+    graph = served.write(tmp_path, ALONE, limits={"max_tokens": 40}, reliability={"unavailable_expert_seconds": 60})
     async with flowrt.open(graph, on_event=lambda event: None) as running:
         names = {"attention.0", "experts.0", "experts.1"}
         await until(lambda: names == running.health().workers.keys())

@@ -17,7 +17,7 @@ from flowrt.cluster import events
 
 async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path) -> None:
     """No barrier: while one group lies still, the other commits 50 more tokens; continued, it finishes exactly."""
-    graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}}, limits={"max_tokens": 200})
+    graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}, limits={"max_tokens": 200})
     asked = flowrt.Parameters(max_tokens=200, ignore_eos=True)
     async with flowrt.open(graph) as running:
         requests = [await running.submit(prompt, asked) for prompt in served.prompts[:2]]
@@ -136,7 +136,7 @@ async def test_a_server_loads_only_what_it_holds(tmp_path: Path) -> None:
     """Three servers, two copies: each holds two thirds of 300 MB of experts, and grows by at most 1.2 times that."""
     model = make_large_checkpoint(tmp_path / "large")
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    graph = Served(model, [], []).write(tmp_path, {"experts": {"servers": 3, "copies": 2}}, limits={"kv_pages": 16})
+    graph = Served(model, [], []).write(tmp_path, {"experts": {"servers": 3, "replicas": 2}}, limits={"kv_pages": 16})
     grown: dict[str, int] = {}
 
     def note(event: events.Event) -> None:

@@ -39,7 +39,7 @@ def same(x):
 
 def deploy(transport: str, **link: str) -> dict[str, object]:
     links = {"attention-experts": {"transport": transport} | link}
-    return {"attention": {"groups": 2}, "experts": {"servers": 2, "copies": 2}, "links": links}
+    return {"attention": {"groups": 2}, "experts": {"servers": 2, "replicas": 2}, "links": links}
 
 
 def descriptors(running: flowrt.RunningGraph) -> dict[str, int]:

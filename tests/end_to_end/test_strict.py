@@ -25,7 +25,7 @@ ALONE: dict[str, Any] = {"attention": {"groups": 1}, "experts": {"servers": 0}, 
 SHAPES: dict[str, dict[str, Any]] = {
     "experts inside": {},
     "1 group, 1 server": {"experts": {"servers": 1}},
-    "2 groups, 3 servers, 2 copies": {"attention": {"groups": 2}, "experts": {"servers": 3, "copies": 2}},
+    "2 groups, 3 servers, 2 copies": {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}},
     "4 groups, 1 server": {"attention": {"groups": 4}, "experts": {"servers": 1}},
     "2 lanes": {"attention": {"micro_batches": 2}, "experts": {"servers": 2}},
 }
@@ -57,7 +57,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
 
 def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **limits: int) -> Path:
     model = {"path": str(family.directory), "dtype": dtype}
-    limits = {"max_step_tokens": 128, "chunk_tokens": 32, "page_tokens": 8, "max_tokens": NEW_TOKENS, **limits}
+    limits = {"max_num_batched_tokens": 128, "chunk_tokens": 32, "page_size": 8, "max_tokens": NEW_TOKENS, **limits}
     return family.write(folder, ALONE | deploy, model=model, numerics="strict", limits=limits)
 
 
@@ -99,7 +99,7 @@ async def test_chunks_beside_others_and_recomputing_change_no_bit(
     preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, sequence: (preempted.append(sequence.name), preempt(self, sequence)))
     truth = await each_alone(family, tmp_path, hashes, dtype)
-    for limits in ({"max_step_tokens": 40}, {"kv_pages": 18, "max_step_tokens": 33, "max_batch": 6}):
+    for limits in ({"max_num_batched_tokens": 40}, {"kv_pages": 18, "max_num_batched_tokens": 33, "max_num_seqs": 6}):
         await serve(write(family, tmp_path, SHAPES["2 lanes"], dtype, **limits), family.prompts, range(len(LENGTHS)))
         assert hashes == truth, limits
         hashes.clear()

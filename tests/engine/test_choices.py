@@ -10,7 +10,7 @@ from flowrt.engine.decision import Emit, End
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 
-LIMITS = GraphLimits(max_batch=4, kv_pages=16, page_tokens=4, max_tokens=16, max_step_tokens=8)
+LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=16, max_num_batched_tokens=8)
 
 
 def outputs(group: ToyGroup, each: Request) -> list[list[int]]:
@@ -51,7 +51,7 @@ def test_a_choice_is_what_it_would_be_alone() -> None:
 
 def test_pages_run_out_among_choices() -> None:
     """Eight pages, four choices that need seven each when alone: three of them are shared."""
-    limits = GraphLimits(max_batch=4, kv_pages=8, page_tokens=4, max_tokens=16, max_step_tokens=8)
+    limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_num_batched_tokens=8)
     each = request("a", range(1, 14), max_tokens=16, num_choices=4)
     group = ToyGroup(limits, num_lanes=2)
     group.submit(each, request("b", (5,), max_tokens=16))
@@ -63,7 +63,7 @@ def test_pages_run_out_among_choices() -> None:
 def test_strict_chunks_are_those_of_a_choice_alone() -> None:
     """Chunks of 6 tokens, pages of 4: a prompt is shared up to a multiple of 12, so that a choice's rows are cut as if it had computed
     all of the prompt."""
-    limits = GraphLimits(max_batch=4, kv_pages=64, page_tokens=4, max_tokens=16, max_step_tokens=40)
+    limits = GraphLimits(max_num_seqs=4, kv_pages=64, page_size=4, max_tokens=16, max_num_batched_tokens=40)
     group = ToyGroup(limits, chunk_tokens=6)
     group.submit(request("a", range(1, 24), max_tokens=2, num_choices=2))
     group.run()
@@ -176,7 +176,7 @@ def test_tokens_that_would_end_it_are_forbidden_until_there_are_min_tokens(ignor
 
 def test_penalties_count_the_output_again_after_a_replay() -> None:
     """Counts are a function of the tokens alone: of prompt and output, and equal after preemption, roll-back and a new attempt."""
-    limits = GraphLimits(max_batch=4, kv_pages=8, page_tokens=2, max_tokens=16, max_step_tokens=16)
+    limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     penalties = {"frequency_penalty": 0.5}
     requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n, sampling=penalties) for n in range(4)]
     group = ToyGroup(limits, num_lanes=2)

@@ -9,7 +9,7 @@ from flowrt.engine.decision import Emit
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 
-LIMITS = GraphLimits(max_batch=4, kv_pages=16, page_tokens=2, max_tokens=8, max_step_tokens=4)
+LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=2, max_tokens=8, max_num_batched_tokens=4)
 
 
 def engine_of(*requests: Request, limits: GraphLimits = LIMITS) -> Engine:
@@ -56,7 +56,7 @@ def test_a_step_that_is_rolled_back_marks_nothing() -> None:
 
 def test_who_is_computed_again_from_the_first_token_is_whole() -> None:
     """Four pages of two tokens: b gives its pages to a, and comes back when a has ended."""
-    limits = GraphLimits(max_batch=4, kv_pages=4, page_tokens=2, max_tokens=8, max_step_tokens=16)
+    limits = GraphLimits(max_num_seqs=4, kv_pages=4, page_size=2, max_tokens=8, max_num_batched_tokens=16)
     engine = engine_of(request("a", (1, 2), max_tokens=7), request("b", (3, 4), max_tokens=7), limits=limits)
     told = step(engine, degraded=True)
     assert ("b", 0, True) in told

@@ -12,8 +12,8 @@ from flowrt.engine.decision import Emit, End
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 
-SMALL = GraphLimits(max_batch=4, kv_pages=8, page_tokens=4, max_tokens=16, max_step_tokens=8)
-ROOMY = GraphLimits(max_batch=8, kv_pages=64, page_tokens=4, max_tokens=64, max_step_tokens=64)
+SMALL = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_num_batched_tokens=8)
+ROOMY = GraphLimits(max_num_seqs=8, kv_pages=64, page_size=4, max_tokens=64, max_num_batched_tokens=64)
 
 
 def engine(limits: GraphLimits = SMALL, num_lanes: int = 1, **more: int) -> Engine:
@@ -63,7 +63,7 @@ def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample() -> None:
     assert lengths == [[8], [8], [4]]
 
 
-def test_decoding_rows_come_before_chunks_under_max_step_tokens() -> None:
+def test_decoding_rows_come_before_chunks_under_max_num_batched_tokens() -> None:
     group = ToyGroup(SMALL)
     group.submit(request("old", (1, 2), max_tokens=10))
     group.start()
@@ -286,7 +286,7 @@ def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
 
 def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
     group = ToyGroup(SMALL)
-    taken = [request(f"r{n}") for n in range(6)]  # more than max_batch: some are waiting
+    taken = [request(f"r{n}") for n in range(6)]  # more than max_num_seqs: some are waiting
     group.submit(*taken)
     group.engine.drain()
     group.submit(request("late"))
@@ -298,7 +298,7 @@ def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
 
 
 def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
-    limits = GraphLimits(max_batch=4, kv_pages=8, page_tokens=2, max_tokens=16, max_step_tokens=16)
+    limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n) for n in range(4)]  # each alone needs all 8 pages
     group = ToyGroup(limits, num_lanes=2)
     group.submit(*requests)
@@ -311,7 +311,7 @@ def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
 
 def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
     """The other lane is asked first, so without the claim a new request would have the pages, and another one the next time."""
-    limits = GraphLimits(max_batch=2, kv_pages=8, page_tokens=1, max_tokens=8, max_step_tokens=8)
+    limits = GraphLimits(max_num_seqs=2, kv_pages=8, page_size=1, max_tokens=8, max_num_batched_tokens=8)
     group = engine(limits, num_lanes=2)
     group.submit(request("old", (1,), max_tokens=8))
     group.submit(request("young", (2,), max_tokens=8))
@@ -336,7 +336,7 @@ def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
 
 
 def test_a_claim_ends_with_its_sequence() -> None:
-    limits = GraphLimits(max_batch=2, kv_pages=8, page_tokens=1, max_tokens=8, max_step_tokens=8)
+    limits = GraphLimits(max_num_seqs=2, kv_pages=8, page_size=1, max_tokens=8, max_num_batched_tokens=8)
     group = ToyGroup(limits, num_lanes=2)
     requests = [request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)]
     group.submit(*requests)
@@ -355,7 +355,7 @@ def test_a_claim_ends_with_its_sequence() -> None:
 def test_a_preempted_sequence_waits_for_head_room() -> None:
     """Taken back as soon as its own pages are free, it is preempted again by the next page that an older one needs: this load
     then has 26 preemptions instead of 9."""
-    limits = GraphLimits(max_batch=16, kv_pages=20, page_tokens=16, max_tokens=90, max_step_tokens=64)
+    limits = GraphLimits(max_num_seqs=16, kv_pages=20, page_size=16, max_tokens=90, max_num_batched_tokens=64)
     requests = [request(f"r{n}", range(n + 1, n + 5), max_tokens=90, seed=n) for n in range(16)]
     group = ToyGroup(limits)
     group.submit(*requests)
@@ -372,7 +372,7 @@ def test_eight_pages_serve_a_request_that_fills_them() -> None:
 
 
 def test_a_prompt_of_one_token_does_not_overtake_an_older_one() -> None:
-    limits = GraphLimits(max_batch=2, kv_pages=16, page_tokens=4, max_tokens=16, max_step_tokens=1)
+    limits = GraphLimits(max_num_seqs=2, kv_pages=16, page_size=4, max_tokens=16, max_num_batched_tokens=1)
     group = ToyGroup(limits)
     group.submit(request("old", (1, 2)), *(request(f"r{n}", (n,), max_tokens=1) for n in range(8)))
     group.run()
@@ -382,8 +382,8 @@ def test_a_prompt_of_one_token_does_not_overtake_an_older_one() -> None:
 def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
     requests = [request(f"r{n}", range(1, 4 + 5 * n), max_tokens=9, seed=n) for n in range(5)]
     cuts: list[dict[str, list[tuple[int, int]]]] = []
-    for max_step_tokens, num_lanes, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
-        limits = GraphLimits(max_batch=5, kv_pages=kv_pages, page_tokens=4, max_tokens=16, max_step_tokens=max_step_tokens)
+    for max_num_batched_tokens, num_lanes, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
+        limits = GraphLimits(max_num_seqs=5, kv_pages=kv_pages, page_size=4, max_tokens=16, max_num_batched_tokens=max_num_batched_tokens)
         group = ToyGroup(limits, num_lanes, chunk_tokens=4)
         group.submit(*requests)
         group.run()
@@ -398,7 +398,7 @@ def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
 
 
 def test_a_chunk_that_does_not_fit_is_not_overtaken() -> None:
-    limits = GraphLimits(max_batch=5, kv_pages=64, page_tokens=4, max_tokens=16, max_step_tokens=5)
+    limits = GraphLimits(max_num_seqs=5, kv_pages=64, page_size=4, max_tokens=16, max_num_batched_tokens=5)
     group = ToyGroup(limits, chunk_tokens=4)
     group.submit(request("r0", (1,), max_tokens=4), request("r1", (2,), max_tokens=4))
     group.start()
@@ -410,7 +410,7 @@ def test_a_chunk_that_does_not_fit_is_not_overtaken() -> None:
 
 
 def test_strict_chunks_must_fit_into_a_step() -> None:
-    with pytest.raises(ValueError, match=r"chunk_tokens is 9, it must be from 0 to limits.max_step_tokens \(8\)"):
+    with pytest.raises(ValueError, match=r"chunk_tokens is 9, it must be from 0 to limits.max_num_batched_tokens \(8\)"):
         engine(chunk_tokens=9)
 
 

@@ -15,18 +15,18 @@ EOS = (13, 57)
 @st.composite
 def drawn_limits(draw: st.DrawFn) -> GraphLimits:
     return GraphLimits(
-        max_batch=draw(st.integers(1, 9)),
+        max_num_seqs=draw(st.integers(1, 9)),
         kv_pages=draw(st.integers(1, 14)),
-        page_tokens=draw(st.sampled_from([1, 2, 4, 8])),
+        page_size=draw(st.sampled_from([1, 2, 4, 8])),
         max_tokens=24,
-        max_step_tokens=draw(st.integers(1, 40)),
+        max_num_batched_tokens=draw(st.integers(1, 40)),
     )
 
 
 @settings(max_examples=120, deadline=None)
 @given(limits=drawn_limits(), num_lanes=st.integers(1, 4), strict=st.booleans(), data=st.data())
 def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits, num_lanes: int, strict: bool, data: st.DataObject) -> None:
-    chunk_tokens = data.draw(st.integers(1, limits.max_step_tokens)) if strict else 0
+    chunk_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens)) if strict else 0
     group = ToyGroup(limits, num_lanes, EOS, chunk_tokens)
     drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))
     requests = [
@@ -67,7 +67,7 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
     group.submit(*pending)
     group.run(max)
     for each in requests:
-        num_pages = -(-(len(each.prompt_token_ids) + each.max_tokens - 1) // limits.page_tokens)
+        num_pages = -(-(len(each.prompt_token_ids) + each.max_tokens - 1) // limits.page_size)
         ends = {key: ended for key, ended in group.ends.items() if key[0] == each.id}
         if num_pages > limits.kv_pages or len(ends) < each.num_choices:  # refused, or cancelled before it came: one word for all
             (ended,) = ends.values()
@@ -91,7 +91,7 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
 @given(limits=drawn_limits(), num_lanes=st.integers(1, 3), data=st.data())
 def test_an_old_request_ends_while_new_ones_keep_coming(limits: GraphLimits, num_lanes: int, data: st.DataObject) -> None:
     """No starvation: with one new request per step, the first one still ends within a bound that only its elders set."""
-    room = limits.kv_pages * limits.page_tokens
+    room = limits.kv_pages * limits.page_size
     first = request("first", [3] * data.draw(st.integers(1, max(1, min(room - 4, 30)))), max_tokens=min(5, room), ignore_eos=True)
     group = ToyGroup(limits, num_lanes)
     for number in range(data.draw(st.integers(0, 6))):

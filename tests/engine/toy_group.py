@@ -67,7 +67,7 @@ class ToyGroup:
     def __init__(self, limits: GraphLimits, num_lanes: int = 1, eos_token_ids: Sequence[int] = (), chunk_tokens: int = 0) -> None:
         self.limits = limits
         self.engine = Engine(limits, num_lanes, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens)
-        self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_tokens)
+        self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_size)
         self.running: dict[int, StartStep] = {}
         self.batches: list[tuple[int, Batch]] = []
         # By (request, attempt), or (request, attempt, choice) behind the first choice.
@@ -105,41 +105,41 @@ class ToyGroup:
     def check(self) -> None:
         """What must hold at every moment, over the batches running now."""
         names = [name for step in self.running.values() for name in step.batch.sequence_names]
-        assert len(names) == len(set(names)) <= self.limits.max_batch
+        assert len(names) == len(set(names)) <= self.limits.max_num_seqs
         writers: dict[int, str] = {}
         readers: dict[int, set[str]] = {}
         for step in self.running.values():
             batch = step.batch
-            assert 0 < batch.num_rows == sum(batch.query_lengths) <= self.limits.max_step_tokens
+            assert 0 < batch.num_rows == sum(batch.query_lengths) <= self.limits.max_num_batched_tokens
             for name, num_rows, kv_length, table in zip(
                 batch.sequence_names, batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True
             ):
-                assert len(table) == -(-kv_length // self.limits.page_tokens)
+                assert len(table) == -(-kv_length // self.limits.page_size)
                 for at, page in enumerate(table):
                     readers.setdefault(page, set()).add(name)
-                    if (at + 1) * self.limits.page_tokens > kv_length - num_rows:
+                    if (at + 1) * self.limits.page_size > kv_length - num_rows:
                         assert writers.setdefault(page, name) == name, f"page {page} is written to by two"
         for page, writer in writers.items():
             assert readers[page] == {writer}, f"page {page} is written to and read by others"
         for names_of_page in readers.values():
             assert len({tuple(name.split("/")[:2]) for name in names_of_page}) == 1, "pages are shared within an attempt only"
         statistics = self.engine.statistics()
-        assert statistics.num_running <= self.limits.max_batch
+        assert statistics.num_running <= self.limits.max_num_seqs
 
     def compute(self, lane: int) -> list[int]:
         """Write the batch's rows into the page memory and read the prefixes of the sample rows back from it."""
         batch = self.running[lane].batch
-        page_tokens = self.limits.page_tokens
+        page_size = self.limits.page_size
         sampled: list[int] = []
         samples = iter(zip(batch.sample_rows, batch.samples, strict=True))
         upcoming = next(samples, None)
         row = 0
         for num_rows, kv_length, table in zip(batch.query_lengths, batch.kv_lengths, batch.page_tables, strict=True):
             for position, token_id in enumerate(batch.token_ids[row : row + num_rows], kv_length - num_rows):
-                self.memory[table[position // page_tokens] * page_tokens + position % page_tokens] = token_id
+                self.memory[table[position // page_size] * page_size + position % page_size] = token_id
             row += num_rows
             if upcoming is not None and upcoming[0] == row - 1:
-                prefix = [self.memory[page * page_tokens + at] for page in table for at in range(page_tokens)][:kv_length]
+                prefix = [self.memory[page * page_size + at] for page in table for at in range(page_size)][:kv_length]
                 assert None not in prefix
                 sampled.append(sampled_token([token for token in prefix if token is not None], upcoming[1]))
                 upcoming = next(samples, None)

@@ -106,27 +106,32 @@ BAD = {
         "deploy.links.attention-experts.credits",
         ["1 is too few", "2 micro-batches keep 2 messages", "at least 2"],
     ),
-    "copies": (deploy("", "servers: 2, copies: 3"), 5, "deploy.experts.copies", ["3 copies", "there are 2", "servers: 3"]),
-    "copies without servers": (deploy("", "copies: 2"), 5, "deploy.experts.copies", ["copies: 1", "servers: 2"]),
+    "replicas": (deploy("", "servers: 2, replicas: 3"), 5, "deploy.experts.replicas", ["3 replicas", "there are 2", "servers: 3"]),
+    "replicas without servers": (deploy("", "replicas: 2"), 5, "deploy.experts.replicas", ["replicas: 1", "servers: 2"]),
     "too many servers": (deploy("", "servers: 9"), 5, "deploy.experts.servers", ["9 servers", "8 experts", "at most 8"]),
-    "lanes": (deploy("micro_batches: 4", rest="limits: {max_batch: 2}\n"), 4, "deploy.attention.micro_batches", ["4 lanes", "at most 2"]),
-    "no copy": (
+    "micro-batches": (
+        deploy("micro_batches: 4", rest="limits: {max_num_seqs: 2}\n"),
+        4,
+        "deploy.attention.micro_batches",
+        ["4 micro-batches", "at most 2"],
+    ),
+    "no replica": (
         deploy("", "servers: 2, placement: {experts.0: '0-3', experts.1: '5-7'}"),
         5,
         "deploy.experts.placement",
-        ["expert 4 has no copy"],
+        ["expert 4 has no replica"],
     ),
-    "no copy in a layer": (
+    "no replica in a layer": (
         deploy("", "servers: 1, placement: {experts.0: {0-2: 0-7, 3: 1-7}}"),
         5,
         "deploy.experts.placement",
-        ["expert 0 has no copy in layer 3"],
+        ["expert 0 has no replica in layer 3"],
     ),
-    "too few copies": (
-        deploy("", "servers: 2, copies: 2, placement: {experts.0: '0-7', experts.1: '1-7'}"),
+    "too few replicas": (
+        deploy("", "servers: 2, replicas: 2, placement: {experts.0: '0-7', experts.1: '1-7'}"),
         5,
         "deploy.experts.placement",
-        ["expert 0 has 1 copies", "copies asks for 2"],
+        ["expert 0 has 1 replicas", "expected 2"],
     ),
     "unknown server": (
         deploy("", "servers: 2, placement: {experts.0: '0-7', experts.5: '0'}"),
@@ -170,10 +175,10 @@ BAD = {
     "colocated": (deploy("", "servers: colocated"), 5, "deploy.experts.servers", ["not built yet", "servers: 0"]),
     "numerics": (MODEL + "numerics: exact\n", 3, "numerics", ["fast or strict"]),
     "strict chunks": (
-        MODEL + "numerics: strict\nlimits: {max_step_tokens: 40}\n",
+        MODEL + "numerics: strict\nlimits: {max_num_batched_tokens: 40}\n",
         4,
         "limits.chunk_tokens",
-        ["a chunk of 64 tokens does not fit a step of 40", "write 40 or less"],
+        ["a chunk of 64 tokens exceeds limits.max_num_batched_tokens 40", "write 40 or less"],
     ),
     "strict threads": (
         deploy("threads: 2", "servers: 1, threads: 1", "numerics: strict\n"),
@@ -237,13 +242,18 @@ BAD = {
         ["0 is no time in seconds", "from 0.05 to 86400"],
     ),
     "degraded without failover": (
-        MODEL + "reliability: {failover: false, lost_expert: degrade}\n",
+        MODEL + "reliability: {failover: false, unavailable_expert: degrade}\n",
         3,
-        "reliability.lost_expert",
+        "reliability.unavailable_expert",
         ["write failover: true"],
     ),
-    "a lost expert by another word": (MODEL + "reliability: {lost_expert: wait}\n", 3, "reliability.lost_expert", ["degrade"]),
-    "endless patience": (MODEL + "reliability: {lost_expert_seconds: .inf}\n", 3, "reliability.lost_expert_seconds", ["no time in"]),
+    "unavailable expert": (MODEL + "reliability: {unavailable_expert: wait}\n", 3, "reliability.unavailable_expert", ["degrade"]),
+    "infinite wait": (
+        MODEL + "reliability: {unavailable_expert_seconds: .inf}\n",
+        3,
+        "reliability.unavailable_expert_seconds",
+        ["no time"],
+    ),
     "not even a number": (MODEL + "reliability: {suspect_seconds: .nan}\n", 3, "reliability.suspect_seconds", ["no time in seconds"]),
     "dead before suspected": (
         MODEL + "reliability: {suspect_seconds: 1, dead_seconds: 0.5}\n",
@@ -260,7 +270,7 @@ BAD = {
     "suspected after dead": (MODEL + "reliability: {suspect_seconds: 3}\n", 3, "reliability.suspect_seconds", ["must be the longer"]),
     "reliable in the wrong place": (deploy(rest="  reliability: {restarts: 1}\n"), 6, "deploy.reliability", ["top of the file"]),
     "the monitor's name": (USER.replace("process: left", "process: monitor"), 3, "nodes.a.process", ["watches all others"]),
-    "limits": (MODEL + "limits:\n  max_batch: 0\n", 4, "limits.max_batch", ["too small"]),
+    "limits": (MODEL + "limits:\n  max_num_seqs: 0\n", 4, "limits.max_num_seqs", ["too small"]),
     "messages too small": (MODEL + "limits: {max_message_bytes: 2048}\n", 3, "limits.max_message_bytes", ["write at least"]),
     "prompts": (MODEL + "prompts: 3\n", 3, "prompts", ["neither a file nor a list"]),
     "prompt": (MODEL + "prompts: [a, 3]\n", 3, "prompts", ["neither a file nor a list"]),
@@ -466,7 +476,7 @@ def test_a_dense_model_is_refused(load) -> None:
 
 
 VALID = {
-    "short": deploy("groups: 2, micro_batches: 2", "servers: 2, copies: 2", "  links: {attention-experts: {link: ub, credits: 2}}\n"),
+    "short": deploy("groups: 2, micro_batches: 2", "servers: 2, replicas: 2", "  links: {attention-experts: {link: ub, credits: 2}}\n"),
     "explicit": USER,
 }
 ODD_WORDS = ["null", "true", "-1", "1.5", "''", "[]", "{}", "x.y", "layer=2", "99999999999", "!!x", "&a", "*a", "'", "{", "\ud7ff", '"\\n"']

@@ -15,7 +15,7 @@ from flowrt.graph import Graph, from_json, load_graph, to_json, to_yaml
 from flowrt.graph.model import LayerSet, TagStep
 from flowrt.graph.placement import expert_map_of, held_experts
 
-QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, copies: 2}\n"
+QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, replicas: 2}\n"
 
 
 def lines(graph: Graph, group: int = 0) -> list[str]:
@@ -151,7 +151,7 @@ def test_an_expanded_file_is_checked_like_any_other(load) -> None:
         ("credits: 3}", "credits: 2}", r"edges\.9\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
         ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
         ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "there is no expert 9"),
-        ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no copy"),
+        ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no replica"),
         (', "2": "2-7"}', "}", "server2 leads to a server that holds nothing"),
         (', "2": "2-7"}', ', "2": "2-7", "3": "0"}', "0 edges lead from attention.0.dispatch.server3"),
         ("operator: gate,", "operator: gate, stateful: true,", "'gate' is built in"),
@@ -173,10 +173,10 @@ SHAPES = st.fixed_dictionaries(
         "groups": st.integers(1, 3),
         "micro_batches": st.integers(1, 4),
         "servers": st.integers(0, 4),
-        "copies": st.integers(1, 4),
+        "replicas": st.integers(1, 4),
         "processes": st.sampled_from(["one", "many", "2"]),
         "transport": st.sampled_from(["auto", "shm", "zmq"]),
-        "open": st.sampled_from(["first use", "start"]),
+        "open": st.sampled_from(["lazy", "start"]),
         "link": st.sampled_from(["null", "ub", "vpc", "{bandwidth_bytes_per_second: 1.5e10}"]),
         "threads": st.sampled_from(["auto", "2"]),
     }
@@ -192,19 +192,19 @@ PROMPTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12
 def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) -> None:
     num_layers, moe_layers = layers
     servers = shape["servers"]
-    assume(shape["copies"] <= max(servers, 1))
+    assume(shape["replicas"] <= max(servers, 1))
     placement = ""
     if servers and data.draw(st.booleans()):
         held = [data.draw(st.sets(st.integers(0, 7))) for _ in range(servers)]
         for expert in range(8):
             held[expert % servers].add(expert)
         placement = ", placement: {" + ", ".join(f'{s}: "{LayerSet(frozenset(ids))}"' for s, ids in enumerate(held)) + "}"
-        shape["copies"] = 1
+        shape["replicas"] = 1
     link = f"{{transport: {shape['transport'] if servers else 'auto'}, link: {shape['link']}, open: {shape['open']}}}"
     text = (
         f"flowrt: 1\nmodel: {{path: m}}\ndeploy:\n"
         f"  attention: {{groups: {shape['groups']}, micro_batches: {shape['micro_batches']}, threads: {shape['threads']}}}\n"
-        f"  experts: {{servers: {servers}, copies: {shape['copies']}{placement}}}\n"
+        f"  experts: {{servers: {servers}, replicas: {shape['replicas']}{placement}}}\n"
         f"  links: {{attention-experts: {link}}}\n  processes: {shape['processes']}\n"
     )
     facts = replace(FACTS, num_layers=num_layers, moe_layers=moe_layers)

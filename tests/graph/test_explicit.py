@@ -38,7 +38,7 @@ def test_the_example_of_the_design(load, tmp_path: Path) -> None:
 
 def test_when_a_link_opens(load) -> None:
     graph = load(DESIGN.replace("credits: 4", "credits: 4, open: start"))
-    assert [edge.open for edge in graph.edges] == ["first use", "start", "first use", "first use"]
+    assert [edge.open for edge in graph.edges] == ["lazy", "start", "lazy", "lazy"]
     assert load(to_yaml(graph), name="again.yaml") == graph
 
 

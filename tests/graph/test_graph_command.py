@@ -20,7 +20,7 @@ from flowrt.graph.show import print_graph
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 SVG = "{http://www.w3.org/2000/svg}"
-DEPLOY = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 2}\n  experts: {servers: 3, copies: 2}\n"
+DEPLOY = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 2}\n  experts: {servers: 3, replicas: 2}\n"
 
 
 def call(*words: str) -> int:
@@ -39,7 +39,7 @@ def test_validate_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_validate_counts_one_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = ("deploy.attention.groups=1", "deploy.experts.servers=0", "deploy.experts.copies=1")
+    alone = ("deploy.attention.groups=1", "deploy.experts.servers=0", "deploy.experts.replicas=1")
     assert call("validate", str(QUICKSTART), *(word for each in alone for word in ("--set", each))) == 0
     shown = capsys.readouterr().out
     assert "valid; 1 attention group for " in shown

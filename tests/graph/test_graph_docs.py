@@ -31,7 +31,7 @@ def test_the_errors_on_the_page_are_real(load) -> None:
         load(text + "  links: {attention-experts: {credits: 1}}\n")
     assert str(caught.value).rpartition("/")[2] in PAGE
     with pytest.raises(GraphError) as caught:
-        load(text, "deploy.experts.copies=3")
+        load(text, "deploy.experts.replicas=3")
     assert str(caught.value) in PAGE
 
 

@@ -24,7 +24,7 @@ def test_the_last_one_wins_and_nothing_else_changes(load) -> None:
 
 
 def test_a_section_that_is_not_there_is_made(load) -> None:
-    assert load("flowrt: 1\nmodel: {path: m}\n", "limits.kv_pages=7", "limits.max_batch=3").limits.kv_pages == 7
+    assert load("flowrt: 1\nmodel: {path: m}\n", "limits.kv_pages=7", "limits.max_num_seqs=3").limits.kv_pages == 7
 
 
 def test_names_with_dots_and_places_in_lists(load) -> None:
@@ -38,8 +38,14 @@ def test_names_with_dots_and_places_in_lists(load) -> None:
     [
         ("deploy.experts.servers=two", "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is no whole number; write one"),
         ("deploy.experts.server=2", "--set deploy.experts.server=2: deploy.experts.server: unknown key 'server'; did you mean 'servers'?"),
-        ("deploy.experts={servers: 1, copies: 2}", "--set deploy.experts={servers: 1, copies: 2}: deploy.experts.copies: 2 copies need"),
-        ("deploy.experts.copies=2", "--set deploy.experts.copies=2: deploy.experts.copies: 2 copies need as many servers, there are 1;"),
+        (
+            "deploy.experts={servers: 1, replicas: 2}",
+            "--set deploy.experts={servers: 1, replicas: 2}: deploy.experts.replicas: 2 replicas need",
+        ),
+        (
+            "deploy.experts.replicas=2",
+            "--set deploy.experts.replicas=2: deploy.experts.replicas: 2 replicas need as many servers, there are 1;",
+        ),
         ("model.path=nowhere", "--set model.path=nowhere: model.path: there is no folder 'nowhere'"),
         ("deploy.experts.servers", "--set deploy.experts.servers: is no override; write path=value"),
         ("=2", "--set =2: is no override"),

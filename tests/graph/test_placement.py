@@ -12,11 +12,11 @@ SIZES = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(1, 12)).fi
 
 @given(SIZES)
 def test_the_even_placement_is_even_and_complete(sizes: tuple[int, int, int]) -> None:
-    num_experts, num_servers, copies = sizes
-    servers = even_placement(num_experts, num_servers, copies)
+    num_experts, num_servers, replicas = sizes
+    servers = even_placement(num_experts, num_servers, replicas)
     assert len(servers) == num_servers
     for expert in range(num_experts):
-        assert sum(expert in held for held in servers) == copies
+        assert sum(expert in held for held in servers) == replicas
     loads = [len(held) for held in servers]
     assert max(loads) - min(loads) <= 1
     assert all(held == tuple(sorted(set(held))) for held in servers)

@@ -7,7 +7,7 @@ import pytest
 from flowrt.graph import from_json, to_json, to_yaml
 from flowrt.graph.model import ReliabilitySettings
 
-MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {servers: 2, copies: 2}}\n"
+MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {servers: 2, replicas: 2}}\n"
 OWN = "flowrt: 1\nnodes: {a: {operator: ops:a}}\nedges: [{from: input.x, to: a.x}, {from: a.y, to: output.y}]\n"
 
 
@@ -16,24 +16,24 @@ def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None
     assert graph.reliability == ReliabilitySettings(
         detector=True,
         failover=True,
-        lost_expert_seconds=5.0,
+        unavailable_expert_seconds=5.0,
         suspect_seconds=0.4,
         dead_seconds=1.0,
         restarts=3,
         restart_window_seconds=30.0,
         hedge=True,
-        lost_expert="error",
+        unavailable_expert="error",
     )
-    assert "\nreliability: {detector: true, failover: true, lost_expert_seconds: 5.0, " in to_yaml(graph)
+    assert "\nreliability: {detector: true, failover: true, unavailable_expert_seconds: 5.0, " in to_yaml(graph)
 
 
 @pytest.mark.parametrize("text", [MODEL, OWN])
 def test_a_graph_says_the_same_expanded_and_on_the_wire(load, text: str) -> None:
-    section = "{detector: false, failover: false, lost_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
+    section = "{detector: false, failover: false, unavailable_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
     graph = load(f"{text}reliability: {section}restart_window_seconds: 9, hedge: false}}\n")
     assert graph.reliability == ReliabilitySettings(False, False, 7.0, 0.5, 2.0, 0, 9.0, False)
-    degrading = load(f"{text}reliability: {{lost_expert: degrade}}\n")
-    assert degrading.reliability == ReliabilitySettings(lost_expert="degrade")
+    degrading = load(f"{text}reliability: {{unavailable_expert: degrade}}\n")
+    assert degrading.reliability == ReliabilitySettings(unavailable_expert="degrade")
     for each in (graph, degrading):
         assert load(to_yaml(each)).reliability == each.reliability
         assert from_json(to_json(each)).reliability == each.reliability

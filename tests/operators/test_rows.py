@@ -152,16 +152,16 @@ def exact(q_ND: torch.Tensor, keys_LKD: torch.Tensor, values_LKD: torch.Tensor) 
 def test_attention_over_pages_is_that_over_the_context(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, width: int, window: int | None, threads: int
 ) -> None:
-    lengths, page_tokens, num_pages = [1, 3, 4, 5, 16, 33, 900], 5, 220
-    pages = KvPages(1, num_pages, page_tokens, num_kv_heads, width, dtype)
+    lengths, page_size, num_pages = [1, 3, 4, 5, 16, 33, 900], 5, 220
+    pages = KvPages(1, num_pages, page_size, num_kv_heads, width, dtype)
     for number, block in enumerate(pages.blocks(0)):
         block.fill_(float("nan"))  # what belongs to nobody must not show
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
         tables = []
         for length in lengths:
-            table = [order.pop() for _ in range(-(-length // page_tokens))]
+            table = [order.pop() for _ in range(-(-length // page_size))]
             tables.append(table + [0] * (num_pages - len(table)))
-            slots = torch.tensor([table[token // page_tokens] * page_tokens + token % page_tokens for token in range(length)])
+            slots = torch.tensor([table[token // page_size] * page_size + token % page_size for token in range(length)])
             block.flatten(0, 1)[slots] = drawn(length, num_kv_heads, width, seed=10 * length + number, dtype=dtype)
     # Rows 1, 3, 5, ... of a step, last sequence first.
     sequences = torch.arange(len(lengths)).flip(0)

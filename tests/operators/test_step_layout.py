@@ -12,7 +12,7 @@ from operators.step_layout import StepLayout
 
 
 def test_a_mixed_step() -> None:
-    layout = StepLayout.from_lists([3, 1, 2], [5, 9, 2], [[7, 2], [4, 0, 9], [5]], page_tokens=4)
+    layout = StepLayout.from_lists([3, 1, 2], [5, 9, 2], [[7, 2], [4, 0, 9], [5]], page_size=4)
     assert layout.positions_T.tolist() == [2, 3, 4, 8, 0, 1]
     assert layout.slots_T.tolist() == [30, 31, 8, 36, 20, 21]
     assert layout.query_start_S1.tolist() == [0, 3, 4, 6]
@@ -22,7 +22,7 @@ def test_a_mixed_step() -> None:
 
 
 def test_a_layout_travels_as_tensors() -> None:
-    layout = StepLayout.from_lists([3, 1], [5, 9], [[7, 2], [4, 0, 9]], page_tokens=4)
+    layout = StepLayout.from_lists([3, 1], [5, 9], [[7, 2], [4, 0, 9]], page_size=4)
     copy = StepLayout.from_tensors([tensor.clone() for tensor in layout.to_tensors()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(layout.to_tensors(), copy.to_tensors(), strict=True))
     assert all(tensor.dtype == torch.int64 for tensor in layout.to_tensors())
@@ -39,7 +39,7 @@ def test_a_layout_travels_as_tensors() -> None:
 )
 def test_lists_that_do_not_belong_together(query: list[int], context: list[int], tables: list[list[int]]) -> None:
     with pytest.raises(ValueError, match=r"is needed"):
-        StepLayout.from_lists(query, context, tables, page_tokens=4)
+        StepLayout.from_lists(query, context, tables, page_size=4)
 
 
 def test_pages_give_back_what_was_written() -> None:

@@ -182,9 +182,9 @@ BUGS: tuple[Bug, ...] = (
     bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (
         SURVIVAL, "Survival.on_lost", "self._end(peer.name, peer.incarnation)", "self._over.add((peer.name, peer.incarnation))")),
     bug("never-refused", "requests that need a lost expert wait for ever", (
-        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._lost_expert_seconds", "False")),
+        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
     bug("refused-at-once", "requests end as soon as an expert is lost", (
-        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._lost_expert_seconds", "True")),
+        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "True")),
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
     bug("lost-time-adds-up", "the time without an expert is not counted anew when it is lost again", (

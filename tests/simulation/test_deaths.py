@@ -75,7 +75,7 @@ def test_the_last_copy_is_waited_for(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_requests_end_when_the_last_copy_does_not_come_back(seed: int) -> None:
-    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5)
+    graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
     outcome = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05))
     served = outcome.result
     assert served.failure is None
@@ -87,7 +87,7 @@ def test_requests_end_when_the_last_copy_does_not_come_back(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("numerics", ["fast", "strict"])
 def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int, numerics: Literal["fast", "strict"]) -> None:
-    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5, lost_expert="degrade")
+    graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
     served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
     assert served.finish_reasons == ("length",) * 8
@@ -96,7 +96,7 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
-    graph = load("tight.yaml", restarts=1, lost_expert_seconds=0.05, lost_expert="degrade")
+    graph = load("tight.yaml", restarts=1, unavailable_expert_seconds=0.05, unavailable_expert="degrade")
     asked = requests(6, apart=0.1) + requests(2, apart=8.0)
     outcome = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.02))
     assert outcome.result.finish_reasons == ("length",) * 8
@@ -105,7 +105,7 @@ def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
 
 
 def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
-    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5, lost_expert="degrade")
+    graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     asked = requests(8, apart=0.2)
     result = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
     references = [reference_of(draw(0, [graph]), request) for request in asked]
@@ -171,7 +171,7 @@ def test_who_alone_holds_an_expert_is_waited_for_however_slow(seed: int) -> None
 
 
 def test_a_request_after_an_outage_is_served() -> None:
-    graph = load("tight.yaml", lost_expert_seconds=0.1, restarts=3)
+    graph = load("tight.yaml", unavailable_expert_seconds=0.1, restarts=3)
     asked = [*requests(5), SimulatedRequest((5, 6, 7, 8), Parameters(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
     refused = 0
     for seed in range(8):
@@ -182,7 +182,7 @@ def test_a_request_after_an_outage_is_served() -> None:
 
 
 def test_a_call_that_outlasts_every_request_is_waited_for() -> None:
-    graph = load("tight.yaml", lost_expert_seconds=0.1, restarts=0)
+    graph = load("tight.yaml", unavailable_expert_seconds=0.1, restarts=0)
     slow = Slow(process="attention.0", at_seconds=0.01, for_seconds=5.0, factor=4000.0)
     for seed in range(3):
         serve_under(seed, graph, requests(3, apart=0.02), slow, Crash(process="experts.1", at_seconds=0.02))
@@ -202,7 +202,7 @@ def test_a_part_that_waits_for_a_copy_that_is_there_is_found(monkeypatch: pytest
 
 
 def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
-    graph = load("tight.yaml", restarts=0, lost_expert_seconds=0.5)
+    graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
     asked = requests(8, apart=0.2)
     outcome = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05))
     references = [reference_of(draw(0, [graph]), request) for request in asked]

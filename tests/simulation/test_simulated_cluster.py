@@ -50,8 +50,8 @@ flowrt: 1
 model: {path: model, dtype: float64}
 deploy:
   attention: {groups: 2, micro_batches: 2}
-  experts: {servers: 3, copies: 2}
-limits: {max_batch: 4, kv_pages: 64, page_tokens: 4, max_tokens: 16, max_step_tokens: 24}
+  experts: {servers: 3, replicas: 2}
+limits: {max_num_seqs: 4, kv_pages: 64, page_size: 4, max_tokens: 16, max_num_batched_tokens: 24}
 """
 
 
@@ -128,10 +128,10 @@ def test_faults_change_no_token_computed_with_weights(graph_file: Path) -> None:
 
 
 SHAPES = {
-    "4:1": ("{groups: 4, micro_batches: 1}", "{servers: 1, copies: 1}", 8),
+    "4:1": ("{groups: 4, micro_batches: 1}", "{servers: 1, replicas: 1}", 8),
     "1:0": ("{groups: 1, micro_batches: 3}", "{servers: 0}", 9),
-    "3:2": ("{groups: 3, micro_batches: 2}", "{servers: 2, copies: 1}", 10),
-    "2:3": ("{groups: 2, micro_batches: 2}", "{servers: 3, copies: 3}", 12),
+    "3:2": ("{groups: 3, micro_batches: 2}", "{servers: 2, replicas: 1}", 10),
+    "2:3": ("{groups: 2, micro_batches: 2}", "{servers: 3, replicas: 3}", 12),
 }
 
 
@@ -141,7 +141,7 @@ def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Pat
     requests = make_requests(6, 6)
     for number, (name, (attention, experts, kv_pages)) in enumerate(SHAPES.items()):
         file = graph_file.with_name(f"shape-{number}.yaml")
-        text = GRAPH.replace("{groups: 2, micro_batches: 2}", attention).replace("{servers: 3, copies: 2}", experts)
+        text = GRAPH.replace("{groups: 2, micro_batches: 2}", attention).replace("{servers: 3, replicas: 2}", experts)
         file.write_text(text.replace("kv_pages: 64", f"kv_pages: {kv_pages}"))
         graph = load(file)
         for seed in range(2):
