@@ -21,6 +21,8 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in 
 _BYTE_TYPES = {name for name in DTYPE_BYTES if not name.startswith("complex")}  # complex tensors may be conjugated lazily
 # Those that numpy has too.
 _NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
+# What libraries take for indices, masks, lengths or counts.
+_INDEX_TYPES = {name for name in DTYPE_BYTES if name == "bool" or "int" in name}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -66,7 +68,8 @@ def from_reference(message: Message) -> Payload:
 
 
 def from_message(message: Message, device: torch.device | None = None) -> Payload:
-    """Tensors alias the message's buffers (which live as long as any tensor on them), unless `device` (None: the host) is another one."""
+    """Floating-point tensors alias the message's buffers (which live as long as any tensor on them), unless `device` (None: the host) is
+    another one. Integers and booleans are always in memory that the peer cannot write: operators check them, then use them as indices."""
     buffers = message.tensors
     if device is not None and device.type != "cpu":
         tensors = tuple([_from_buffer(buffer, device).to(device, non_blocking=True) for buffer in buffers])
@@ -140,8 +143,11 @@ def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Te
         view = memoryview(cast("bytearray", data))  # any buffer will do
     except TypeError:
         found = from_device_buffer(data).view(dtype).view(shape)
-        return found if device is not None else found.cpu()
-    if view.readonly:
+        if device is None:
+            return found.cpu()
+        return found.clone() if spec.dtype in _INDEX_TYPES else found
+    is_shared = spec.dtype in _INDEX_TYPES and type(data) is not bytearray  # which transports fill for the receiver alone
+    if view.readonly or is_shared:
         view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would reach memory that is not ours
     flat = torch.frombuffer(view, dtype=dtype)
     return flat if len(shape) == 1 else flat.view(shape)

@@ -1,0 +1,49 @@
+"""What of a received message may alias memory that the peer can still write."""
+
+import asyncio
+
+import pytest
+import torch
+
+from flowrt.dataflow.payload import Payload, from_message, to_message
+from transports.checks_meeting import pair_maker
+from transports.contract import Limits
+from transports.message import Tag
+from transports.registry import unavailable_reason
+
+INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def overwritten(scheme: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ones as received over `scheme`, and after every byte of the transport's memory was written over."""
+
+    async def main() -> tuple[torch.Tensor, torch.Tensor]:
+        one, two = await pair_maker(scheme)(Limits())
+        async with one, two:
+            await one.send(to_message(Payload((torch.ones(64 << 10, dtype=dtype),)), 0, Tag("source@1")))
+            message = await two.recv()
+            (received,) = from_message(message).tensors
+            before = received.clone()
+            shared = memoryview(message.tensors[0].data).cast("B")
+            shared[:] = b"\x00" * len(shared)
+            return before, received.clone()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.skipif(unavailable_reason("shm") is not None, reason=str(unavailable_reason("shm")))
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_peer_cannot_change_a_received_index(dtype: torch.dtype) -> None:
+    before, after = overwritten("shm", dtype)
+    assert torch.equal(before.to(torch.int64), torch.ones(64 << 10, dtype=torch.int64))
+    assert torch.equal(before.to(torch.int64), after.to(torch.int64))
+
+
+@pytest.mark.skipif(unavailable_reason("shm") is not None, reason=str(unavailable_reason("shm")))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_received_numbers_are_not_copied(dtype: torch.dtype) -> None:
+    """They are large, and nothing computes an address from them."""
+    before, after = overwritten("shm", dtype)
+    assert torch.equal(before.to(torch.float32), torch.ones(64 << 10))
+    assert not after.to(torch.float32).any()
