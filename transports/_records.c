@@ -67,32 +67,23 @@ static int refresh(Records *self)
     return 1;
 }
 
-static void skip(Records *self, uint64_t nbytes)
+/* Whether `nbytes` fit in one piece: 1, or 0 when there is no room now, or -1 with an error set. `skipped` gets the bytes up to the
+ * end of the ring that have to be skipped first. Changes nothing that the writer remembers: a refused record leaves no trace. */
+static int find_room(Records *self, uint64_t nbytes, uint64_t *skipped)
 {
-    Record record = {(uint32_t)nbytes, SKIP, 0, 0, 0};
-    memcpy(self->records + self->head % self->size, &record, sizeof record);
-    self->head += nbytes;
-}
-
-/* Make room for `nbytes` in one piece: 1, or 0 when there is none now, or -1 with an error set. */
-static int reserve(Records *self, uint64_t nbytes)
-{
-    uint64_t at = self->head % self->size;
-    if (at >= WARM_BYTES || at + nbytes > self->size) {
+    uint64_t at = self->head % self->size, rest = self->size - at;
+    *skipped = 0;
+    if (at >= WARM_BYTES || nbytes > rest) {
         if (!refresh(self))
             return -1;
-        uint64_t rest = self->size - at;
-        if (self->tail == self->head && nbytes <= self->size)
-            skip(self, rest); /* all read: begin anew at the start, whose pages and cache lines are warm */
-        else if (at + nbytes > self->size) {
-            if (self->head + rest + nbytes - self->tail > self->size)
-                return 0;
-            skip(self, rest);
-        }
+        /* All read: begin again at the start, whose pages and cache lines are warm, if that leaves room for the record. */
+        if (nbytes > rest || (self->tail == self->head && rest + nbytes <= self->size))
+            *skipped = rest;
     }
-    if (self->head + nbytes - self->tail > self->size && !refresh(self))
+    uint64_t needed = *skipped + nbytes;
+    if (self->head + needed - self->tail > self->size && !refresh(self))
         return -1;
-    return self->head + nbytes - self->tail <= self->size;
+    return self->head + needed - self->tail <= self->size;
 }
 
 static PyObject *records_put(Records *self, PyObject *const *args, Py_ssize_t count)
@@ -107,13 +98,20 @@ static PyObject *records_put(Records *self, PyObject *const *args, Py_ssize_t co
         return PyErr_Format(PyExc_TypeError, "an envelope in bytes, a list of sizes and a list of as many buffers are expected");
     uint64_t envelope_bytes = (uint64_t)PyBytes_GET_SIZE(args[3]);
     uint64_t nbytes = sizeof(Record) + envelope_bytes + (kind == INLINE ? payload_bytes : 0);
-    if (kind == SKIP || kind >= NUM_KINDS || payload_bytes > UINT32_MAX || nbytes > self->size)
-        return PyErr_Format(PyExc_ValueError, "a record of kind %lu and %llu bytes", kind, (unsigned long long)nbytes);
     nbytes = (nbytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1);
-    int room = reserve(self, nbytes);
+    /* At most half the ring: then it fits before the end or after the start of an empty ring, wherever the cursors are. */
+    if (kind == SKIP || kind >= NUM_KINDS || payload_bytes > UINT32_MAX || nbytes > self->size / 2)
+        return PyErr_Format(PyExc_ValueError, "a record of kind %lu and %llu bytes; at most %llu bytes fit", kind,
+                            (unsigned long long)nbytes, (unsigned long long)self->size / 2);
+    uint64_t skipped;
+    int room = find_room(self, nbytes, &skipped);
     if (room <= 0)
         return room < 0 ? NULL : PyBool_FromLong(0);
-    char *at = self->records + self->head % self->size;
+    if (skipped) {
+        Record skip = {(uint32_t)skipped, SKIP, 0, 0, 0};
+        memcpy(self->records + self->head % self->size, &skip, sizeof skip);
+    }
+    char *at = self->records + (self->head + skipped) % self->size;
     Record record = {(uint32_t)nbytes, (uint32_t)kind, (uint32_t)envelope_bytes, (uint32_t)payload_bytes, start};
     memcpy(at, &record, sizeof record);
     at += sizeof record;
@@ -138,7 +136,7 @@ static PyObject *records_put(Records *self, PyObject *const *args, Py_ssize_t co
     }
     if (left)
         return PyErr_Format(PyExc_ValueError, "%llu bytes fewer than announced", (unsigned long long)left);
-    self->head += nbytes;
+    self->head += skipped + nbytes;
     if (flowrt_publish(self->words + HEAD, self->head, self->words + READER_SLEEPS))
         flowrt_wake(self->wake_fd);
     Py_RETURN_TRUE;
@@ -150,32 +148,47 @@ static void take(Records *self, uint64_t payload_bytes)
     flowrt_store(self->words + TAKEN_MESSAGES, ++self->taken_messages);
 }
 
+/* Copy the head of the record at the read cursor out of shared memory and check it: 0, or -1 with an error set. */
+static int read_head(Records *self, Record *record)
+{
+    uint64_t there = self->head - self->tail, rest = self->size - self->tail % self->size;
+    if (there < sizeof *record || rest < sizeof *record) {
+        PyErr_SetString(PyExc_ValueError, "a record that is cut off");
+        return -1;
+    }
+    flowrt_copy_in(record, self->records + self->tail % self->size, sizeof *record);
+    uint64_t body = sizeof *record + (uint64_t)record->envelope_bytes + (record->kind == INLINE ? record->payload_bytes : 0);
+    if (record->nbytes % ALIGNMENT || body > record->nbytes || record->nbytes > there || record->nbytes > rest ||
+        record->kind >= NUM_KINDS) {
+        PyErr_Format(PyExc_ValueError, "a record of kind %u and %u bytes that does not fit where it lies", record->kind, record->nbytes);
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *records_next(Records *self, PyObject *unused)
 {
+    if (self->tail == self->head) {
+        uint64_t head = flowrt_load(self->words + HEAD);
+        if (head == self->tail)
+            Py_RETURN_NONE;
+        if (head - self->tail > self->size)
+            return PyErr_Format(PyExc_ValueError, "the peer's cursors are impossible");
+        self->head = head;
+    }
     Record record;
-    char *at;
-    do {
-        if (self->tail == self->head) {
-            uint64_t head = flowrt_load(self->words + HEAD);
-            if (head == self->tail)
-                Py_RETURN_NONE;
-            if (head - self->tail > self->size)
-                return PyErr_Format(PyExc_ValueError, "the peer's cursors are impossible");
-            self->head = head;
-        }
-        uint64_t there = self->head - self->tail, rest = self->size - self->tail % self->size;
-        if (there < sizeof record || rest < sizeof record)
-            return PyErr_Format(PyExc_ValueError, "a record that is cut off");
-        at = self->records + self->tail % self->size;
-        memcpy(&record, at, sizeof record); /* a copy: the peer may change what lies there */
-        uint64_t body = sizeof record + (uint64_t)record.envelope_bytes + (record.kind == INLINE ? record.payload_bytes : 0);
-        if (record.nbytes % ALIGNMENT || body > record.nbytes || record.nbytes > there || record.nbytes > rest || record.kind >= NUM_KINDS)
-            return PyErr_Format(PyExc_ValueError, "a record of kind %u and %u bytes that does not fit where it lies", record.kind,
-                                record.nbytes);
+    if (read_head(self, &record) < 0)
+        return NULL;
+    if (record.kind == SKIP) { /* a record follows it at the start of the ring: one call reads at most one of each */
+        if (record.nbytes != self->size - self->tail % self->size)
+            return PyErr_Format(PyExc_ValueError, "%u bytes skipped that do not reach the end of the ring", record.nbytes);
+        self->tail += record.nbytes;
+        if (read_head(self, &record) < 0)
+            return NULL;
         if (record.kind == SKIP)
-            self->tail += record.nbytes;
-    } while (record.kind == SKIP);
-    at += sizeof record;
+            return PyErr_Format(PyExc_ValueError, "two skips in a row");
+    }
+    const char *at = self->records + self->tail % self->size + sizeof record;
     PyObject *envelope = PyBytes_FromStringAndSize(at, record.envelope_bytes), *payload = NULL;
     if (record.kind == INLINE && record.payload_bytes)
         payload = PyByteArray_FromStringAndSize(at + record.envelope_bytes, record.payload_bytes);

@@ -29,6 +29,13 @@ static inline int flowrt_flatten(char *to, Py_buffer *view)
     return 0;
 }
 
+/* Copy from memory that a peer may write meanwhile. What is checked afterwards is the copy: the compiler must not read the original again. */
+static inline void flowrt_copy_in(void *to, const void *from, size_t nbytes)
+{
+    memcpy(to, from, nbytes);
+    __asm__ volatile("" : : : "memory");
+}
+
 /* Exactly `wanted` arguments, else 0 with TypeError set. */
 int flowrt_expect(Py_ssize_t given, Py_ssize_t wanted);
 

@@ -6,7 +6,9 @@ without an event loop) and who sleeps and wakes (shared_memory.py). The protocol
 
     words    64-bit words, each written by one side only, each side's on cache lines of their own
     fields   one field of 32 bytes per lane and side: event id, chunk id, tail (and one word that lane 0 uses for giving up)
-    records  a ring of bytes; a record is a 24-byte head and its body, padded to 32 bytes, never wrapped, copied out at once
+    records  a ring of bytes; a record is a 24-byte head and its body, padded to 32 bytes, never wrapped, at most half the
+             ring, copied out at once; a SKIP reaches from where the writer is to the end of the ring and is published with the
+             record after it
     slots    per lane a ring of SLOTS slots for the chunks of large payloads, copied out
     area     payloads above INLINE_BYTES, contiguous, handed out in order; the receiver's tensors alias it until they are gone
 

@@ -36,6 +36,7 @@ from transports.ring import (
 if TYPE_CHECKING:
     from transports._words import Ledger, Memory
 
+MAX_REPEATS = 64  # in a row; this side's writer never repeats a message, and each one costs the event loop time
 OWN_MAPPING_BYTES = 1 << 22  # from here on memory comes from the kernel, in huge pages, zeroed by it and not by us
 
 
@@ -59,6 +60,7 @@ class RingReader:
         self._counters = counters
         self._wake_fd = wake_fd
         self._expected = 0
+        self._num_repeats = 0  # since the last message that was due
         self._lane_tails = [0] * layout.lanes  # bytes of slots ever emptied
         self._num_dropped = 0  # messages that the writer gave up
         self._arriving: _Arriving | None = None  # a message that the lanes bring
@@ -204,8 +206,12 @@ class RingReader:
         counters = self._counters
         if envelope.sequence != self._expected and is_repeat(envelope.sequence, self._expected):
             counters.messages_dropped += 1
+            self._num_repeats += 1
+            if self._num_repeats > MAX_REPEATS:
+                raise WireError(f"more than {MAX_REPEATS} repeated messages in a row")
             return None
         self._expected += 1
+        self._num_repeats = 0
         counters.messages_received += 1
         counters.bytes_received += payload_bytes
         return assemble(envelope, buffers)
