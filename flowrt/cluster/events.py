@@ -85,8 +85,8 @@ class WorkerRestarted:
 
 @dataclass(frozen=True)
 class WorkerGivenUp:
-    """`name` stays down, for the rest of the run or until a starter that stood still goes on: `why` is said as in "it was started again
-    3 times in 30 s"."""
+    """`name` stays down, until the next try or for the rest of the run: `why` is said as in "it was started again 3 times in 30 s; the
+    next try is in 30 s"."""
 
     name: str
     why: str

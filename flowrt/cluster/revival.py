@@ -24,7 +24,7 @@ from flowrt.cluster.worker_line import WorkerLine
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import MONITOR, STARTER, Graph
 from flowrt.graph.roles import may_die, neighbours
-from flowrt.reliability.supervision import GiveUp, Supervision
+from flowrt.reliability.supervision import GiveUp, Restart, Supervision
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed
 STARTER_SECONDS = 15.0  # for the starter to say how a process ended that has
@@ -240,12 +240,15 @@ class Revival:
         return decision.why if isinstance(decision, GiveUp) else decision.delay_seconds
 
     async def _is_to_live(self, host: str) -> bool:
-        """Whether the budget allows another life, and the run goes on; after the wait that the budget asks for."""
-        delay_seconds = self.delay_before_next(host)
-        if isinstance(delay_seconds, str):
-            self._stay_down(host, delay_seconds)
+        """Whether it is to be started again, and the run goes on; after the wait that the restart budget asks for."""
+        decision = self._supervision.on_death(host, self._now())
+        if isinstance(decision, Restart):
+            return not await self._pause(decision.delay_seconds)
+        if decision.retry_seconds is None:
+            self._stay_down(host, decision.why)
             return False
-        return not await self._pause(delay_seconds)
+        self._stay_down(host, f"{decision.why}; the next try is in {decision.retry_seconds:g} s")
+        return not await self._pause(decision.retry_seconds)
 
     async def _introduce(self, lines: list[WorkerLine]) -> bool:
         """Lead new lives from Start to where the others know them. False: they have died, which is another death like the first."""

@@ -99,5 +99,5 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
     warnings = [f"{state.degraded}; output is degraded"] if state.degraded is not None else []
     warnings += [f"{process} is suspect: {why}" for process, why in sorted(state.suspects.items())]
     warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
-    warnings += [f"{process} is down and not started again" for process in sorted(state.given_up)]
+    warnings += [f"{process} is down, and its restarts are used up" for process in sorted(state.given_up)]
     return Health(not problems, tuple(problems), tuple(warnings), dict(state.workers))

@@ -73,6 +73,7 @@ class Servers:
         self._clients = {name: _neighbours(graph, name) for name in self.mortal}
         self._looked_at = 0.0
         self._unasked: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a copy that is there
+        self._given_up: set[str] = set()  # until they are tried again
         self._busy = set(self.mortal) & {MONITOR}  # those whose end or beginning is under way
 
     @property
@@ -102,8 +103,14 @@ class Servers:
             if isinstance(decision, GiveUp):
                 self.counts["stayed down"] += 1
                 self._busy.discard(name)
-                return
-            await asyncio.sleep(decision.delay_seconds)
+                self._given_up.add(name)
+                if decision.retry_seconds is None:
+                    return
+                await asyncio.sleep(decision.retry_seconds)
+                self._given_up.discard(name)
+                self._busy.add(name)
+            else:
+                await asyncio.sleep(decision.delay_seconds)
             await self._pass(RESTART_SECONDS)
             self.counts["started again"] += 1
             await self._introduce(self._owner.begin(name))
@@ -234,7 +241,7 @@ class Servers:
             monitor.try_tell(sign)
 
     def _stays_down(self, name: str) -> bool:
-        return self._supervision.is_given_up(name)
+        return name in self._given_up
 
     def _is_over(self, name: str) -> bool:
         line = self._owner.lines.get(name)

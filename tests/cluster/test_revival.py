@@ -173,7 +173,7 @@ async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
         r.kill("frail.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "frail.0"))
         (down,) = r.of(events.WorkerGivenUp, "frail.0")
-        assert events.news(down) == "frail.0 stays down: it was started again 3 times in 30 s"
+        assert events.news(down) == "frail.0 stays down: it was started again 3 times in 30 s; the next try is in 30 s"
         assert len(r.of(events.WorkerLost, "frail.0")) == 4
         with pytest.raises(NotRunningError, match=r"frail\.0 has stopped"):
             await r.ask("frail.0", "hello")
@@ -182,6 +182,24 @@ async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
         await r.until(lambda: r.heard("server.1", "done", "hello"))
         assert set(await launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=1, restart_window_seconds=3.0)))
+
+    def kill_second(event: events.Event) -> None:
+        if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.0")) == 2:
+            r.kill("server.0")
+
+    r.on_event = kill_second
+    async with r.launcher as launcher:
+        r.kill("server.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
+        assert "server.0 is down, and its restarts are used up" in launcher.standing.health().warnings
+        await r.until_back("server.0")
+        assert launcher.standing.health().warnings == ()
+        await r.ask("server.0", "hello")
+        await r.until(lambda: r.heard("server.0", "done", "hello"))
 
 
 async def test_a_former_life_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:

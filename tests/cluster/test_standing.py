@@ -80,7 +80,7 @@ def test_suspects_and_those_who_are_down_are_warnings_until_they_are_back(told: 
     told.hear(events.WorkerRestarted("experts.0", 7, 0.5))
     assert told.warnings == ()
     told.hear(events.WorkerLost("experts.0", "was killed"), events.WorkerGivenUp("experts.0", "too often"))
-    assert told.warnings == ("experts.0 is down and not started again",)
+    assert told.warnings == ("experts.0 is down, and its restarts are used up",)
     assert told.standing.health().ok
     told.hear(events.WorkerRestarted("experts.0", 8, 20.0))
     assert told.warnings == ()
