@@ -12,9 +12,14 @@ extensions = []
 if sys.platform == "linux":
     extensions.append(
         Extension(
-            "transports._words",
-            ["transports/_words.c", "transports/_records.c", "transports/_copier.c", "transports/_loans.c"],
-            depends=["transports/_words.h"],
+            "flowrt.transports.native._words",
+            [
+                "flowrt/transports/native/_words.c",
+                "flowrt/transports/native/_records.c",
+                "flowrt/transports/native/_copier.c",
+                "flowrt/transports/native/_loans.c",
+            ],
+            depends=["flowrt/transports/native/_words.h"],
             extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,
@@ -22,8 +27,8 @@ if sys.platform == "linux":
     )
     extensions.append(
         Extension(
-            "operators._panels",
-            ["operators/_panels.c"],
+            "flowrt.operators._panels",
+            ["flowrt/operators/_panels.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             optional=True,
@@ -31,9 +36,9 @@ if sys.platform == "linux":
     )
     extensions.append(
         Extension(
-            "operators._rows",
-            ["operators/_rows.c", "operators/_attend.c", "operators/_routing.c"],
-            depends=["operators/_rows.h"],
+            "flowrt.operators._rows",
+            ["flowrt/operators/_rows.c", "flowrt/operators/_attend.c", "flowrt/operators/_routing.c"],
+            depends=["flowrt/operators/_rows.h"],
             extra_compile_args=[
                 "-O3",
                 "-std=gnu11",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrt.api import Choice, Completion, RunningGraph, generate
     from flowrt.api import open_graph as open
-    from flowrt.cluster.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
     from flowrt.errors import GraphError, UserError, WorkerDiedError
+    from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,10 +36,10 @@ _HOME = {
     "RunningGraph": "api:RunningGraph",
     "generate": "api:generate",
     "open": "api:open_graph",
-    "ChoiceEvent": "cluster.gateway:ChoiceEvent",
-    "EndEvent": "cluster.gateway:EndEvent",
-    "Parameters": "cluster.gateway:Parameters",
-    "TokenEvent": "cluster.gateway:TokenEvent",
+    "ChoiceEvent": "gateway.gateway:ChoiceEvent",
+    "EndEvent": "gateway.gateway:EndEvent",
+    "Parameters": "gateway.gateway:Parameters",
+    "TokenEvent": "gateway.gateway:TokenEvent",
     "GraphError": "errors:GraphError",
     "UserError": "errors:UserError",
     "WorkerDiedError": "errors:WorkerDiedError",

@@ -1,5 +1,5 @@
 """`python -m flowrt`: the same as the command `flowrt` (cli.py)."""
 
-from flowrt.cli import main
+from flowrt.cli.app import main
 
 main()

@@ -17,20 +17,21 @@ from typing import Any, Self, cast
 
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
-from flowrt.cluster import events
-from flowrt.cluster.completion import Choice, Completion
-from flowrt.cluster.gateway import ClientEvent, Gateway, Parameters
-from flowrt.cluster.launcher import Launcher
-from flowrt.cluster.request_log import shown
-from flowrt.cluster.requests import Requests
 from flowrt.errors import UserError
+from flowrt.gateway.completion import Choice, Completion
+from flowrt.gateway.gateway import ClientEvent, Gateway, Parameters
+from flowrt.gateway.request_log import shown
+from flowrt.gateway.requests import Requests
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT
+from flowrt.launcher import events
+from flowrt.launcher.launcher import Launcher
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
-from operators.model_config import ModelConfig, read_model_config
 
 __all__ = ["Choice", "Completion", "Prompt", "RunningGraph", "generate", "open_graph", "read_graph"]
 
@@ -55,7 +56,7 @@ def open_graph(
     """`async with flowrt.open("graph.yaml") as graph:` starts its processes and ends them again.
 
     `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` is told of the start and of deaths
-    (flowrt.cluster.events; by default deaths go to stderr), `on_line` gets (process, line) of what processes write. Raises GraphError.
+    (flowrt.launcher.events; by default deaths go to stderr), `on_line` gets (process, line) of what processes write. Raises GraphError.
     """
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)

@@ -21,15 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrt.actors.emulated_links import modelled_seconds
-from flowrt.cluster.choose import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
-from flowrt.cluster.leftover import Marked, marked_processes
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
 from flowrt.observe import duration_text, size_text
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelError
+from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.timer import FineTimer, measure_lateness, new_timer
-from operators.model_config import ModelError, read_model_config
-from transports.link_profiles import PROFILES
+from flowrt.transports.emulation.profiles import PROFILES
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES = 1 << 30
@@ -37,12 +38,12 @@ _TORCH_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
 try:
-    from operators._panels import kinds
+    from flowrt.operators._panels import kinds
     products = kinds()
 except ImportError:
     products = None
 try:
-    from operators import _rows
+    from flowrt.operators import _rows
     rows = True
 except ImportError:
     rows = False
@@ -57,9 +58,9 @@ _ASK_STRICT = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from operators.model_config import ModelError
-from operators.proof import prove_model
-from operators.row_blocks import describe
+from flowrt.operators.model_config import ModelError
+from flowrt.operators.proof import prove_model
+from flowrt.operators.row_blocks import describe
 try:
     print("ok", describe(prove_model(Path({path!r}), {dtype!r}).sizes))
 except ModelError as error:

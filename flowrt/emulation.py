@@ -1,7 +1,7 @@
 """Emulated time: computing that takes its modelled time, and how far reality kept to the model.
 
 Here: EmulatedCompute, Lateness (counts of one worker), `judge` (what the counts mean for a run's figures) and the rule for the smallest
-dilation. Not here: links (transports/link.py), what a graph charges for what (flowrt/workers/emulated.py). A leaf.
+dilation. Not here: links (transports/emulation/channel.py), what a graph charges for what (flowrt/workers/emulated.py). A leaf.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from flowrt.timer import Timer, new_timer
-from transports.contract import Transport
-from transports.registry import get_transport
+from flowrt.transports.contract import Transport
+from flowrt.transports.registry import get_transport
 
 T = TypeVar("T")
 

@@ -1,8 +1,7 @@
 """A timer finer than the event loop's millisecond, for waits that stand for something.
 
 Here: FineTimer (timerfd, Linux), LoopTimer (the loop's own, elsewhere and in virtual time), `new_timer`, which picks, and
-`measure_lateness`. Not here: what is waited for (flowrt/emulation.py, transports/link.py). A leaf. Nothing here spins: a wait costs a
-wake-up.
+`measure_lateness`. Nothing here spins: a wait costs a wake-up.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""What is computed: pure torch on explicit inputs. Imports nothing; README.md is the map and holds the legend of shape suffixes."""
+"""Operators: what is computed, on explicit inputs; README.md is the map and holds the legend of shape suffixes."""
+
+if not __name__.startswith("flowrt."):
+    raise ImportError(f"import flowrt.{__name__}, not {__name__}: a second import name would make a second set of classes")

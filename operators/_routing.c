@@ -1,4 +1,4 @@
-/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module operators._rows.
+/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module flowrt.operators._rows.
  *
  * Here: `choose`, the best experts of each row and their weights; `cut`, the pairs by server; `sort`, the pairs by expert, with their rows;
  * `weigh`, the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax over the best (gate.py), who holds

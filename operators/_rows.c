@@ -1,4 +1,4 @@
-/* What is done to each row by itself between the products of a layer, each in one call. Part of the module operators._rows.
+/* What is done to each row by itself between the products of a layer, each in one call. Part of the module flowrt.operators._rows.
  *
  * Here: norms, with the addition before them; turning queries and keys to their positions and putting keys and values into their pages;
  * adding up answers. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
@@ -234,7 +234,7 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "operators._rows", .m_size = 0, .m_methods = methods};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators._rows", .m_size = 0, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__rows(void)
 {

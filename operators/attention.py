@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators import rows
-from operators.attention_plan import StepPlan, plan_step
-from operators.kv_pages import KvPages
-from operators.latent_attention import LatentAttentionBlock
-from operators.model_config import ModelConfig
-from operators.normalization import RowNorm, rms_norm
-from operators.products import Product, lay_out
-from operators.rotary import RotaryTable, rotate
-from operators.row_blocks import WHOLE, RowBlocks
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators import rows
+from flowrt.operators.attention_plan import StepPlan, plan_step
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.latent_attention import LatentAttentionBlock
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.normalization import RowNorm, rms_norm
+from flowrt.operators.products import Product, lay_out
+from flowrt.operators.rotary import RotaryTable, rotate
+from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from operators.kv_pages import KvPages
-from operators.rotary import RotaryTable
-from operators.row_blocks import ALIGNMENT_BYTES
-from operators.step_layout import StepLayout
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.rotary import RotaryTable
+from flowrt.operators.row_blocks import ALIGNMENT_BYTES
+from flowrt.operators.step_layout import StepLayout
 
 SHORT_CONTEXT = 128  # contexts up to this length share one group: padding them costs less than another call
 COPIED_BYTES = 256 << 10  # keys of a context up to this size are copied: that costs less than a call of its own

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from operators import rows
+from flowrt.operators import rows
 
 
 def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

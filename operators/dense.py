@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators.model_config import ModelConfig
-from operators.products import Product, read_product
-from operators.row_blocks import WHOLE, RowBlocks
-from operators.weights import Checkpoint
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.products import Product, read_product
+from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.weights import Checkpoint
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:

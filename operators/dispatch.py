@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from operators import rows
+from flowrt.operators import rows
 
 NOWHERE = -1  # the server of an expert that has no copy
 

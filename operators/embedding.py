@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators.model_config import ModelConfig
-from operators.weights import Checkpoint
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.weights import Checkpoint
 
 
 class Embedding:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators.dense import gated_silu
-from operators.products import COPIED, Form, Panels, Plain, Product, form_for, lay_out, shared_form
+from flowrt.operators.dense import gated_silu
+from flowrt.operators.products import COPIED, Form, Panels, Plain, Product, form_for, lay_out, shared_form
 
 LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures: the times climb in steps, which a load in between belongs to
 MEAN_LOADS = (1, 2, 4)  # that decide how experts are held: those of decoding

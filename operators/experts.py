@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from operators import rows
-from operators.expert_products import (
+from flowrt.operators import rows
+from flowrt.operators.expert_products import (
     NEVER_DENSE,
     DeviceExperts,
     GroupedExperts,
@@ -24,10 +24,10 @@ from operators.expert_products import (
     profile_size,
     take_profile,
 )
-from operators.model_config import ModelConfig
-from operators.products import Form, Product, form_for, lay_out
-from operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.products import Form, Product, form_for, lay_out
+from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from operators import rows
-from operators.model_config import ModelConfig
-from operators.products import Product, lay_out
-from operators.row_blocks import WHOLE, RowBlocks
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators import rows
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.products import Product, lay_out
+from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 class Gate:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from operators.embedding import Embedding
-from operators.model_config import ModelConfig
-from operators.normalization import RowNorm
-from operators.products import Product, lay_out, shared_form
-from operators.row_blocks import WHOLE, RowBlocks
-from operators.weights import Checkpoint
+from flowrt.operators.embedding import Embedding
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.normalization import RowNorm
+from flowrt.operators.products import Product, lay_out, shared_form
+from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.weights import Checkpoint
 
 
 class Head:

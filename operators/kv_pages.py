@@ -10,8 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from operators.model_config import ModelConfig, ModelError
-from operators.weights import torch_dtype
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.weights import torch_dtype
 
 
 class KvPages:

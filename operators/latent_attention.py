@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
-from operators.kv_pages import KvPages
-from operators.model_config import LatentConfig, ModelConfig
-from operators.normalization import RowNorm, rms_norm
-from operators.products import Product, lay_out
-from operators.rotary import RotaryTable, pairs_to_halves_, rotate
-from operators.row_blocks import WHOLE, RowBlocks
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import LatentConfig, ModelConfig
+from flowrt.operators.normalization import RowNorm, rms_norm
+from flowrt.operators.products import Product, lay_out
+from flowrt.operators.rotary import RotaryTable, pairs_to_halves_, rotate
+from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 Form = Literal["cheaper", "absorbed", "expanded"]
 

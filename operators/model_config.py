@@ -11,7 +11,6 @@ part, F expert width, V vocabulary, G pages of a sequence, C tokens of a page, L
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -144,27 +143,3 @@ class ModelConfig:
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
         return replace(self, dtype=dtype)
-
-
-def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
-    """The config of the Hugging Face model directory `directory`, in `dtype` if given, else in the checkpoint's own.
-
-    Raises ModelError: no directory or config.json, a family that is not known (the known ones are listed), a value that is
-    missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of
-    generation_config.json where it names any, else those of config.json, as transformers' generation has it.
-    """
-    # Here and not above: a family's file imports ModelConfig from this one.
-    from operators.families.config_file import read_config_file
-    from operators.families.registry import find_family
-
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
-    file = read_config_file(directory / "config.json")
-    config = find_family(file).read_config(file)
-    generation_path = directory / "generation_config.json"
-    if generation_path.exists():
-        ids = read_config_file(generation_path).token_ids("eos_token_id")
-        if ids:
-            config = replace(config, eos_token_ids=ids)
-    return config if dtype is None else config.with_dtype(dtype)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators import rows
-from operators.model_config import ModelConfig
+from flowrt.operators import rows
+from flowrt.operators.model_config import ModelConfig
 
 
 class RowNorm:

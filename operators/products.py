@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from operators.model_config import ModelConfig
-from operators.weights import Checkpoint
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.weights import Checkpoint
 
 try:
-    from operators import _panels
+    from flowrt.operators import _panels
 except ImportError:  # without a compiler, or with one that does not know the instructions
     has_panels = False
 else:

@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.attention import Attention, attention_for
-from operators.dense import DenseMlp, SharedExperts
-from operators.experts import Experts
-from operators.gate import Gate
-from operators.head import Head
-from operators.kv_pages import KvPages
-from operators.model_config import ModelConfig, read_model_config
-from operators.row_blocks import PROOF_ROWS, StrictBlocks
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.attention import Attention, attention_for
+from flowrt.operators.dense import DenseMlp, SharedExperts
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.gate import Gate
+from flowrt.operators.head import Head
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.row_blocks import PROOF_ROWS, StrictBlocks
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 @lru_cache(maxsize=8)

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.model_config import LatentConfig, ModelConfig, RotaryConfig, read_model_config
-from operators.weights import Checkpoint
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import LatentConfig, ModelConfig, RotaryConfig
+from flowrt.operators.weights import Checkpoint
 
 
 class ReferenceModel:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from operators.model_config import RotaryConfig
+from flowrt.operators.model_config import RotaryConfig
 
 FIRST_LENGTH = 4096  # rows of the first table; it doubles when a longer context comes
 

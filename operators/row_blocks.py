@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from operators.model_config import ModelError
-from operators.products import Product, form_for, lay_out, panel_product
+from flowrt.operators.model_config import ModelError
+from flowrt.operators.products import Product, form_for, lay_out, panel_product
 
 SIZES = (4, 8, 16, 32, 64, 128)
 PROOF_ROWS = SIZES[-1]  # rows that a proof is given

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from operators.attention_plan import PagedRows, StepPlan
-from operators.kv_pages import KvPages
+from flowrt.operators.attention_plan import PagedRows, StepPlan
+from flowrt.operators.kv_pages import KvPages
 
 try:
-    from operators import _rows
+    from flowrt.operators import _rows
 except ImportError:  # without a compiler
     _DTYPES: dict[torch.dtype, int] = {}
 else:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from operators.sampling_inputs import SamplingInputs
+from flowrt.operators.sampling_inputs import SamplingInputs
 
 # SplitMix64: its step and the two multipliers of its finalizer, as signed 64-bit numbers (products wrap, as they must).
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.families.config_file import read_config_file, regular_file_bytes
-from operators.families.family import PARTS, Piece
-from operators.families.registry import family_named
-from operators.model_config import ModelConfig, ModelError
+from flowrt.operators.families.config_file import read_config_file, regular_file_bytes
+from flowrt.operators.families.family import PARTS, Piece
+from flowrt.operators.families.registry import family_named
+from flowrt.operators.model_config import ModelConfig, ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound

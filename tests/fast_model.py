@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from operators.attention import attention_for
-from operators.combine import combine
-from operators.dense import DenseMlp, SharedExperts
-from operators.dispatch import CopyTable, cut
-from operators.embedding import Embedding
-from operators.experts import Experts
-from operators.gate import Gate
-from operators.head import Head
-from operators.kv_pages import KvPages
-from operators.model_config import read_model_config
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
+from flowrt.operators.attention import attention_for
+from flowrt.operators.combine import combine
+from flowrt.operators.dense import DenseMlp, SharedExperts
+from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.embedding import Embedding
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.gate import Gate
+from flowrt.operators.head import Head
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
 
 PAGE_TOKENS = 4
 

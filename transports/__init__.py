@@ -1,1 +1,4 @@
-"""transports: how a message gets there. Buffers, never torch; imports nothing of flowrt or operators."""
+"""Transports: how a message travels between processes; buffers, never torch."""
+
+if not __name__.startswith("flowrt."):
+    raise ImportError(f"import flowrt.{__name__}, not {__name__}: a second import name would make a second set of classes")

@@ -3,7 +3,7 @@
 Here: Limits, Identity, Capabilities, ChannelStatistics, and the abstract Channel, Listener, Transport. Not here: any scheme
 (one file each), finding one by name (registry.py), the executable form of these promises (checks.py).
 
-The promises, held by every scheme and checked by `transports.checks`:
+The promises, held by every scheme and checked by `flowrt.transports.conformance.channel_checks`:
 
 * Order: messages of one channel arrive in the order sent, each exactly once; channels are independent of each other.
 * Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` on the way; when it is full `send`
@@ -34,8 +34,8 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from transports.errors import UnavailableError
-from transports.message import Message
+from flowrt.transports.errors import UnavailableError
+from flowrt.transports.wire.message import Message
 
 PROTOCOL_VERSION = 2
 MAX_LANES = 16

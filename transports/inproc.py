@@ -13,14 +13,14 @@ from itertools import count
 from math import prod
 from typing import ClassVar
 
-from transports.address import expect_scheme
-from transports.codec import WireError, check_limits
-from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
-from transports.endpoint import Backlog, Endpoint
-from transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
-from transports.handshake import check_key
-from transports.message import DTYPE_BYTES, Message
-from transports.message_windows import RESERVED
+from flowrt.transports.channel.message_windows import RESERVED
+from flowrt.transports.channel.queued import Backlog, Endpoint
+from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
+from flowrt.transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import WireError, check_limits
+from flowrt.transports.wire.handshake import check_key
+from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
 _listeners: dict[str, InprocListener] = {}
 _free_names = count(1)

@@ -10,17 +10,17 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from transports.contract import Transport
-from transports.errors import AddressError, UnavailableError
+from flowrt.transports.contract import Transport
+from flowrt.transports.errors import AddressError, UnavailableError
 
 ENTRY_POINT_GROUP = "flowrt.transports"
 
 _BUILT_IN = {
-    "inproc": "transports.inproc:InprocTransport",
-    "shm": "transports.shared_memory:SharedMemoryTransport",
-    "zmq": "transports.zeromq:ZeroMQTransport",
-    "ucx": "transports.ucx:UCXTransport",
-    "cuda": "transports.cuda:CUDATransport",
+    "inproc": "flowrt.transports.inproc:InprocTransport",
+    "shm": "flowrt.transports.shared_memory.transport:SharedMemoryTransport",
+    "zmq": "flowrt.transports.zeromq.transport:ZeroMQTransport",
+    "ucx": "flowrt.transports.ucx.transport:UCXTransport",
+    "cuda": "flowrt.transports.cuda.transport:CUDATransport",
 }
 _FAULTY = "faulty+"  # before any scheme: the same, misbehaving as the plan behind its "?" says (faulty.py)
 
@@ -39,7 +39,7 @@ def known_schemes() -> tuple[str, ...]:
 def transport_class(scheme: str) -> type[Transport]:
     """The class behind `scheme`, available or not. Raises AddressError listing the known ones, UnavailableError if it cannot load."""
     if scheme.startswith(_FAULTY):
-        faulty: type[Transport] = import_module("transports.faulty").from_scheme(scheme, transport_class)
+        faulty: type[Transport] = import_module("flowrt.transports.fault_injection.transport").from_scheme(scheme, transport_class)
         return faulty
     if scheme in _BUILT_IN:
         module, name = _BUILT_IN[scheme].split(":")
@@ -47,7 +47,9 @@ def transport_class(scheme: str) -> type[Transport]:
     else:
         loaded = _load(scheme, _registered(scheme))
     if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
-        raise UnavailableError(f"transport {scheme!r}: its entry point is {loaded!r}, not a subclass of transports.contract.Transport")
+        raise UnavailableError(
+            f"transport {scheme!r}: its entry point is {loaded!r}, not a subclass of flowrt.transports.contract.Transport"
+        )
     return loaded
 
 

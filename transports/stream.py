@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Self
 
-from transports.codec import Envelope, Part, WireError, decode_envelope, encode, is_repeat
-from transports.contract import LINGER_SECONDS, Identity, Limits
-from transports.message import Message
-from transports.windowed import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.contract import LINGER_SECONDS, Identity, Limits
+from flowrt.transports.wire.codec import Envelope, Part, WireError, decode_envelope, encode, is_repeat
+from flowrt.transports.wire.message import Message
 
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")

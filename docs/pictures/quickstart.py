@@ -1,7 +1,7 @@
 """The picture of the quickstart, from a real run: `make picture`, which writes quickstart.svg beside this file.
 
 Here: a run in a terminal of WIDTH columns (a pseudo-terminal, as a person's), and what stands on that screen at the end, as rich draws it.
-Not here: what is shown (flowrt/cli_live.py, flowrt/cli_tables.py). The figures are those of the machine and the moment: run it on a
+Not here: what is shown (flowrt/cli/live.py, flowrt/cli/tables.py). The figures are those of the machine and the moment: run it on a
 quiet one.
 """
 

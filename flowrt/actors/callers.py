@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from transports.contract import Channel, Identity
+from flowrt.transports.contract import Channel, Identity
 
 
 class Callers:

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from flowrt.emulation import EmulationStatistics
-from transports.message import Message
+from flowrt.transports.wire.message import Message
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """A worker's channels as the links that the graph names, and the times that an emulated graph asks of the machine.
 
 Here: EmulatedLinks, which puts each new channel into an emulated one, `modelled_seconds`, `check_machine`. Not here: how a channel is
-emulated (transports/link.py), computing (flowrt/workers/emulated.py). Used by flowrt/workers, flowrt/api, flowrt/doctor.
+emulated (transports/emulation/channel.py), computing (flowrt/workers/emulated.py). Used by flowrt/workers, flowrt/api, flowrt/doctor.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from flowrt.emulation import Lateness, check_dilation
 from flowrt.graph.model import Emulation, Graph
 from flowrt.seams import Seams
 from flowrt.timer import Timer, measure_lateness
-from transports.contract import Channel
-from transports.link import EmulatedChannel
-from transports.link_nic import Nic
-from transports.link_profiles import profile_of
+from flowrt.transports.contract import Channel
+from flowrt.transports.emulation.channel import EmulatedChannel
+from flowrt.transports.emulation.nic import Nic
+from flowrt.transports.emulation.profiles import profile_of
 
 
 class EmulatedLinks:

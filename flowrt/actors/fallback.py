@@ -1,7 +1,7 @@
 """A channel that outlives the transport under it: when that breaks, the two ends meet again over the next one and lose nothing.
 
 Here: `FallbackChannel`, and `reopener`, which opens the next channel. Not here: what was sent and not told to have arrived (ledger.py),
-which transports there are to fall back to (flowrt/cluster/choose.py), the first channel of a link (links.py, which calls this).
+which transports there are to fall back to (flowrt/launcher/transport_choice.py), the first channel of a link (links.py, which calls this).
 
 Messages of an edge are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. An end
 keeps what it has sent until the other tells, every TOLD_EVERY messages, how many it has taken. After a break each end says on the new
@@ -22,9 +22,9 @@ from hashlib import sha256
 import msgspec
 
 from flowrt.actors.ledger import Ledger
-from transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
-from transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
-from transports.message import Message
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
+from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.message import Message
 
 MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; a peer that is dead is told of by the launcher meanwhile
 _AGAIN_SECONDS = 0.01

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from transports.message import Message
+from flowrt.transports.wire.message import Message
 
 TOLD_EVERY = 16  # messages received until the other end is told
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 
 from flowrt.actors.fallback import FallbackChannel
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
-from transports.contract import Channel, ChannelStatistics, Identity
-from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
-from transports.message import Message
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.message import Message
 
 LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel is over; any other error is the message's
 _OVER = (None,)  # of a link that has ended: something waits in it, so nothing is sent at once

@@ -1,13 +1,13 @@
 """Which links a worker needs, from the graph alone. Pure.
 
-Here: `plan_links`. Not here: opening them (links.py), choosing a transport for an edge (flowrt/cluster/choose.py).
+Here: `plan_links`. Not here: opening them (links.py), choosing a transport for an edge (flowrt/launcher/transport_choice.py).
 """
 
 from __future__ import annotations
 
 from flowrt.actors.links import LinkPlan
 from flowrt.graph.model import GATEWAY, Edge, Graph
-from transports.contract import Limits
+from flowrt.transports.contract import Limits
 
 RING_BYTES = 8 << 20  # per direction: payloads up to half of its area are not copied by the receiver; 1 MiB is one
 

@@ -19,9 +19,9 @@ from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.lives import Lives
 from flowrt.actors.opening import FirstUseChannel
-from transports.contract import Channel, Identity, Limits, Listener, Transport
-from transports.errors import AddressError, BrokenChannelError, TransportError
-from transports.message import Message
+from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
+from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
+from flowrt.transports.wire.message import Message
 
 __all__ = ["LOST", "Link", "LinkLostError", "LinkPlan", "Links"]
 

@@ -5,7 +5,7 @@ Here: Lives. Not here: what is done when one ends (links.py, the only user).
 
 from __future__ import annotations
 
-from transports.contract import Identity
+from flowrt.transports.contract import Identity
 
 
 class Lives:

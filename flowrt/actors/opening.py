@@ -3,7 +3,7 @@
 Here: the opening as a table (state, event) -> (state, actions), pure, and FirstUseChannel, which does what it says. Not here: listening
 and routing callers to their link (links.py, which calls this). After EaaS, section 4.4 (figure 7), whose steps are, in ours:
 
-    hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/handshake.py)
+    hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
     mirrored answer                        the listener's hello and its proof of the key, under both hellos
     state change notified                  ADOPT and NOTIFY below: whoever waits for the channel goes on
     buffers registered, keys exchanged     the caller's proof brings memory, descriptors or endpoint and keys (rendezvous.py)
@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from typing import Any
 
-from transports.codec import check_limits
-from transports.contract import Channel, ChannelStatistics, Identity, Limits
-from transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
-from transports.message import Message
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits
+from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.codec import check_limits
+from flowrt.transports.wire.message import Message
 
 READY_KIND = "opening.ready"
 

@@ -16,8 +16,8 @@ from flowrt.actors.beats import send_beats
 from flowrt.actors.control import Start, as_message, from_message
 from flowrt.actors.links import Link
 from flowrt.seams import Running, Seams
-from transports.contract import Channel
-from transports.message import Message
+from flowrt.transports.contract import Channel
+from flowrt.transports.wire.message import Message
 
 HANG, BLOCK = "bench.hang", "bench.block"  # orders: the next call waits for ever; the loop sleeps
 _HASHED_BYTES = 4 << 20

@@ -18,10 +18,10 @@ from typing import Any, Self
 import msgspec
 
 from flowrt.bench.peers import new_event_loop
-from transports.contract import Channel, Identity, Limits
-from transports.errors import EndOfChannel, TransportError
-from transports.message import Message, Tag, Tensor, TensorSpec
-from transports.registry import get_transport
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.errors import EndOfChannel, TransportError
+from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 LIMITS = Limits(capacity_bytes=8 << 20)  # as links between workers have
 _TAG = Tag("bench@0")

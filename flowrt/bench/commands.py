@@ -1,6 +1,6 @@
 """The commands: run a benchmark with progress on standard error, print its table, write its JSON.
 
-Not here: options and help (flowrt/cli_bench.py), measuring (a module per benchmark), the layout of a report (report.py).
+Not here: options and help (flowrt/cli/bench.py), measuring (a module per benchmark), the layout of a report (report.py).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from flowrt.bench.report import Figure
 from flowrt.bench.step_split import StepSplit, split_of
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import read_model_config
 
 Say = Callable[[str], None]
 SETTLE_SECONDS = 0.05  # threads that have computed may spin for some milliseconds before they sleep

@@ -1,6 +1,6 @@
 """`flowrt bench decode` from its options to its outputs: progress on standard error, tables, JSON, a plot, the exit code.
 
-Not here: options and help (flowrt/cli_bench.py), measuring (decode.py), tables (decode_report.py).
+Not here: options and help (flowrt/cli/bench.py), measuring (decode.py), tables (decode_report.py).
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ from flowrt.actors.links import LOST
 from flowrt.bench.beating import BLOCK, HANG, Habits
 from flowrt.bench.pairs import Target, judge, quantile_interval
 from flowrt.bench.report import Figure
-from flowrt.cluster.choose import usable_cores
-from flowrt.cluster.forked import StarterProcess
-from flowrt.cluster.starter import CONTROL_LIMITS
 from flowrt.graph.model import GATEWAY
+from flowrt.launcher.transport_choice import usable_cores
+from flowrt.processes.fork_server import CONTROL_LIMITS
+from flowrt.processes.fork_server_client import StarterProcess
 from flowrt.seams import RealClock, Running
-from transports.contract import Channel, Identity
-from transports.message import Message
-from transports.stream import StreamChannel
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.stream import StreamChannel
+from flowrt.transports.wire.message import Message
 
 STALL_SECONDS, STALL_EVERY_SECONDS, OVERSUBSCRIBED = 0.3, 10.0, 4
 TARGET_SECONDS = 1.2  # p99, from the fault to the verdict

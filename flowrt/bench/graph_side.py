@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from flowrt.api import RunningGraph
 from flowrt.bench.decoding import Prompts, Run, run_of
-from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
 from flowrt.errors import UserError
+from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
 from flowrt.graph.model import Graph
 
 

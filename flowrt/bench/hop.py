@@ -19,7 +19,7 @@ from flowrt.bench.pairs import Target, take_turns
 from flowrt.bench.peers import ZeroMQEcho, queue_echo_seconds
 from flowrt.bench.report import Figure
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, LayerSet, Node, PortSpec, TagStep
-from transports.registry import unavailable_reason
+from flowrt.transports.registry import unavailable_reason
 
 ECHO_TARGET = Target(1.5)  # a hop, to an asyncio.Queue echo: there and back, 6 to 8 us
 TRANSPORTS = ("shm", "zmq")

@@ -19,12 +19,12 @@ import msgspec
 from flowrt.bench.peers import new_event_loop
 from flowrt.emulation import Lateness
 from flowrt.timer import Timer, new_timer
-from transports.contract import Channel, Identity, Limits
-from transports.link import EmulatedChannel
-from transports.link_nic import Nic
-from transports.link_profiles import profile_of
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import get_transport
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.emulation.channel import EmulatedChannel
+from flowrt.transports.emulation.nic import Nic
+from flowrt.transports.emulation.profiles import profile_of
+from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 S = TypeVar("S", bound=msgspec.Struct)
 

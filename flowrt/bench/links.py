@@ -1,7 +1,7 @@
 """Emulated links against their own profiles, between processes: `flowrt bench links`.
 
 Here: the cases, what the profile says of each, and the figures. Not here: the processes that send and receive (link_peer.py), the
-emulation itself (transports/link.py). Latencies are one way, from the call of `send` to the return of `recv` in the other process, on the
+emulation itself (transports/emulation/channel.py). Latencies are one way, from `send` to `recv` in the other process, on the
 clock that both share; every figure is in the profile's own time, that is divided by the dilation.
 """
 
@@ -17,14 +17,14 @@ from statistics import median
 from flowrt.bench.link_peer import Flow, LinkPeer, Received, Setting
 from flowrt.bench.pairs import Target
 from flowrt.bench.report import Figure
-from flowrt.cluster.choose import AUTO, BETWEEN
 from flowrt.emulation import MOST_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
+from flowrt.launcher.transport_choice import AUTO, BETWEEN
 from flowrt.observe import duration_text
 from flowrt.timer import measure_lateness, new_timer
-from transports.errors import AddressError
-from transports.link_profiles import LinkProfile, profile_of
-from transports.registry import transport_class, unavailable_reason
+from flowrt.transports.emulation.profiles import LinkProfile, profile_of
+from flowrt.transports.errors import AddressError
+from flowrt.transports.registry import transport_class, unavailable_reason
 
 NUM_FLOWS = 8
 BULK_BYTES, SMALL_BYTES = 1 << 20, 64

@@ -18,8 +18,8 @@ from pathlib import Path
 from flowrt.api import RunningGraph
 from flowrt.graph.model import Graph
 from flowrt.graph.placement import held_experts
-from operators.model_config import read_model_config
-from transports.message import DTYPE_BYTES
+from flowrt.operators.families.registry import read_model_config
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 WEIGHTS_FACTOR, BYTES_PER_PROCESS = 1.15, 250 * 10**6
 _EXPERT = re.compile(r"(?<!shared_)\bexperts\.")

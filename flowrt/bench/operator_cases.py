@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from flowrt.bench.random_weights import CountingCheckpoint
-from operators.attention import attention_for
-from operators.combine import combine
-from operators.dense import DenseMlp, SharedExperts
-from operators.dispatch import CopyTable, cut
-from operators.embedding import Embedding
-from operators.experts import Experts
-from operators.gate import Gate
-from operators.head import Head
-from operators.kv_pages import KvPages
-from operators.model_config import ModelConfig
-from operators.normalization import RowNorm
-from operators.row_blocks import RowBlocks
-from operators.sampling import sample
-from operators.sampling_inputs import Draw, SamplingInputs
-from operators.step_layout import StepLayout
-from operators.weights import torch_dtype
+from flowrt.operators.attention import attention_for
+from flowrt.operators.combine import combine
+from flowrt.operators.dense import DenseMlp, SharedExperts
+from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.embedding import Embedding
+from flowrt.operators.experts import Experts
+from flowrt.operators.gate import Gate
+from flowrt.operators.head import Head
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.normalization import RowNorm
+from flowrt.operators.row_blocks import RowBlocks
+from flowrt.operators.sampling import sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import torch_dtype
 
 PAGE_TOKENS = 16
 NUM_SERVERS = 2  # of dispatch and combine

@@ -1,6 +1,6 @@
 """`flowrt bench operators` from its options to its outputs: a table, JSON, a plot.
 
-Not here: options and help (flowrt/cli_bench.py), measuring (roofline.py).
+Not here: options and help (flowrt/cli/bench.py), measuring (roofline.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from operators.model_config import GateConfig, ModelConfig, RotaryConfig
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.model_config import GateConfig, ModelConfig, RotaryConfig
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 _POOL = (1 << 20) + 7  # drawn numbers that all weights repeat, out of step with rows: drawing gigabytes would take long
 

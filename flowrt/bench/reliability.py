@@ -23,7 +23,7 @@ from flowrt.bench.report import Figure
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.roles import may_die
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import read_model_config
 
 KEYS = ("detector", "failover", "hedge")
 TARGET = Target(0.97, at_most=False)  # of throughput without

@@ -1,7 +1,7 @@
 """What a benchmark found: figures with their intervals and verdicts, the machine they hold for, as a table and as JSON.
 
 Here: Spread, Figure, Machine, Report, `print_report`, `write_report`. Not here: statistics (pairs.py), measuring (one module per
-benchmark). Called by flowrt/cli_bench.py.
+benchmark). Called by flowrt/cli/bench.py.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def measure(options: Options) -> Iterator[OperatorTime]:
 
     from flowrt.bench.operator_cases import Model, Timed, cases_of
     from flowrt.bench.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
-    from operators.model_config import read_model_config
+    from flowrt.operators.families.registry import read_model_config
 
     options.check()
     torch.set_num_threads(options.num_threads)

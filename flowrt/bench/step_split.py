@@ -18,8 +18,9 @@ from flowrt.bench.decoding import Prompts
 from flowrt.bench.graph_side import GraphSide
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
-from operators.model_config import ModelConfig, read_model_config
-from transports.message import DTYPE_BYTES
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 

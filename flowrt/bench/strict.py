@@ -25,7 +25,7 @@ from flowrt.bench.decoding import prompts_of
 from flowrt.bench.graph_side import GraphSide, check_room
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import read_model_config
 
 NUM_PROOFS = 3
 NUM_SERVERS = 2  # of the graph that is used when none is given
@@ -126,7 +126,7 @@ def _prove(model: Path, dtype: str, num_threads: int) -> list[float]:
 
     import torch
 
-    from operators.proof import prove_model
+    from flowrt.operators.proof import prove_model
 
     torch.set_num_threads(num_threads)
     times = [time.perf_counter()]

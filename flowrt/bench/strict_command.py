@@ -1,6 +1,6 @@
 """`flowrt bench strict` from its options to its outputs: tables and JSON.
 
-Not here: options and help (flowrt/cli_bench.py), measuring (strict.py).
+Not here: options and help (flowrt/cli/bench.py), measuring (strict.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from flowrt.bench.peers import ZeroMQEcho
 from flowrt.bench.report import Figure
 from flowrt.bench.rounds import rows_and_back, slowest
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Graph, GraphLimits, LayerSet, Node, PortSpec, TagStep
-from transports.registry import known_schemes, transport_class, unavailable_reason
+from flowrt.transports.registry import known_schemes, transport_class, unavailable_reason
 
 SIZES = {
     64: "64 B", 1 << 10: "1 KiB", 16 << 10: "16 KiB", 64 << 10: "64 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 4 << 20: "4 MiB",

@@ -1,7 +1,7 @@
 """Faults beside an ordinary run: `flowrt run --chaos "kill:experts.1@2s"`.
 
 Here: Beside, which the run gives its events and lines to, starts with its first request and ends with its last. Not here: what the run
-does with its requests (flowrt/cli_run.py), the parts (plan.py, inject.py, watch.py).
+does with its requests (flowrt/cli/run.py), the parts (plan.py, inject.py, watch.py).
 """
 
 from __future__ import annotations

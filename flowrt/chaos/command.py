@@ -1,6 +1,6 @@
 """`flowrt chaos` from its options to its outputs: progress on standard error, the table, JSON, a picture, the exit code.
 
-Not here: options and help (flowrt/cli_chaos.py), measuring (measure.py), the table (report.py).
+Not here: options and help (flowrt/cli/chaos.py), measuring (measure.py), the table (report.py).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.orders import WORKER, Order
 from flowrt.chaos.plan import told
 from flowrt.chaos.watch import Deed, Watch
-from flowrt.cluster.launcher import NotRunningError
 from flowrt.errors import WorkerDiedError
+from flowrt.launcher.launcher import NotRunningError
 from flowrt.observe import duration_text
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.seams import Clock

@@ -13,10 +13,10 @@ import msgspec
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.compare import Came, Told
-from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
-from flowrt.cluster.launcher import NotRunningError
 from flowrt.errors import UserError, WorkerDiedError
+from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
 from flowrt.graph.model import GraphLimits
+from flowrt.launcher.launcher import NotRunningError
 from flowrt.seams import Clock
 
 

@@ -26,9 +26,9 @@ from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.graph.roles import may_die
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
-from operators.model_config import read_model_config
 
 SETTLE_SECONDS = 1.0  # for what is on its way when the last request has ended
 MOST_KILLS = 999  # one less than a graph's `reliability.restarts` may be

@@ -20,8 +20,8 @@ from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, Told
 from flowrt.chaos.measure import Found, expert_servers
 from flowrt.chaos.watch import Deed, Watch
-from flowrt.cluster import events
 from flowrt.graph.model import MONITOR
+from flowrt.launcher import events
 from flowrt.observe import duration_text
 
 NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from flowrt.chaos.orders import Note, note_of
-from flowrt.cluster import events
+from flowrt.launcher import events
 from flowrt.seams import Clock
 
 Told = (

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, TypeVar
 from flowrt.actors.control import Left
 from flowrt.chaos.orders import Note, Order
 from flowrt.seams import Seams
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity
+from flowrt.transports.wire.message import Message
 from flowrt.workers.process import Worker, serve
-from transports.contract import Channel, ChannelStatistics, Identity
-from transports.message import Message
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import msgspec
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import Output
 from flowrt.graph.model import Edge
-from transports.message import Message, Tag
+from flowrt.transports.wire.message import Message, Tag
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -12,8 +12,8 @@ from flowrt.dataflow.credits import Outgoing, Window
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
 from flowrt.dataflow.region import OperatorError, Output
 from flowrt.graph.model import Edge
-from transports.errors import InvalidMessageError, LimitError
-from transports.message import Message, Tag
+from flowrt.transports.errors import InvalidMessageError, LimitError
+from flowrt.transports.wire.message import Message, Tag
 
 
 class Departures:

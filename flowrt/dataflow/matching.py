@@ -18,7 +18,7 @@ import msgspec
 
 from flowrt.dataflow.parts import Cover
 from flowrt.graph.model import Edge, Node
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 
 class Firing(msgspec.Struct, frozen=True):

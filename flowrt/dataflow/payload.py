@@ -1,7 +1,7 @@
 """Payload: the torch side of a message, and the way to and from a transport's buffers.
 
 Here: Payload, `to_message`, `to_device_message` and `from_message`, `by_reference` and `from_reference`. Not here: what the bytes look
-like on a wire (transports/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a
+like on a wire (transports/wire/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a
 process.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
-from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
+from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
 H = TypeVar("H", bound=msgspec.Struct)
 

@@ -18,7 +18,7 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.graph.model import Edge, Graph
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 # torch.inference_mode() does the same behind three Python calls, which cost more than routing a message.
 _InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)

@@ -30,7 +30,7 @@ from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
-from transports.message import Message, Tag
+from flowrt.transports.wire.message import Message, Tag
 
 MOST_INLINE = 16  # short firings in a row before the loop gets a turn
 

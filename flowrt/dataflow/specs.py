@@ -12,7 +12,7 @@ import torch
 
 from flowrt.dataflow.payload import spec_of
 from flowrt.graph.notation import parse_tensor_spec
-from transports.message import TensorSpec
+from flowrt.transports.wire.message import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which group a request goes to. Pure; called by the gateway.
 
-Here: GroupLoad, choose_group. Not here: who counts the loads (flowrt/cluster/gateway.py).
+Here: GroupLoad, choose_group. Not here: who counts the loads (flowrt/gateway/gateway.py).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.expert_client import ExpertClient
-from operators.combine import combine, combine_pairs
-from operators.dispatch import cut
+from flowrt.operators.combine import combine, combine_pairs
+from flowrt.operators.dispatch import cut
 
 
 class Dispatch:

@@ -22,10 +22,10 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.without import Without
+from flowrt.operators.dispatch import NOWHERE, CopyTable, Part, cut_again
 from flowrt.reliability.expert_map import Copies, ExpertMap
 from flowrt.reliability.hedging import OVERDUE_SECONDS, Steering
-from operators.dispatch import NOWHERE, CopyTable, Part, cut_again
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import torch
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from operators.experts import Experts
+from flowrt.operators.experts import Experts
 
 
 class ExpertService:

@@ -14,8 +14,8 @@ from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
 from flowrt.exchange.expert_client import Again, ExpertClient
 from flowrt.graph.model import Graph, ReliabilitySettings
-from operators.dispatch import NOWHERE
-from transports.message import Tag
+from flowrt.operators.dispatch import NOWHERE
+from flowrt.transports.wire.message import Tag
 
 
 class Failover:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from operators.dispatch import NOWHERE, Part
-from transports.message import Tag
+from flowrt.operators.dispatch import NOWHERE, Part
+from flowrt.transports.wire.message import Tag
 
 Layer = int | None  # None: all of them are alike
 

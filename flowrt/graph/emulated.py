@@ -1,7 +1,7 @@
 """`emulate:` of a graph: what it means as data, and what must hold for it. Pure.
 
 Here: `emulation_of` and `check_emulation`. Not here: the smallest dilation, which the machine decides (flowrt/emulation.py), the numbers
-behind a link's name (transports/link_profiles.py). Called by file.py.
+behind a link's name (transports/emulation/profiles.py). Called by file.py.
 """
 
 from __future__ import annotations

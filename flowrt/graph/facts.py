@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transports.message import DTYPE_BYTES
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
-        """The facts of any object that has them as attributes, such as operators.model_config.ModelConfig."""
+        """The facts of any object that has them as attributes, such as flowrt.operators.model_config.ModelConfig."""
         return cls(
             num_layers=int(config.num_layers),
             moe_layers=tuple(config.moe_layers),

@@ -28,7 +28,7 @@ from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart, Reliabili
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_what_is_not_built
 from flowrt.graph.schema import DeploySection, GraphFile
-from transports.message import DTYPE_BYTES
+from flowrt.transports.wire.message import DTYPE_BYTES
 
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")

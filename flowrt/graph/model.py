@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from flowrt.graph.model import LayerSet, TagStep
-from transports.message import DTYPE_BYTES, MAX_DIMENSIONS
+from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS
 
 LINK_PROFILES = ("ub", "nvlink", "hccs", "roce-200g", "roce-400g", "vpc")
 LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")

@@ -1,6 +1,6 @@
 """Whether somebody who is asked at even intervals still answers. Pure: the clock is an argument.
 
-Here: Answering. Not here: who asks whom (flowrt/cluster/watching.py asks the monitor, which nobody else watches), what follows. The
+Here: Answering. Not here: who asks whom (flowrt/launcher/monitor_client.py asks the monitor, which nobody else watches), what follows. The
 detector is for those who beat; this one looks from the other side, at somebody whose only duty is to hear.
 """
 

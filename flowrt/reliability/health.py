@@ -1,7 +1,7 @@
 """Health: ok only while work progresses.
 
 Here: Progress, which is told of requests and of their tokens, and `health`, which judges. Not here: who gathers what it looks at
-(flowrt/cluster/standing.py), who asks (flowrt/api, later HTTP), who is alive (detector.py). Pure: the clock is an argument.
+(flowrt/launcher/health_record.py), who asks (flowrt/api, later HTTP), who is alive (detector.py). Pure: the clock is an argument.
 
 That a process answers says little: an engine that hangs can keep a friendly front. So whoever asks is told whether something came out
 lately for those who wait. With nobody waiting there is nothing to come out, and that is healthy.

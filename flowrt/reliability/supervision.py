@@ -1,6 +1,6 @@
 """When a process that died is started again: a restart budget per process. Pure: deaths in, decisions out.
 
-Not here: starting (flowrt/cluster/revival.py, which calls this). After Erlang's supervisors: a number of restarts per window. A process
+Not here: starting (flowrt/launcher/restarts.py, which calls this). After Erlang's supervisors: a number of restarts per window. A process
 that uses them up has a fault that a restart does not cure. It stays down for a while, and each later try that fails doubles the while.
 """
 

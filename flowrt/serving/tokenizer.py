@@ -1,7 +1,7 @@
 """Text to tokens and back: the tokenizer that lies beside a model's weights.
 
 Here: Tokenizer (tokenizer.json, special tokens, chat template) and TextStream, which turns one output's tokens into text as they
-come. Not here: what text means to a request (stop strings: flowrt/cluster/stop_strings.py), HTTP. No torch, no transformers: the
+come. Not here: what text means to a request (stop strings: flowrt/gateway/stop_strings.py), HTTP. No torch, no transformers: the
 `tokenizers` library reads the file, jinja2 (only for a chat) renders the template.
 """
 

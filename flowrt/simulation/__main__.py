@@ -15,13 +15,14 @@ from pathlib import Path
 from flowrt.errors import UserError
 from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.scenario_file import load_scenario
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
 from flowrt.simulation.campaign import Failure, Tally, campaign, fails
 from flowrt.simulation.cases import Case, Kept, draw
 from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.world import Outcome
-from operators.model_config import ModelError, read_model_config
 
 REPORT_EVERY = 100
 DEFAULT_GRAPHS = ("examples/quickstart.yaml",)

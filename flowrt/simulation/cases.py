@@ -16,9 +16,10 @@ from typing import cast
 
 import msgspec
 
-from flowrt.cluster.gateway import Gateway, Parameters, Placed
+from flowrt.gateway.gateway import Gateway, Parameters, Placed
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.graph.roles import may_die
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
     AnyFault,
     Crash,
@@ -42,7 +43,6 @@ from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.weather import CALM, NetworkConditions
 from flowrt.simulation.world import Outcome, run
-from operators.model_config import read_model_config
 
 GRACE_SECONDS = 60.0  # of virtual time beyond the last fault and its deadline: whoever needs more is stuck
 POOL = 18  # different requests; few, so that their references are worked out once for all seeds

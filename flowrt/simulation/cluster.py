@@ -17,13 +17,15 @@ from importlib import import_module
 from pathlib import Path
 
 from flowrt.actors.control import Control, Ended, LinkLost, Peers, Start, Submit, Tokens
-from flowrt.cluster.choose import choose_transports
-from flowrt.cluster.gateway import EndEvent, Gateway, Placed, SendCancel, TokenEvent
-from flowrt.cluster.verdict import Verdict
 from flowrt.errors import UserError, WorkerDiedError
+from flowrt.gateway.gateway import EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.json_form import to_json
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.launcher.root_cause import Verdict
+from flowrt.launcher.transport_choice import choose_transports
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.scenario import Scenario
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
@@ -34,8 +36,7 @@ from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.servers import Servers
 from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World
-from operators.model_config import ModelConfig, read_model_config
-from transports.registry import known_schemes
+from flowrt.transports.registry import known_schemes
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
 MONITORS = "flowrt.workers.monitor"

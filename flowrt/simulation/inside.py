@@ -13,7 +13,7 @@ from typing import Any
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these bring torch, so they are imported when they are used
 DISPATCH, FAILOVER = "flowrt.exchange.dispatch", "flowrt.exchange.failover"
-CUT = "operators.dispatch"
+CUT = "flowrt.operators.dispatch"
 
 
 class Inside:

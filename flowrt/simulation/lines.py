@@ -1,7 +1,7 @@
 """The launcher's end of one worker: its process, its control line, what it says and how it ends.
 
 Here: Line. Not here: what the whole run does (cluster.py), who may die and live again (servers.py). The rules of blame are those of
-flowrt/cluster/launcher.py: who ends without being told, fails, or loses a peer whose death nothing explains, is accused; the verdict
+flowrt/launcher/launcher.py: who ends without being told, fails, or loses a peer whose death nothing explains, is accused; the verdict
 weighs the accusations.
 """
 
@@ -35,14 +35,14 @@ from flowrt.actors.control import (
 )
 from flowrt.actors.links import LOST
 from flowrt.actors.mailbox import Mailbox, MailboxClosedError
-from flowrt.cluster.verdict import Kind, Verdict
 from flowrt.graph.model import GATEWAY, MONITOR
+from flowrt.launcher.root_cause import Kind, Verdict
 from flowrt.seams import Seams
 from flowrt.simulation.inside import Inside
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.world import World
-from transports.contract import Channel, Identity, Limits
+from flowrt.transports.contract import Channel, Identity, Limits
 
 WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 WORKERS = "flowrt.workers.process"  # brings torch, so it is imported when it is used

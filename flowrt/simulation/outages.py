@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from flowrt.graph.model import Graph
 from flowrt.graph.placement import expert_map_of
-from operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig
 
 Stretch = tuple[float, float]
 Holders = frozenset[frozenset[str]]  # the sets of processes each of which holds a copy of one and the same expert

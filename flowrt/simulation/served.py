@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrt.actors.control import Statistics
-from flowrt.cluster.gateway import Parameters
+from flowrt.gateway.gateway import Parameters
 
 
 @dataclass(frozen=True)

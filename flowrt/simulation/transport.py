@@ -4,7 +4,7 @@ Here: SimulatedNetwork (who listens where, how long a frame takes), SimulatedTra
 does what (world.py), what weather there is (weather.py), when faults come (faults.py). The channels keep every promise of
 transports/contract.py, and pass its checks.
 
-Each message is encoded by transports/codec.py and decoded again on arrival. Frames of one direction never overtake each other, those
+Each message is encoded by transports/wire/codec.py and decoded again on arrival. Frames of one direction never overtake each other, those
 of different channels do. A frame may arrive twice (a sender that tried again); the sequence number drops the second. The window runs
 the protocol of the real schemes, so that the word "taken" takes its time as well.
 """
@@ -22,16 +22,16 @@ import msgspec
 from flowrt.simulation.loop import VirtualLoop
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.weather import LinkState, NetworkConditions
-from transports.address import expect_scheme
-from transports.codec import Part, WireError, decode, encode, is_repeat
-from transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
-from transports.endpoint import Backlog
-from transports.errors import AddressError, HandshakeError
-from transports.handshake import NONCE_BYTES, Handshake, check_key
-from transports.message import Message
-from transports.message_windows import RESERVED
-from transports.window_memory import TOKEN_BYTES
-from transports.windowed import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.message_windows import RESERVED
+from flowrt.transports.channel.queued import Backlog
+from flowrt.transports.channel.window_memory import TOKEN_BYTES
+from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
+from flowrt.transports.errors import AddressError, HandshakeError
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import Part, WireError, decode, encode, is_repeat
+from flowrt.transports.wire.handshake import NONCE_BYTES, Handshake, check_key
+from flowrt.transports.wire.message import Message
 
 _ALIGNMENT = 64
 

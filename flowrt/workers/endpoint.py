@@ -16,9 +16,9 @@ from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
 from flowrt.errors import UserError
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams
+from flowrt.transports.contract import Channel
+from flowrt.transports.wire.message import Tag
 from flowrt.workers.process import Worker, serve
-from transports.contract import Channel
-from transports.message import Tag
 
 
 class Endpoint:

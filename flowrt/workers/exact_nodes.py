@@ -26,12 +26,13 @@ from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.model import Graph
 from flowrt.graph.placement import held_experts
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.sampling import log_probabilities, sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.step_layout import StepLayout
 from flowrt.workers.model_nodes import expert_client
-from operators.experts import Experts
-from operators.model_config import ModelConfig, read_model_config
-from operators.sampling import log_probabilities, sample
-from operators.sampling_inputs import Draw, SamplingInputs
-from operators.step_layout import StepLayout
 
 WIDTH = 4
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
@@ -163,7 +164,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
 
 
 class ExactExperts:
-    """As operators.experts.Experts. Raises KeyError for an expert that is not held here."""
+    """As flowrt.operators.experts.Experts. Raises KeyError for an expert that is not held here."""
 
     def __init__(self, model: ExactModel, held: Mapping[int, Sequence[int]]) -> None:
         self._model = model

@@ -17,8 +17,8 @@ from flowrt.dataflow.runner import Runner
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import Node
+from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
-from transports.message import Tag
 
 
 class Group:

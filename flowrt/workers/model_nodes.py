@@ -23,21 +23,22 @@ from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
 from flowrt.graph.placement import expert_map_of, held_experts
-from operators.attention import Attention, attention_for
-from operators.dense import DenseMlp, SharedExperts
-from operators.embedding import Embedding
-from operators.experts import Experts
-from operators.gate import Gate
-from operators.head import Head
-from operators.kv_pages import KvPages
-from operators.model_config import ModelConfig, read_model_config
-from operators.proof import blocks_of, prove
-from operators.row_blocks import WHOLE, StrictBlocks, describe
-from operators.sampling import log_probabilities, sample
-from operators.sampling_inputs import Draw, SamplingInputs
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
-from transports.message import Tag
+from flowrt.operators.attention import Attention, attention_for
+from flowrt.operators.dense import DenseMlp, SharedExperts
+from flowrt.operators.embedding import Embedding
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.gate import Gate
+from flowrt.operators.head import Head
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.proof import blocks_of, prove
+from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
+from flowrt.operators.sampling import log_probabilities, sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
+from flowrt.transports.wire.message import Tag
 
 log = logging.getLogger("flowrt.worker")
 

@@ -41,8 +41,8 @@ from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.reliability import detector
 from flowrt.reliability.detector import LAG_SECONDS, Detector, State, Timeouts
 from flowrt.seams import Seams, processor_of
-from transports.contract import Channel
-from transports.message import Message
+from flowrt.transports.contract import Channel
+from flowrt.transports.wire.message import Message
 
 log = logging.getLogger("flowrt.monitor")
 

@@ -49,15 +49,16 @@ from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.roles import may_die
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelError
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.survival import Survival
 from flowrt.workers.user_nodes import build_user_nodes
-from operators.model_config import ModelError, read_model_config
-from transports.contract import Channel, Identity
-from transports.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
 

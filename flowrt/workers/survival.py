@@ -16,8 +16,8 @@ from flowrt.actors.links import Links
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import ReliabilitySettings
 from flowrt.seams import Clock
+from flowrt.transports.contract import Identity
 from flowrt.workers.group import Group
-from transports.contract import Identity
 
 LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late, or waits for a copy, while something is out; and while not
 COMPLAIN_SECONDS = 1.0  # between two complaints about one server

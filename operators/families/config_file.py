@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from operators.model_config import DTYPES, ModelError
+from flowrt.operators.model_config import DTYPES, ModelError
 
 MAX_JSON_BYTES = 64 << 20
 _LAYERS, _HEADS, _EXPERTS, _WIDTH, _VOCABULARY, _OTHER = 1000, 4096, 1 << 16, 1 << 20, 1 << 24, (1 << 31) - 1

@@ -6,10 +6,10 @@ experts of a layer in three tensors. Free of torch.
 
 from __future__ import annotations
 
-from operators.families.config_file import ConfigFile
-from operators.families.family import Family, Piece, stored_as
-from operators.families.rotary_keys import read_rotary
-from operators.model_config import GateConfig, ModelConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.families.family import Family, Piece, stored_as
+from flowrt.operators.families.rotary_keys import read_rotary
+from flowrt.operators.model_config import GateConfig, ModelConfig
 
 
 def read_config(file: ConfigFile) -> ModelConfig:

@@ -6,10 +6,10 @@ experts are scaled and never normalized, as transformers has it: `norm_topk_prob
 
 from __future__ import annotations
 
-from operators.families.config_file import ConfigFile
-from operators.families.deepseek_v3 import LATENT_PARTS, ExpertKeys, read_latent_model
-from operators.families.family import Family
-from operators.model_config import GateConfig, ModelConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.families.deepseek_v3 import LATENT_PARTS, ExpertKeys, read_latent_model
+from flowrt.operators.families.family import Family
+from flowrt.operators.model_config import GateConfig, ModelConfig
 
 METHODS = ("greedy", "group_limited_greedy")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from operators.families.config_file import ConfigFile
-from operators.families.family import Family, Piece, stored_as
-from operators.families.rotary_keys import read_rotary, yarn_mscale
-from operators.model_config import GateConfig, LatentConfig, ModelConfig, RotaryConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.families.family import Family, Piece, stored_as
+from flowrt.operators.families.rotary_keys import read_rotary, yarn_mscale
+from flowrt.operators.model_config import GateConfig, LatentConfig, ModelConfig, RotaryConfig
 
 
 def read_config(file: ConfigFile) -> ModelConfig:

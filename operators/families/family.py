@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from operators.families.config_file import ConfigFile
-from operators.model_config import ModelConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.model_config import ModelConfig
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {

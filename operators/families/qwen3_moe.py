@@ -6,10 +6,10 @@ hold a dense MLP instead (`mlp_only_layers`, `decoder_sparse_step`). Free of tor
 
 from __future__ import annotations
 
-from operators.families.config_file import ConfigFile
-from operators.families.family import Family, Piece, stored_as
-from operators.families.rotary_keys import read_rotary
-from operators.model_config import GateConfig, ModelConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.families.family import Family, Piece, stored_as
+from flowrt.operators.families.rotary_keys import read_rotary
+from flowrt.operators.model_config import GateConfig, ModelConfig
 
 
 def read_config(file: ConfigFile) -> ModelConfig:

@@ -6,17 +6,19 @@ is `module:FAMILY` (a families.family.Family). Ours win over an entry point of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
-from operators.families.config_file import ConfigFile
-from operators.families.family import Family
-from operators.model_config import ModelError
+from flowrt.operators.families.config_file import ConfigFile, read_config_file
+from flowrt.operators.families.family import Family
+from flowrt.operators.model_config import ModelConfig, ModelError
 
 ENTRY_POINT_GROUP = "flowrt.models"
 BUILT_IN: dict[str, str] = {
-    name: f"operators.families.{module}"
+    name: f"flowrt.operators.families.{module}"
     for name, module in {
         "qwen3_moe": "qwen3_moe",
         "mixtral": "mixtral",
@@ -78,3 +80,23 @@ def _checked(loaded: object, name: str, where: str) -> Family:
     if not isinstance(loaded, Family) or name not in (loaded.name, *loaded.also):
         raise ModelError(f"model family {name!r}: {where} must be a Family with that name, not {loaded!r:.80}")
     return loaded
+
+
+def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:
+    """The config of the Hugging Face model directory `directory`, in `dtype` if given, else in the checkpoint's own.
+
+    Raises ModelError: no directory or config.json, a family that is not known (the known ones are listed), a value that is
+    missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of
+    generation_config.json where it names any, else those of config.json, as transformers' generation has it.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
+    file = read_config_file(directory / "config.json")
+    config = find_family(file).read_config(file)
+    generation_path = directory / "generation_config.json"
+    if generation_path.exists():
+        ids = read_config_file(generation_path).token_ids("eos_token_id")
+        if ids:
+            config = replace(config, eos_token_ids=ids)
+    return config if dtype is None else config.with_dtype(dtype)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from operators.families.config_file import ConfigFile
-from operators.model_config import RotaryConfig
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.model_config import RotaryConfig
 
 KINDS = ("default", "linear", "yarn", "llama3")
 # Kinds that turn a key by an angle that depends on the longest context, not on the key's position alone.

@@ -15,11 +15,11 @@ from flowrt.graph.model import Edge, Emulation, Graph, Node
 from flowrt.graph.notation import LINK_NUMBERS, LINK_PROFILES
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
-from transports.contract import Identity, Limits
-from transports.inproc import InprocChannel
-from transports.link import EmulatedChannel
-from transports.link_profiles import NUMBERS, PROFILES
-from transports.message import Message
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.emulation.channel import EmulatedChannel
+from flowrt.transports.emulation.profiles import NUMBERS, PROFILES
+from flowrt.transports.inproc import InprocChannel
+from flowrt.transports.wire.message import Message
 
 NODES = {name: Node(name, f"ops:{name}", process) for name, process in (("a", "left"), ("b", "right"), ("c", "third"))}
 EDGES = [

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from flowrt.actors import fallback
 from flowrt.actors.fallback import FallbackChannel, reopener
 from flowrt.actors.ledger import TOLD_EVERY, Ledger
-from transports import faulty
-from transports.checks_basics import check_numbered, numbered, receive_all
-from transports.checks_meeting import HERE, KEY, SMALL, THERE
-from transports.contract import Channel, Transport
-from transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
-from transports.message import Message
-from transports.registry import get_transport, unavailable_reason
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
+from flowrt.transports.conformance.kit import check_numbered, numbered, receive_all
+from flowrt.transports.contract import Channel, Transport
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+from flowrt.transports.fault_injection import transport as faulty
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message
 
 pytestmark = pytest.mark.skipif(unavailable_reason("zmq") is not None or unavailable_reason("shm") is not None, reason="needs shm and zmq")
 

@@ -12,11 +12,11 @@ import pytest
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import Links
 from flowrt.actors.opening import FirstUseChannel, State
-from transports.checks_basics import numbered
-from transports.checks_meeting import KEY, SMALL
-from transports.contract import Identity
-from transports.message import Message
-from transports.registry import get_transport, unavailable_reason
+from flowrt.transports.conformance.connection_checks import KEY, SMALL
+from flowrt.transports.conformance.kit import numbered
+from flowrt.transports.contract import Identity
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message
 
 NAMES = ("a", "b", "c")
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.actors.opening import FIRST, SECOND, Action, Event, FirstUseChannel, State
-from transports.checks_basics import numbered, receive_all
-from transports.checks_meeting import HERE, KEY, SMALL, THERE
-from transports.contract import Channel, Identity
-from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import get_transport, unavailable_reason
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
+from flowrt.transports.conformance.kit import numbered, receive_all
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
 

@@ -13,15 +13,15 @@ from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.actors.lives import Lives
 from flowrt.timer import LoopTimer
-from transports.checks_basics import numbered
-from transports.checks_meeting import KEY, SMALL
-from transports.contract import Channel, Identity
-from transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
-from transports.link import EmulatedChannel
-from transports.link_nic import Nic
-from transports.link_profiles import profile_of
-from transports.message import Message
-from transports.registry import get_transport, unavailable_reason
+from flowrt.transports.conformance.connection_checks import KEY, SMALL
+from flowrt.transports.conformance.kit import numbered
+from flowrt.transports.contract import Channel, Identity
+from flowrt.transports.emulation.channel import EmulatedChannel
+from flowrt.transports.emulation.nic import Nic
+from flowrt.transports.emulation.profiles import profile_of
+from flowrt.transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message
 
 CLIENT = Identity("a", "a1")
 SCHEMES = pytest.mark.parametrize("scheme", [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None])

@@ -28,7 +28,7 @@ from flowrt.bench.peer_process import PeerProcess
 from flowrt.bench.report import Figure, Machine
 from flowrt.bench.step_split import StepSplit, least_bytes_per_step, thread_times
 from flowrt.errors import UserError
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import read_model_config
 
 FAKE_PEER = """
 import json, sys
@@ -316,7 +316,7 @@ def test_the_whole_command_against_transformers(model: Path, tmp_path: Path) -> 
     """On one core: peers' threads that spin for each other are slow beside other tests."""
     script = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
-        "import flowrt.bench.decode; flowrt.bench.decode.TRIES = 1; from flowrt.cli import main; main()"
+        "import flowrt.bench.decode; flowrt.bench.decode.TRIES = 1; from flowrt.cli.app import main; main()"
     )
     words = ["bench", "decode", str(model), "--graph", str(write_graph(model, tmp_path)), "--dtype", "float32", "--batch", "1", "4"]
     words += ["--prompt-tokens", "8", "--new-tokens", "24", "--pairs", "1", "--json", str(tmp_path / "figures.json")]

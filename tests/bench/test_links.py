@@ -7,7 +7,7 @@ import pytest
 from flowrt.bench.link_peer import Flow, LinkPeer, Received, Setting
 from flowrt.bench.links import Case, _figure, _round, cases, choose_dilation, measure
 from flowrt.errors import UserError
-from transports.link_profiles import PROFILES, LinkProfile
+from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 
 
 def test_what_the_profile_says_of_each_case() -> None:

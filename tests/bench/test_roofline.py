@@ -18,7 +18,7 @@ from flowrt.bench.operators_command import table_of
 from flowrt.bench.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
 from flowrt.bench.roofline import OperatorTime, Options, _try, measure
 from flowrt.errors import UserError
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import read_model_config
 
 SIZES = {"hidden": 64, "width": 32, "experts": 8, "heads": 4, "kv-heads": 2, "head-dim": 16, "vocabulary": 128}
 
@@ -129,7 +129,7 @@ def test_sizes_that_no_model_has_are_refused(changed: dict[str, object], match: 
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
-    script = "import flowrt.bench.roofline as r; r.CASE_SECONDS = 0.01; from flowrt.cli import main; main()"
+    script = "import flowrt.bench.roofline as r; r.CASE_SECONDS = 0.01; from flowrt.cli.app import main; main()"
     words = ["bench", "operators", "--rows", "1", "--hidden", "64", "--width", "32", "--vocabulary", "128", "--layers", "1"]
     words += ["--threads", "1", "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.svg")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -19,7 +19,7 @@ def test_an_interrupt_ends_all_and_still_writes_what_was_seen(tmp_path: Path) ->
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
     words = ["chaos", str(ROOT / "examples" / "quickstart.yaml"), "--plan", str(plan), "--json", str(record), "--seconds", "0.1"]
     words += ["--requests", "4", "--concurrency", "4", "--new-tokens", "8", "--set", "deploy.attention.groups=1"]
-    command = [sys.executable, "-c", "from flowrt.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from flowrt.cli.app import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         lines = []

@@ -18,8 +18,8 @@ from flowrt.chaos.measure import Found, Options, measure
 from flowrt.chaos.plan import parse_words
 from flowrt.chaos.report import report_of
 from flowrt.chaos.watch import Watch
-from flowrt.cluster import events
-from flowrt.cluster.gateway import Parameters
+from flowrt.gateway.gateway import Parameters
+from flowrt.launcher import events
 from flowrt.seams import Seams
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ from flowrt.chaos.orders import Note
 from flowrt.chaos.plot import smoothed
 from flowrt.chaos.report import Report, print_report, report_of
 from flowrt.chaos.watch import Deed, Watch
-from flowrt.cluster import events
 from flowrt.emulation import EmulationStatistics, judge
+from flowrt.launcher import events
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75)

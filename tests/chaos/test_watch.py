@@ -16,7 +16,7 @@ from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks
 from flowrt.chaos.measure import clients_of, unreturned
 from flowrt.chaos.orders import Note, note_of
 from flowrt.chaos.watch import Deed, Watch
-from flowrt.cluster import events
+from flowrt.launcher import events
 
 ROOT = Path(__file__).resolve().parents[2]
 

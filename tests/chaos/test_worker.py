@@ -13,8 +13,8 @@ from flowrt.actors.control import Ask, Left, as_message
 from flowrt.chaos.orders import Note, Order, note_of
 from flowrt.chaos.worker import Obedience, ObeyingChannel
 from flowrt.seams import ThreadCompute
-from transports.contract import Identity, Limits
-from transports.inproc import InprocChannel
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.inproc import InprocChannel
 
 LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=0, max_message_bytes=0, capacity_messages=8)
 

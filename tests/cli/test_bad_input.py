@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cli import main
+from flowrt.cli.app import main
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
@@ -16,7 +16,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to start")
 
-    monkeypatch.setattr("flowrt.cluster.launcher.Launcher.__aenter__", refuse)
+    monkeypatch.setattr("flowrt.launcher.launcher.Launcher.__aenter__", refuse)
     monkeypatch.setattr(sys, "argv", ["flowrt", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         main()
@@ -126,7 +126,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
 def test_without_transformers_decode_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, model: Path
 ) -> None:
-    monkeypatch.setattr("flowrt.cli_bench.find_spec", lambda name: None)
+    monkeypatch.setattr("flowrt.cli.bench.find_spec", lambda name: None)
     code, _, err = call(monkeypatch, capsys, "bench", "decode", model, "--graph", graph_file)
     assert (code, err.count("\n")) == (2, 1)
     assert "pip install transformers" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cli import main
+from flowrt.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
@@ -19,7 +19,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to start")
 
-    monkeypatch.setattr("flowrt.cluster.launcher.Launcher.__aenter__", refuse)
+    monkeypatch.setattr("flowrt.launcher.launcher.Launcher.__aenter__", refuse)
     plan = tmp_path / "plan.yaml"
     plan.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
     for words, text in (

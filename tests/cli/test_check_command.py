@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowrt import cli
-from flowrt.cli_check import print_results
-from transports import inproc
-from transports.checks_suite import Result, plan, usable_loops
+from flowrt.cli.app import app as cli
+from flowrt.cli.check import print_results
+from flowrt.transports import inproc
+from flowrt.transports.conformance.suite import Result, plan, usable_loops
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

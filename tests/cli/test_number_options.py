@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flowrt.cli import app, main
+from flowrt.cli.app import app, main
 from flowrt.errors import UserError
 
 

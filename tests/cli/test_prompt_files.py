@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cli_prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, option_number, read_prompts
-from flowrt.cluster.gateway import Parameters
+from flowrt.cli.prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, option_number, read_prompts
 from flowrt.errors import UserError
+from flowrt.gateway.gateway import Parameters
 
 DEFAULTS = Parameters(max_tokens=9, temperature=0.5)
 

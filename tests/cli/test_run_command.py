@@ -20,14 +20,14 @@ import pytest
 from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
 
 from flowrt.actors.control import Statistics
-from flowrt.cli_prompts import Asked
-from flowrt.cli_record import write_json
-from flowrt.cli_run import Options, _Running
-from flowrt.cli_run import _console as new_console
-from flowrt.cli_text import Output
-from flowrt.cluster.gateway import Parameters
-from flowrt.cluster.launcher import NotRunningError
-from operators.reference import reference_generate
+from flowrt.cli.prompts import Asked
+from flowrt.cli.record import write_json
+from flowrt.cli.run import Options, _Running
+from flowrt.cli.run import _console as new_console
+from flowrt.cli.text import Output
+from flowrt.gateway.gateway import Parameters
+from flowrt.launcher.launcher import NotRunningError
+from flowrt.operators.reference import reference_generate
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 
@@ -192,9 +192,9 @@ def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: 
 
 _STUCK = """
 import sys, threading
-import flowrt.cli_run, flowrt.seams
-from flowrt.cli import main
-flowrt.cli_run.STUCK_SECONDS = 0.3
+import flowrt.cli.run, flowrt.seams
+from flowrt.cli.app import main
+flowrt.cli.run.STUCK_SECONDS = 0.3
 def block(self, label, call):
     print("blocked", file=sys.stderr, flush=True)
     threading.Event().wait()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cli.conftest import flowrt as run_flowrt
 
-from flowrt.cli_prompts import Asked, checked_parameters
-from flowrt.cli_record import Figures, Record
-from flowrt.cluster.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
+from flowrt.cli.prompts import Asked, checked_parameters
+from flowrt.cli.record import Figures, Record
 from flowrt.errors import UserError
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
 
 
 def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flowrt.api import read_graph
-from flowrt.cli_live import LiveView
-from flowrt.cli_prompts import Asked
-from flowrt.cli_record import Durations, Figures, Record, check_writable, write_json
-from flowrt.cli_report import ProcessReport, account
-from flowrt.cli_tables import print_tables
-from flowrt.cli_text import Output, one_line, visible
-from flowrt.cli_view import PlainView, View
-from flowrt.cluster import events
-from flowrt.cluster.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.cli.live import LiveView
+from flowrt.cli.prompts import Asked
+from flowrt.cli.record import Durations, Figures, Record, check_writable, write_json
+from flowrt.cli.report import ProcessReport, account
+from flowrt.cli.tables import print_tables
+from flowrt.cli.text import Output, one_line, visible
+from flowrt.cli.view import PlainView, View
 from flowrt.doctor import Check, report
 from flowrt.errors import UserError
+from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
 from flowrt.graph import Graph
+from flowrt.launcher import events
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flowrt.dataflow.matching import Arrival, Firing, MatchingTable, arrives_at
 from flowrt.graph.model import Edge, LayerSet, Node, PortSpec, TagStep
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 
 def fired(arrival: Arrival) -> Firing | None:

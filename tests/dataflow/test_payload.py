@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flowrt.dataflow.payload import Payload, from_message, to_message
-from transports.checks_meeting import pair_maker
-from transports.contract import Limits
-from transports.message import Tag
-from transports.registry import unavailable_reason
+from flowrt.transports.conformance.connection_checks import pair_maker
+from flowrt.transports.contract import Limits
+from flowrt.transports.registry import unavailable_reason
+from flowrt.transports.wire.message import Tag
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -16,7 +16,7 @@ from flowrt.dataflow.region import OperatorError, Output, Region
 from flowrt.dataflow.runner import Runner
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
 from flowrt.seams import RealClock
-from transports.message import Message, Tag
+from flowrt.transports.wire.message import Message, Tag
 
 
 class InlineCompute:

@@ -14,9 +14,9 @@ from served_models import Served
 
 import flowrt
 from flowrt import api
-from flowrt.cluster.gateway import Gateway
-from operators.sampling import sample
-from operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.gateway.gateway import Gateway
+from flowrt.operators.sampling import sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 
 DEPLOY: dict[str, Any] = {"attention": {"micro_batches": 2}, "experts": {"servers": 2}, "processes": "one"}
 NUM_TOKENS = 24

@@ -12,7 +12,7 @@ import pytest
 from served_models import Served
 
 import flowrt
-from flowrt.cluster import events
+from flowrt.launcher import events
 
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}

@@ -9,8 +9,8 @@ import pytest
 from served_models import Served
 
 import flowrt
-from flowrt.cli_report import account
-from transports.registry import unavailable_reason
+from flowrt.cli.report import account
+from flowrt.transports.registry import unavailable_reason
 
 NEW_TOKENS = 24
 

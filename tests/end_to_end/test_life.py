@@ -12,7 +12,7 @@ from checkpoints import make_large_checkpoint
 from served_models import Served
 
 import flowrt
-from flowrt.cluster import events
+from flowrt.launcher import events
 
 
 async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path) -> None:

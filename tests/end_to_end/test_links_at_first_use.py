@@ -12,8 +12,8 @@ import torch
 from served_models import Served
 
 import flowrt
-from flowrt.cluster import events
-from transports.registry import unavailable_reason
+from flowrt.launcher import events
+from flowrt.transports.registry import unavailable_reason
 
 SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is None]
 NEW_TOKENS = 16

@@ -15,8 +15,8 @@ from served_models import Served
 
 import flowrt
 from flowrt.engine.scheduler import Scheduler
+from flowrt.operators.sampling_inputs import SamplingInputs
 from flowrt.workers import model_nodes
-from operators.sampling_inputs import SamplingInputs
 
 LENGTHS = (1, 17, 33, 40, 64, 70, 100, 3)
 NEW_TOKENS = 12

@@ -13,10 +13,10 @@ from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
+from flowrt.operators.dispatch import NOWHERE
 from flowrt.reliability.expert_map import ExpertMap
 from flowrt.seams import RealClock
-from operators.dispatch import NOWHERE
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 NUM_EXPERTS, ROWS, ACTIVE, WIDTH = 6, 5, 2, 4
 SERVERS = {0: (0, 1, 2, 3), 1: (2, 3, 4, 5), 2: (0, 1, 4, 5)}  # two copies of each expert

@@ -8,7 +8,7 @@ from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.without import Without
-from transports.message import Tag
+from flowrt.transports.wire.message import Tag
 
 LOST_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowrt.cli_graph import graph_app
+from flowrt.cli.graph import graph_app
 from flowrt.graph.diagrams import to_dot, to_mermaid
 from flowrt.graph.drawing import to_svg
 from flowrt.graph.show import print_graph
@@ -98,9 +98,9 @@ def test_the_schema_knows_every_key_of_the_quickstart(capsys: pytest.CaptureFixt
 
 def test_nothing_heavy_is_imported_to_validate() -> None:
     code = (
-        "import sys\nfrom flowrt.cli_graph import graph_app\n"
+        "import sys\nfrom flowrt.cli.graph import graph_app\n"
         f"graph_app(['validate', {str(QUICKSTART)!r}], result_action='return_value')\n"
-        "heavy = ('torch', 'zmq', 'numpy', 'multiprocessing', 'transports.registry', 'flowrt.cluster', 'flowrt.workers')\n"
+        "heavy = ('torch', 'zmq', 'numpy', 'multiprocessing', 'flowrt.transports.registry', 'flowrt.cluster', 'flowrt.workers')\n"
         "print(sorted(name for name in sys.modules if name.startswith(heavy)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ, check=True)

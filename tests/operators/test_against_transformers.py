@@ -9,7 +9,7 @@ import torch
 from checkpoints import fuse_experts, random_prompts, truth_continues, truth_greedy, truth_logits
 from fast_model import PAGE_TOKENS, FastModel
 
-from operators.reference import ReferenceModel, generate_greedily, reference_generate, reference_logits
+from flowrt.operators.reference import ReferenceModel, generate_greedily, reference_generate, reference_logits
 
 NAMES = [
     "plain",

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from operators import attention_plan
-from operators.attention import attention_for
-from operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
-from operators.kv_pages import KvPages
-from operators.model_config import RotaryConfig, read_model_config
-from operators.rotary import RotaryTable
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
+from flowrt.operators import attention_plan
+from flowrt.operators.attention import attention_for
+from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import RotaryConfig
+from flowrt.operators.rotary import RotaryTable
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
 
 IN_ONE_PIECE = [list(range(3, 23)), list(range(30, 50)), list(range(50, 70))]
 SCATTERED = [pages[::-1] for pages in IN_ONE_PIECE]

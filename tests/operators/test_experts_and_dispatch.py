@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators import expert_products
-from operators.combine import combine
-from operators.dispatch import NOWHERE, CopyTable, cut, cut_again
-from operators.experts import Experts
-from operators.model_config import read_model_config
-from operators.weights import Checkpoint
+from flowrt.operators import expert_products
+from flowrt.operators.combine import combine
+from flowrt.operators.dispatch import NOWHERE, CopyTable, cut, cut_again
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.weights import Checkpoint
 
 
 @st.composite

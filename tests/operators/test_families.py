@@ -13,10 +13,10 @@ import torch
 from checkpoints import load_truth, make_checkpoint, random_prompts, truth_logits
 from fast_model import FastModel
 
-from operators.families.family import PARTS
-from operators.families.registry import BUILT_IN, family_named
-from operators.model_config import GateConfig, LatentConfig, ModelConfig, ModelError, RotaryConfig, read_model_config
-from operators.rotary import inverse_frequencies
+from flowrt.operators.families.family import PARTS
+from flowrt.operators.families.registry import BUILT_IN, family_named, read_model_config
+from flowrt.operators.model_config import GateConfig, LatentConfig, ModelConfig, ModelError, RotaryConfig
+from flowrt.operators.rotary import inverse_frequencies
 
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 MIXTRAL = SIZES | {"model_type": "mixtral", "intermediate_size": 48, "torch_dtype": "bfloat16"}
@@ -200,8 +200,8 @@ def test_tied_embeddings(tmp_path: Path, architecture: str) -> None:
 
 PACKAGE = """
 from dataclasses import replace
-from operators.families.family import Family
-from operators.families.mixtral import FAMILY as MIXTRAL, read_config
+from flowrt.operators.families.family import Family
+from flowrt.operators.families.mixtral import FAMILY as MIXTRAL, read_config
 
 def read(file):
     return replace(read_config(file), family="my_moe")
@@ -211,13 +211,13 @@ FAMILY = Family(name="my_moe", read_config=read, parts=MIXTRAL.parts)
 PROGRAM = """
 import sys
 from pathlib import Path
-from operators.families.registry import known_families
-from operators.model_config import read_model_config
+from flowrt.operators.families.registry import known_families
+from flowrt.operators.families.registry import read_model_config
 config = read_model_config(Path(sys.argv[1]))
 assert config.family == "my_moe" and "my_moe" in known_families(), config
 assert "torch" not in sys.modules
 import torch
-from operators.reference import reference_logits
+from flowrt.operators.reference import reference_logits
 torch.save(reference_logits(Path(sys.argv[1]), [5, 6, 7]), sys.argv[2])
 """
 

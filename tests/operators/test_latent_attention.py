@@ -9,11 +9,12 @@ import torch
 from checkpoints import random_prompts, truth_logits
 from fast_model import FastModel
 
-from operators.kv_pages import KvPages
-from operators.latent_attention import Form, LatentAttentionBlock, expanding_pays
-from operators.model_config import LatentConfig, ModelError, read_model_config
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.latent_attention import Form, LatentAttentionBlock, expanding_pays
+from flowrt.operators.model_config import LatentConfig, ModelError
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
 
 NAMES = ["deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2 limited"]
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from operators.families import registry
-from operators.families.config_file import ConfigFile
-from operators.families.family import PARTS, Family
-from operators.families.qwen3_moe import FAMILY
-from operators.model_config import GateConfig, ModelConfig, ModelError, RotaryConfig, read_model_config
+from flowrt.operators.families import registry
+from flowrt.operators.families.config_file import ConfigFile
+from flowrt.operators.families.family import PARTS, Family
+from flowrt.operators.families.qwen3_moe import FAMILY
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import GateConfig, ModelConfig, ModelError, RotaryConfig
 
 OLD: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -199,7 +200,7 @@ def test_every_part_of_a_family_is_a_known_part() -> None:
 
 def test_the_parent_process_needs_no_torch(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, operators, operators.families.registry; from operators.model_config import read_model_config\n"
+        "import sys, pathlib, flowrt.operators.families.registry; from flowrt.operators.families.registry import read_model_config\n"
         f"read_model_config(pathlib.Path({str(write(tmp_path))!r}))\n"
         "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys(), sorted(sys.modules)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from operators.normalization import layer_norm, rms_norm
+from flowrt.operators.normalization import layer_norm, rms_norm
 
 EPSILON = 1e-5
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators import products
-from operators.expert_products import (
+from flowrt.operators import products
+from flowrt.operators.expert_products import (
     LOADS,
     NEVER_DENSE,
     DeviceExperts,
@@ -23,8 +23,8 @@ from operators.expert_products import (
     one_by_one,
     take_profile,
 )
-from operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
-from operators.row_blocks import _Watch
+from flowrt.operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
+from flowrt.operators.row_blocks import _Watch
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
 

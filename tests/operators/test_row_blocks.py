@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from operators.attention import attention_for
-from operators.combine import combine_pairs
-from operators.dispatch import CopyTable, cut
-from operators.experts import Experts
-from operators.kv_pages import KvPages
-from operators.model_config import ModelError, read_model_config
-from operators.proof import prove, prove_model
-from operators.row_blocks import PROOF_ROWS, SIZES, WHOLE, StrictBlocks, describe
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.attention import attention_for
+from flowrt.operators.combine import combine_pairs
+from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import ModelError
+from flowrt.operators.proof import prove, prove_model
+from flowrt.operators.row_blocks import PROOF_ROWS, SIZES, WHOLE, StrictBlocks, describe
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 @pytest.fixture(params=[1, 2])

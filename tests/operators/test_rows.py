@@ -12,17 +12,18 @@ import pytest
 import torch
 from drawn import DTYPES, drawn
 
-from operators import rows
-from operators.attention import AttentionBlock
-from operators.attention_plan import PagedRows, plan_step
-from operators.combine import combine
-from operators.kv_pages import KvPages
-from operators.model_config import RotaryConfig, read_model_config
-from operators.normalization import library_rms_norm, rms_norm
-from operators.rotary import RotaryTable
-from operators.row_blocks import _Watch
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
+from flowrt.operators import rows
+from flowrt.operators.attention import AttentionBlock
+from flowrt.operators.attention_plan import PagedRows, plan_step
+from flowrt.operators.combine import combine
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import RotaryConfig
+from flowrt.operators.normalization import library_rms_norm, rms_norm
+from flowrt.operators.rotary import RotaryTable
+from flowrt.operators.row_blocks import _Watch
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {

@@ -12,16 +12,16 @@ from drawn import DTYPES, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators import rows
-from operators.attention import AttentionBlock
-from operators.combine import combine, library_combine
-from operators.dispatch import CopyTable, Part, by_server, cut, cut_again
-from operators.experts import Experts
-from operators.gate import Gate
-from operators.kv_pages import KvPages
-from operators.model_config import read_model_config
-from operators.step_layout import StepLayout
-from operators.weights import Checkpoint
+from flowrt.operators import rows
+from flowrt.operators.attention import AttentionBlock
+from flowrt.operators.combine import combine, library_combine
+from flowrt.operators.dispatch import CopyTable, Part, by_server, cut, cut_again
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.gate import Gate
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import Checkpoint
 
 needs_rows = pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")
 

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from operators import sampling
-from operators.sampling import filtered_candidates, log_probabilities, penalized_logits, sample
-from operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators import sampling
+from flowrt.operators.sampling import filtered_candidates, log_probabilities, penalized_logits, sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0, 1.5, -3.0, 0.25])
 

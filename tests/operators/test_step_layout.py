@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from operators.kv_pages import KvPages
-from operators.model_config import RotaryConfig
-from operators.rotary import FIRST_LENGTH, RotaryTable, rotate
-from operators.step_layout import StepLayout
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import RotaryConfig
+from flowrt.operators.rotary import FIRST_LENGTH, RotaryTable, rotate
+from flowrt.operators.step_layout import StepLayout
 
 
 def test_a_mixed_step() -> None:

@@ -15,13 +15,14 @@ import torch
 from checkpoints import fuse_experts, make_large_checkpoint
 from safetensors.torch import load_file, save_file
 
-from operators import weights
-from operators.experts import Experts
-from operators.families.family import Family, Piece
-from operators.head import Head
-from operators.model_config import ModelConfig, ModelError, read_model_config
-from operators.products import Plain
-from operators.weights import INDEX_NAME, Checkpoint
+from flowrt.operators import weights
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.family import Family, Piece
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.head import Head
+from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.products import Plain
+from flowrt.operators.weights import INDEX_NAME, Checkpoint
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ def test_experts_hold_what_they_were_asked_to(models: Any, tmp_path: Path) -> No
 
 
 def test_tied_weights_are_shared(models: Any) -> None:
-    from operators.embedding import Embedding
+    from flowrt.operators.embedding import Embedding
 
     config, checkpoint = read_model_config(models["mixed"]), Checkpoint(models["mixed"])
     embedding = Embedding(config, checkpoint)
@@ -154,9 +155,9 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from operators.experts import Experts
-from operators.model_config import read_model_config
-from operators.weights import Checkpoint
+from flowrt.operators.experts import Experts
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.weights import Checkpoint
 
 def kilobytes(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key + ":")).split()[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("flowrt", "transports", "operators")
+FOLDERS = ("flowrt", "transports", "operators")  # flowrt/transports and flowrt/operators are links to the other two
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,21 @@ class Source:
     imports: tuple[Import, ...]
 
     @property
-    def room(self) -> str:
-        return room_of(self.module)
+    def package(self) -> str:
+        return package_of(self.module)
 
     def nodes(self) -> Iterator[ast.AST]:
         return ast.walk(self.tree)
 
 
-def room_of(target: str) -> str:
-    """First-level part: "transports", "operators", "flowrt.graph"; "flowrt" for its __init__.py. cli*.py and __main__.py are one room."""
+def package_of(target: str) -> str:
+    """First-level part: "flowrt.graph", "flowrt.api"; "flowrt" for its __init__.py; "flowrt.cli" for __main__.py too."""
     parts = target.split(".")
-    if parts[0] != "flowrt" or len(parts) == 1:
-        return parts[0]
-    return "flowrt.cli" if parts[1].startswith("cli_") or parts[1] == "__main__" else f"flowrt.{parts[1]}"
+    return "flowrt.cli" if parts[1:2] == ["__main__"] else ".".join(parts[:2])
+
+
+def is_ours(target: str) -> bool:
+    return target.split(".")[0] == "flowrt"
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -68,13 +70,14 @@ def _collect(node: ast.AST, module: str, is_package: bool, at_load: bool, found:
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    """Every Python file of the three packages."""
+    """Every Python file of the package, once."""
     found = []
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
             path = file.relative_to(ROOT)
             is_package = path.name == "__init__.py"
-            module = ".".join(path.parent.parts if is_package else path.with_suffix("").parts)
+            parts = path.parent.parts if is_package else path.with_suffix("").parts
+            module = ".".join(parts if folder == "flowrt" else ("flowrt", *parts))
             text = file.read_text(encoding="utf-8")
             tree = ast.parse(text, filename=str(path))
             imports: list[Import] = []

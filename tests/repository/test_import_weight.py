@@ -10,12 +10,13 @@ HEAVY = ("torch", "zmq", "numpy", "transformers", "matplotlib", "starlette", "uv
 
 # From light to heavy: what each step loads is told before the next.
 STEPS = {
-    "the message and the graph": "import transports.message, transports.contract, flowrt.graph.model, flowrt.actors.control",
-    "the launcher": "import flowrt.cluster.launcher",
+    "the message": "import flowrt.transports.wire.message, flowrt.transports.contract",
+    "the graph": "import flowrt.graph.model, flowrt.actors.control",
+    "the launcher": "import flowrt.launcher.launcher",
     "import flowrt": "import flowrt",
     "help": """
 sys.argv = ["flowrt", "--help"]
-from flowrt.cli import main
+from flowrt.cli.app import main
 try:
     main()
 except SystemExit as end:

@@ -15,18 +15,18 @@ SEAM_FILES = {
     "flowrt/seams.py": "the seams themselves",
     "flowrt/timer.py": "the clock of the seams, finer than the loop's",
     "flowrt/simulation/": "the other form of the seams",
-    "flowrt/cluster/starter.py": "starts processes",
-    "flowrt/cluster/forked.py": "starts the starter",
-    "flowrt/cluster/launcher.py": "makes the run's key",
-    "flowrt/cluster/life_lock.py": "a thread waits for the end of a process",
+    "flowrt/processes/fork_server.py": "starts processes",
+    "flowrt/processes/fork_server_client.py": "starts the starter",
+    "flowrt/launcher/launcher.py": "makes the run's key",
+    "flowrt/processes/exit_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",
     "flowrt/chaos/worker.py": "does to a real process what befalls it",
     "flowrt/chaos/inject.py": "draws from a seed whom to kill",
-    "transports/checks_suite.py": "times the checks, and waits for what ends by itself",
-    "transports/bulk.py": "measures what a copy and its hand-over cost on this machine",
-    "transports/handshake.py": "draws nonces, which nobody must foretell",
-    "transports/rendezvous.py": "draws the names of sockets, which nobody must foretell",
-    "transports/window_memory.py": "draws the keys of windows, which nobody must guess",
+    "transports/conformance/suite.py": "times the checks, and waits for what ends by itself",
+    "transports/channel/bulk_copy.py": "measures what a copy and its hand-over cost on this machine",
+    "transports/wire/handshake.py": "draws nonces, which nobody must foretell",
+    "transports/channel/rendezvous.py": "draws the names of sockets, which nobody must foretell",
+    "transports/channel/window_memory.py": "draws the keys of windows, which nobody must guess",
     "transports/zeromq": "draws the names of sockets, which nobody must foretell",
 }
 NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
@@ -40,17 +40,17 @@ EXECUTOR_FILES = (
 # Tasks have owners: a task group, or one of these, which keep, await and cancel what they start.
 TASK_OWNERS: dict[str, str] = {
     "flowrt/api.py": "the window of a stream: ends where the generator ends",
-    "flowrt/cluster/requests.py": "the cancels of a run: ended by aclose",
+    "flowrt/gateway/requests.py": "the cancels of a run: ended by aclose",
     "flowrt/actors/opening.py": "the call, and channels that come too late: ended by aclose",
     "flowrt/actors/fallback.py": "the way to the next channel and what is sent again on it: cancelled and awaited by aclose",
-    "transports/checks.py": "a kit for tests: each check cancels and awaits what it starts",
-    "transports/checks_meeting.py": "the same",
-    "transports/checks_cancel.py": "the same",
-    "transports/checks_windows.py": "the same",
-    "transports/message_windows.py": "the answers to the peer's calls: ended by the channel's aclose",
-    "flowrt/cluster/launcher.py": "the run: ended by stop, or by leaving `async with`",
+    "transports/conformance/channel_checks.py": "a kit for tests: each check cancels and awaits what it starts",
+    "transports/conformance/connection_checks.py": "the same",
+    "transports/conformance/cancel_checks.py": "the same",
+    "transports/conformance/window_checks.py": "the same",
+    "transports/channel/message_windows.py": "the answers to the peer's calls: ended by the channel's aclose",
+    "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
     "flowrt/simulation/world.py": "simulated processes, which nobody awaits so that they can be cut off: the run fails when one is left",
-    "transports/link.py": "the reader of a channel: ended and awaited by its aclose",
+    "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
 SLEEPERS = ("flowrt/actors/fallback.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
@@ -130,7 +130,7 @@ def test_waiting_for_a_time_goes_through_the_clock() -> None:
     """asyncio.sleep(0) gives way to others and is fine anywhere; a real wait asks the seams' clock."""
     wrong = []
     for source in sources():
-        if source.module.startswith("flowrt.") and not source.path.startswith(SLEEPERS):
+        if source.path.startswith("flowrt/") and not source.path.startswith(SLEEPERS):
             for call, name in calls(source):
                 if name == "asyncio.sleep" and not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
                     wrong.append(place(source, call))

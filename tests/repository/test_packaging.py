@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from repository.source_tree import PACKAGES, ROOT
+from repository.source_tree import FOLDERS, ROOT
 from setuptools import find_packages
 
 import flowrt
@@ -44,12 +49,30 @@ def test_pins_are_public_versions() -> None:
     assert pins()["torch"] == Version("2.13.0")
 
 
-def test_the_wheel_holds_the_three_packages_only() -> None:
+def test_the_wheel_holds_one_package_with_every_folder() -> None:
     include = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     packages = find_packages(str(ROOT), include=include)
-    assert {package.split(".")[0] for package in packages} == set(PACKAGES)
-    for package in PACKAGES:
-        assert (ROOT / package / "py.typed").exists()
-        folders = {file.parent for file in (ROOT / package).rglob("*.py")}
+    assert {package.split(".")[0] for package in packages} == {"flowrt"}
+    assert {"flowrt.transports.wire", "flowrt.operators.families"} <= set(packages)
+    for folder in FOLDERS:
+        assert (ROOT / folder / "py.typed").exists()
+        folders = {file.parent for file in (ROOT / folder).rglob("*.py")}
         missing = [folder for folder in folders if not (folder / "__init__.py").exists()]
         assert not missing, f"without __init__.py these would be left out of the wheel: {missing}"
+
+
+@pytest.mark.parametrize("name", ["transports", "operators"])
+def test_a_folder_linked_into_the_package_has_one_import_name(name: str) -> None:
+    link = ROOT / "flowrt" / name
+    assert os.readlink(link) == f"../{name}"
+    outcome = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"ImportError: import flowrt.{name}, not {name}" in outcome.stderr
+
+
+def test_a_users_module_of_the_same_name_is_not_in_the_way(tmp_path: Path) -> None:
+    for name in ("operators", "transports"):
+        (tmp_path / f"{name}.py").write_text("MINE = True\n")
+    code = (
+        "import operators, transports, flowrt.operators.model_config, flowrt.transports.contract; assert operators.MINE and transports.MINE"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

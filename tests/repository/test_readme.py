@@ -16,7 +16,7 @@ _TARGET = re.compile(r"(?:^|[\s`$;])make +([a-z]+)")
 _PATH = re.compile(r"\b(?:docs|examples|tests|tools|flowrt|transports|operators)/[\w./-]+\w")
 
 
-def rooms() -> list[str]:
+def packages() -> list[str]:
     """Folders that hold code: the three top ones and each under flowrt/."""
     inner = sorted(file.parent.name for file in (ROOT / "flowrt").glob("*/__init__.py"))
     return ["transports", "operators", *inner]
@@ -26,9 +26,9 @@ def code_of(name: str) -> str:
     return "\n".join(_CODE.findall((ROOT / name).read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_readme_names_each_room(room: str) -> None:
-    assert re.search(rf"\b{room}/", README.read_text(encoding="utf-8")), f"README.md has no line for {room}/"
+@pytest.mark.parametrize("package", packages())
+def test_readme_names_each_package(package: str) -> None:
+    assert re.search(rf"\b{package}/", README.read_text(encoding="utf-8")), f"README.md has no line for {package}/"
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"))
@@ -63,7 +63,7 @@ def test_commands_exist() -> None:
     assert commands
     script = """
 import sys
-from flowrt.cli import main
+from flowrt.cli.app import main
 for words in sys.argv[1:]:
     sys.argv = ["flowrt", *words.split(), "--help"]
     try:

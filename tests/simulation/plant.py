@@ -34,8 +34,8 @@ def look_for(bug: Bug | None, graphs: Path, seeds: int) -> dict[str, Any]:
     if bug is not None:
         plant(bug)
     from flowrt.graph import ModelFacts, load_graph
+    from flowrt.operators.families.registry import read_model_config
     from flowrt.simulation.campaign import campaign
-    from operators.model_config import read_model_config
 
     loaded = [
         load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory))) for path in sorted(graphs.glob("*.yaml"))

@@ -34,12 +34,12 @@ FAILOVER = "flowrt.exchange.failover"
 SURVIVAL = "flowrt.workers.survival"
 DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
-CUT = "operators.dispatch"
-COMBINE = "operators.combine"
-GATEWAY = "flowrt.cluster.gateway"
-WINDOW = "transports.window"
-CODEC = "transports.codec"
-ENDPOINT = "transports.endpoint"
+CUT = "flowrt.operators.dispatch"
+COMBINE = "flowrt.operators.combine"
+GATEWAY = "flowrt.gateway.gateway"
+WINDOW = "flowrt.transports.channel.flow_control"
+CODEC = "flowrt.transports.wire.codec"
+ENDPOINT = "flowrt.transports.channel.queued"
 
 BUGS: tuple[Bug, ...] = (
     # tags and matching

@@ -8,9 +8,11 @@ from typing import Literal
 
 import pytest
 
-from flowrt.cluster.gateway import Parameters
 from flowrt.exchange.failover import Failover
+from flowrt.gateway.gateway import Parameters
 from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.operators.dispatch import NOWHERE
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
@@ -18,8 +20,6 @@ from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.world import Outcome, run
-from operators.dispatch import NOWHERE
-from operators.model_config import read_model_config
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
 SEEDS = range(4)

@@ -10,9 +10,9 @@ from flowrt.reliability.scenario import Crash, Cut, Hang, Pause, Scenario, Skew,
 from flowrt.seams import Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
-from transports.contract import Channel, Identity, Limits
-from transports.errors import AddressError, BrokenChannelError
-from transports.message import Message
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.errors import AddressError, BrokenChannelError
+from flowrt.transports.wire.message import Message
 
 SEEDS = range(10)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrt.graph import ModelFacts, load_graph
+from flowrt.operators.families.registry import read_model_config
 from flowrt.simulation.outages import Outages, holders_of
-from operators.model_config import read_model_config
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
 HOLDERS = {"one": frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})}), "other": frozenset({frozenset({"c"})})}

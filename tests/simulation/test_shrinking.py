@@ -9,13 +9,13 @@ import pytest
 
 from flowrt.dataflow.runner import Runner
 from flowrt.graph import ModelFacts, load_graph
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import RollBack
 from flowrt.simulation.__main__ import main
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import Case, Kept, draw
 from flowrt.simulation.shrink import shrink
 from flowrt.simulation.weather import CALM
-from operators.model_config import read_model_config
 
 GRAPH = Path(__file__).resolve().parent / "graphs" / "2x3.yaml"
 

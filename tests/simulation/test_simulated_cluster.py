@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.cluster.gateway import Parameters
+from flowrt.gateway.gateway import Parameters
 from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
     Crash,
     Cut,
@@ -39,7 +40,6 @@ from flowrt.simulation.invariants import check
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
-from operators.model_config import read_model_config
 
 NUM_SEEDS, NUM_TWICE = 200, 40
 VOCABULARY = 64
@@ -104,7 +104,7 @@ def test_two_hundred_seeds_hold_and_their_digests_are_those_of_another_process()
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
-    from operators.reference import reference_generate
+    from flowrt.operators.reference import reference_generate
 
     graph = load(graph_file)
     requests = make_requests(4, 6)

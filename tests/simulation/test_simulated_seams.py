@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cluster.gateway import Parameters
 from flowrt.emulation import judge
+from flowrt.gateway.gateway import Parameters
 from flowrt.graph import ModelFacts, load_graph
+from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Hang, Scenario
 from flowrt.seams import Seams
 from flowrt.simulation.cases import draw, reference_of
@@ -19,7 +20,6 @@ from flowrt.simulation.served import SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World, run
-from operators.model_config import read_model_config
 
 SEEDS = range(20)
 GRAPHS = Path(__file__).resolve().parent / "graphs"

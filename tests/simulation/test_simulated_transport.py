@@ -10,11 +10,12 @@ import pytest
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
-from transports import checks, checks_meeting
-from transports.checks_windows import WINDOW_CHECKS
-from transports.contract import Channel, Identity, Limits
-from transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, HandshakeError, LimitError
-from transports.message import Message, Tag, Tensor, TensorSpec
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance import connection_checks as checks_meeting
+from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, HandshakeError, LimitError
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 SEEDS = range(25)
 ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=3, tiny_one_in=2)

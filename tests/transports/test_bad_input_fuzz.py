@@ -20,17 +20,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transports import handshake
-from transports.checks_basics import numbered, receive_all
-from transports.checks_meeting import HERE, KEY, SMALL, THERE, pair_maker
-from transports.codec import WireError, decode, encode
-from transports.contract import Channel, Identity, Limits
-from transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
-from transports.handshake import MAX_FRAME_BYTES, Handshake
-from transports.message import DTYPE_BYTES, Message
-from transports.registry import get_transport, unavailable_reason
-from transports.rendezvous import socket_address
-from transports.stream import StreamChannel
+from flowrt.transports.channel.rendezvous import socket_address
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
+from flowrt.transports.conformance.kit import numbered, receive_all
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.errors import BrokenChannelError, EndOfChannel, HandshakeError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.stream import StreamChannel
+from flowrt.transports.wire import handshake
+from flowrt.transports.wire.codec import WireError, decode, encode
+from flowrt.transports.wire.handshake import MAX_FRAME_BYTES, Handshake
+from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
 EXAMPLES = int(os.environ.get("FLOWRT_FUZZ_EXAMPLES", "0"))
 BEFORE_PROOF_BYTES = 64 << 10  # of Python's memory for one caller, however much it sends

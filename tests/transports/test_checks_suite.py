@@ -11,12 +11,12 @@ from typing import ClassVar
 
 import pytest
 
-from transports import registry
-from transports.checks_suite import LoopKind, Result, plan, run_suite, usable_loops
-from transports.contract import Channel, Identity, Limits, Listener
-from transports.errors import AddressError
-from transports.inproc import InprocChannel, InprocTransport
-from transports.message import Message
+from flowrt.transports import registry
+from flowrt.transports.conformance.suite import LoopKind, Result, plan, run_suite, usable_loops
+from flowrt.transports.contract import Channel, Identity, Limits, Listener
+from flowrt.transports.errors import AddressError
+from flowrt.transports.inproc import InprocChannel, InprocTransport
+from flowrt.transports.wire.message import Message
 
 if "uvloop" in usable_loops():
     import uvloop
@@ -148,7 +148,8 @@ def pair(channel: type[InprocChannel], limits: Limits, first: Identity, second: 
     ],
 )
 def test_planted_faults_are_found(channel: type[InprocChannel], check: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transports import checks_basics, checks_suite
+    from flowrt.transports.conformance import kit as checks_basics
+    from flowrt.transports.conformance import suite as checks_suite
 
     if channel is LosesOnCancel:
         monkeypatch.setattr(checks_basics, "PATIENCE_SECONDS", 0.5)  # it waits in vain

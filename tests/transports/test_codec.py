@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports.codec import WireError, decode, decode_envelope, encode, is_repeat, spec_bytes
-from transports.contract import Limits
-from transports.errors import InvalidMessageError, LimitError
-from transports.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
-from transports.window import ReceiveWindow, SendWindow
+from flowrt.transports.channel.flow_control import ReceiveWindow, SendWindow
+from flowrt.transports.contract import Limits
+from flowrt.transports.errors import InvalidMessageError, LimitError
+from flowrt.transports.wire.codec import WireError, decode, decode_envelope, encode, is_repeat, spec_bytes
+from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
 LIMITS = Limits(max_header_bytes=4096, max_tensors=4, max_message_bytes=1 << 16)
 

@@ -6,13 +6,14 @@ import socket
 
 import pytest
 
-from transports import checks, checks_meeting
-from transports.checks import Check
-from transports.checks_basics import MakePair
-from transports.checks_meeting import PROCESS_CHECKS, TransportCheck
-from transports.contract import Channel, Identity, Limits
-from transports.registry import transport_class, unavailable_reason
-from transports.stream import StreamChannel
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance import connection_checks as checks_meeting
+from flowrt.transports.conformance.channel_checks import Check
+from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS, TransportCheck
+from flowrt.transports.conformance.kit import MakePair
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.registry import transport_class, unavailable_reason
+from flowrt.transports.stream import StreamChannel
 
 SCHEMES = ("inproc", "shm", "zmq", "ucx")
 

@@ -18,17 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports import checks, cuda_driver
-from transports.checks import Check
-from transports.checks_basics import Header, check_numbered, numbered, opened, pattern, within
-from transports.checks_meeting import HERE, THERE, other_process, pair_maker
-from transports.contract import Channel, Limits
-from transports.cuda import _AREA_KIND, _FRAME, _GIVEN_BACK_KIND, _START, CUDAChannel, _Placed
-from transports.cuda_driver import HANDLE_BYTES, Driver, DriverError
-from transports.cuda_memory import ALIGNMENT, Ranges, device_pointer
-from transports.errors import BrokenChannelError, InvalidMessageError, LimitError
-from transports.message import Message, Tag, Tensor, TensorSpec
-from transports.registry import get_transport, unavailable_reason
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance.channel_checks import Check
+from flowrt.transports.conformance.connection_checks import HERE, THERE, other_process, pair_maker
+from flowrt.transports.conformance.kit import Header, check_numbered, numbered, opened, pattern, within
+from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.cuda import driver as cuda_driver
+from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
+from flowrt.transports.cuda.memory import ALIGNMENT, Ranges, device_pointer
+from flowrt.transports.cuda.transport import _AREA_KIND, _FRAME, _GIVEN_BACK_KIND, _START, CUDAChannel, _Placed
+from flowrt.transports.errors import BrokenChannelError, InvalidMessageError, LimitError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 LIMITS = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 18)
 
@@ -541,5 +542,5 @@ async def test_no_memory_of_the_device_is_left() -> None:
 
 
 def test_asking_does_not_load_torch() -> None:
-    code = "import sys; from transports.registry import unavailable_reason as r; r('cuda'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('cuda'); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

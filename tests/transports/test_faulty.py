@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports import checks, faulty
-from transports.checks import Check
-from transports.checks_basics import check_numbered, numbered, received_bytes
-from transports.checks_meeting import HERE, KEY, SMALL, THERE, pair_maker
-from transports.checks_windows import WINDOW_CHECKS
-from transports.contract import Channel
-from transports.errors import AddressError, BrokenChannelError
-from transports.faulty_plan import KINDS, Fault, FaultPlan, parse_plan
-from transports.message import Message
-from transports.registry import base_scheme, get_transport, transport_class, unavailable_reason
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance.channel_checks import Check
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
+from flowrt.transports.conformance.kit import check_numbered, numbered, received_bytes
+from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
+from flowrt.transports.contract import Channel
+from flowrt.transports.errors import AddressError, BrokenChannelError
+from flowrt.transports.fault_injection import transport as faulty
+from flowrt.transports.fault_injection.plan import KINDS, Fault, FaultPlan, parse_plan
+from flowrt.transports.registry import base_scheme, get_transport, transport_class, unavailable_reason
+from flowrt.transports.wire.message import Message
 
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
 COUNT = 12

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports import handshake
-from transports.contract import PROTOCOL_VERSION, Identity, Limits
-from transports.errors import HandshakeError
-from transports.handshake import MAX_FRAME_BYTES, Handshake, RefusedError
+from flowrt.transports.contract import PROTOCOL_VERSION, Identity, Limits
+from flowrt.transports.errors import HandshakeError
+from flowrt.transports.wire import handshake
+from flowrt.transports.wire.handshake import MAX_FRAME_BYTES, Handshake, RefusedError
 
 KEY = b"k" * 32
 ONE, TWO = Identity("one", "1"), Identity("two", "2")

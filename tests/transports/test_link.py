@@ -11,18 +11,19 @@ import pytest
 
 from flowrt.simulation.world import World, run
 from flowrt.timer import LoopTimer, new_timer
-from transports import checks, checks_meeting
-from transports.checks import Check
-from transports.checks_windows import WINDOW_CHECKS
-from transports.contract import Channel, Identity, Limits
-from transports.errors import BrokenChannelError, EndOfChannel
-from transports.inproc import InprocChannel
-from transports.link import EmulatedChannel
-from transports.link_frames import PASSED, Passed
-from transports.link_nic import Nic
-from transports.link_profiles import LinkProfile
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import unavailable_reason
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance import connection_checks as checks_meeting
+from flowrt.transports.conformance.channel_checks import Check
+from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.emulation.channel import EmulatedChannel
+from flowrt.transports.emulation.frames import PASSED, Passed
+from flowrt.transports.emulation.nic import Nic
+from flowrt.transports.emulation.profiles import LinkProfile
+from flowrt.transports.errors import BrokenChannelError, EndOfChannel
+from flowrt.transports.inproc import InprocChannel
+from flowrt.transports.registry import unavailable_reason
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 T = TypeVar("T")
 LINK = LinkProfile("test", latency_seconds=1.0, bandwidth_bytes_per_second=1000.0, message_seconds=0.5)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports.link_model import SharedLine
-from transports.link_profiles import NUMBERS, PROFILES, profile_of
+from flowrt.transports.emulation.nic_model import SharedLine
+from flowrt.transports.emulation.profiles import NUMBERS, PROFILES, profile_of
 
 Message = tuple[str, float, float]  # flow, begin, work
 

@@ -11,20 +11,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from transports.checks_basics import check_numbered, numbered
-from transports.codec import WireError
-from transports.contract import ChannelStatistics, Limits
-from transports.message import Message
-from transports.registry import unavailable_reason
-from transports.ring import HEAD, INLINE, PLACED, RECORD_ALIGNMENT, RECORD_BYTES, RELEASED, SKIP, TAIL, WORDS_BYTES, WRITER_SLEEPS, Layout
-from transports.shared_memory import sealed_memory
+from flowrt.transports.conformance.kit import check_numbered, numbered
+from flowrt.transports.contract import ChannelStatistics, Limits
+from flowrt.transports.registry import unavailable_reason
+from flowrt.transports.shared_memory.ring import (
+    HEAD,
+    INLINE,
+    PLACED,
+    RECORD_ALIGNMENT,
+    RECORD_BYTES,
+    RELEASED,
+    SKIP,
+    TAIL,
+    WORDS_BYTES,
+    WRITER_SLEEPS,
+    Layout,
+)
+from flowrt.transports.shared_memory.transport import sealed_memory
+from flowrt.transports.wire.codec import WireError
+from flowrt.transports.wire.message import Message
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from transports._words import Ledger, Memory, Records
-from transports.ring_reader import MAX_REPEATS, RingReader
-from transports.ring_writer import RingWriter
+from flowrt.transports.native._words import Ledger, Memory, Records
+from flowrt.transports.shared_memory.ring_reader import MAX_REPEATS, RingReader
+from flowrt.transports.shared_memory.ring_writer import RingWriter
 
 RECORDS_AT = 4096
 WARM_BYTES = 1 << 16  # from here on a writer that sees all read begins again at the start

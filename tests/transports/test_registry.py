@@ -6,10 +6,12 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from transports import registry, shared_memory, zeromq
-from transports.address import expect_scheme, parse_address
-from transports.errors import AddressError, UnavailableError
-from transports.inproc import InprocTransport
+from flowrt.transports import registry
+from flowrt.transports.errors import AddressError, UnavailableError
+from flowrt.transports.inproc import InprocTransport
+from flowrt.transports.shared_memory import transport as shared_memory
+from flowrt.transports.wire.address import expect_scheme, parse_address
+from flowrt.transports.zeromq import transport as zeromq
 
 
 class BorrowedTransport(InprocTransport):
@@ -53,7 +55,7 @@ def _load(point: EntryPoint) -> object:
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_missing", "No module named 'transports._words'")
+    monkeypatch.setattr(shared_memory, "_missing", "No module named 'flowrt.transports.native._words'")
     monkeypatch.setattr(zeromq, "_missing", "No module named 'zmq'")
     assert "C compiler" in (registry.unavailable_reason("shm") or "")
     with pytest.raises(UnavailableError, match="pip install pyzmq"):

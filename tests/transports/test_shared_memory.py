@@ -16,25 +16,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports import shared_memory
-from transports.checks_basics import check_numbered, numbered, opened, receive_all, send_all
-from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
-from transports.codec import WireError
-from transports.contract import ChannelStatistics, Limits, Listener
-from transports.errors import BrokenChannelError, HandshakeError, UnavailableError
-from transports.handshake import Handshake
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import get_transport, unavailable_reason
-from transports.rendezvous import socket_address
-from transports.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
-from transports.ring_reader import RingReader
-from transports.ring_writer import RingWriter
-from transports.shared_memory import SharedMemoryChannel, sealed_memory
+from flowrt.transports.channel.rendezvous import socket_address
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, other_process, pair_maker
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all
+from flowrt.transports.contract import ChannelStatistics, Limits, Listener
+from flowrt.transports.errors import BrokenChannelError, HandshakeError, UnavailableError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.shared_memory import transport as shared_memory
+from flowrt.transports.shared_memory.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
+from flowrt.transports.shared_memory.ring_reader import RingReader
+from flowrt.transports.shared_memory.ring_writer import RingWriter
+from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
+from flowrt.transports.wire.codec import WireError
+from flowrt.transports.wire.handshake import Handshake
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from transports._words import Ledger, Memory
+from flowrt.transports.native._words import Ledger, Memory
 
 LIMITS = Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18)
 
@@ -412,8 +412,8 @@ async def test_strangers_cost_only_their_own_connection(said: bytes, loop_kind: 
 
 
 async def test_silent_callers_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.rendezvous.HANDSHAKE_SECONDS", 0.1)
-    monkeypatch.setattr("transports.rendezvous.MAX_CALLERS", 4)
+    monkeypatch.setattr("flowrt.transports.channel.rendezvous.HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr("flowrt.transports.channel.rendezvous.MAX_CALLERS", 4)
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
         silent = [await _call(listener.address) for _ in range(9)]
         async with await get_transport("shm").connect(listener.address, SMALL, KEY, THERE):

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports.checks_basics import check_numbered, numbered, opened, pattern, receive_all, received_bytes, send_all
-from transports.checks_meeting import other_process, pair_maker
-from transports.codec import WireError
-from transports.contract import Channel, ChannelStatistics, Limits
-from transports.message import DTYPE_BYTES, Message, Tensor, TensorSpec
-from transports.registry import unavailable_reason
-from transports.ring import (
+from flowrt.transports.conformance.connection_checks import other_process, pair_maker
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, pattern, receive_all, received_bytes, send_all
+from flowrt.transports.contract import Channel, ChannelStatistics, Limits
+from flowrt.transports.registry import unavailable_reason
+from flowrt.transports.shared_memory.ring import (
     ACKNOWLEDGED,
     CHUNK,
     EVENT,
@@ -34,15 +32,18 @@ from transports.ring import (
     Layout,
     pieces,
 )
-from transports.shared_memory import SharedMemoryChannel, sealed_memory
+from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
+from flowrt.transports.wire.codec import WireError
+from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tensor, TensorSpec
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from transports import bulk, ring_writer
-from transports._words import Lane, Ledger, Memory, Records
-from transports.ring_reader import RingReader
-from transports.ring_writer import RingWriter
+from flowrt.transports.channel import bulk_copy as bulk
+from flowrt.transports.native._words import Lane, Ledger, Memory, Records
+from flowrt.transports.shared_memory import ring_writer
+from flowrt.transports.shared_memory.ring_reader import RingReader
+from flowrt.transports.shared_memory.ring_writer import RingWriter
 
 
 def limits_of(lanes: int, capacity_bytes: int = 1 << 20) -> Limits:

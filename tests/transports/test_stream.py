@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transports.checks_basics import check_numbered, numbered, receive_all, send_all
-from transports.codec import encode
-from transports.contract import Identity, Limits
-from transports.errors import BrokenChannelError, EndOfChannel, TransportError
-from transports.message import Message, Tensor, TensorSpec
-from transports.stream import StreamChannel
+from flowrt.transports.conformance.kit import check_numbered, numbered, receive_all, send_all
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.errors import BrokenChannelError, EndOfChannel, TransportError
+from flowrt.transports.stream import StreamChannel
+from flowrt.transports.wire.codec import encode
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 LIMITS = Limits(max_header_bytes=256, max_tensors=2, max_message_bytes=1000, capacity_messages=4, capacity_bytes=1000)
 
@@ -131,7 +131,7 @@ def test_fuzzed_bytes_only_ever_break(pieces: list[bytes]) -> None:
 
 
 async def test_closing_waits_for_a_slow_reader_only_so_long(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
-    monkeypatch.setattr("transports.stream.LINGER_SECONDS", 0.05)
+    monkeypatch.setattr("flowrt.transports.stream.LINGER_SECONDS", 0.05)
     channel, peer = await opened(Limits())
     await channel.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (1 << 23,)), bytes(1 << 23)),)))
     await channel.aclose()

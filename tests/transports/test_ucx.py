@@ -15,17 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from transports import ucx, ucx_link
-from transports.checks_basics import check_numbered, numbered, opened, receive_all, send_all, within
-from transports.checks_meeting import HERE, KEY, THERE, other_process, pair_maker, pause
-from transports.codec import encode_envelope
-from transports.contract import Channel, Limits
-from transports.errors import BrokenChannelError, HandshakeError
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import get_transport, unavailable_reason
-from transports.ucx import UCXChannel, UCXTransport
-from transports.ucx_link import Link
-from transports.ucx_regions import ALIGNMENT, PIECE_BYTES, PIECES_AHEAD, cuts, region_layout
+from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, other_process, pair_maker, pause
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, within
+from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.errors import BrokenChannelError, HandshakeError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.ucx import endpoint as ucx_link
+from flowrt.transports.ucx import transport as ucx
+from flowrt.transports.ucx.endpoint import Link
+from flowrt.transports.ucx.regions import ALIGNMENT, PIECE_BYTES, PIECES_AHEAD, cuts, region_layout
+from flowrt.transports.ucx.transport import UCXChannel, UCXTransport
+from flowrt.transports.wire.codec import encode_envelope
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 
 def test_without_the_package_the_scheme_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,12 +46,12 @@ def test_without_the_package_the_scheme_says_what_to_install(monkeypatch: pytest
 
 
 def test_the_library_is_loaded_by_those_who_ask_for_the_scheme_only() -> None:
-    code = "import sys; from transports.registry import unavailable_reason as r; r('zmq'); r('shm'); sys.exit('ucxx' in sys.modules)"
+    code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('zmq'); r('shm'); sys.exit('ucxx' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_an_environment_that_ucx_cannot_stand_is_a_reason_and_no_crash() -> None:
-    code = "from transports.registry import unavailable_reason as r; print(r('ucx'))"
+    code = "from flowrt.transports.registry import unavailable_reason as r; print(r('ucx'))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "UCX_MEM_EVENTS": "n"}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
     assert done.stdout.startswith("ucx "), done
@@ -262,7 +263,7 @@ async def test_blocks_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         import mmap
 
         real = mmap.mmap
-        monkeypatch.setattr("transports.ucx_blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
+        monkeypatch.setattr("flowrt.transports.ucx.blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
         for number in range(50):
             await one.send(numbered(number, 300_000))
             check_numbered(await within(two.recv(), "recv"), number, 300_000)

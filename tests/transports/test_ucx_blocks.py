@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports.ucx_blocks import SMALLEST_BYTES, BlockPool, block_bytes
+from flowrt.transports.ucx.blocks import SMALLEST_BYTES, BlockPool, block_bytes
 
 
 @given(st.integers(0, 1 << 34))

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from transports.checks_basics import MakePair
-from transports.checks_meeting import pair_maker
-from transports.checks_windows import WINDOW_CHECKS
-from transports.contract import Channel, Identity, Limits
-from transports.registry import unavailable_reason
-from transports.stream import StreamChannel
+from flowrt.transports.conformance.connection_checks import pair_maker
+from flowrt.transports.conformance.kit import MakePair
+from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.registry import unavailable_reason
+from flowrt.transports.stream import StreamChannel
 
 
 async def _pipe_pair(limits: Limits) -> tuple[Channel, Channel]:

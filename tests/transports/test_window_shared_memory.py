@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from transports import shared_memory, shared_window
-from transports.checks_basics import check_numbered, numbered, opened, pattern
-from transports.checks_meeting import SMALL, pair_maker
-from transports.contract import MAX_WINDOWS, Channel, Limits
-from transports.errors import BrokenChannelError, UnavailableError, WindowError
-from transports.registry import transport_class, unavailable_reason
+from flowrt.transports.conformance.connection_checks import SMALL, pair_maker
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, pattern
+from flowrt.transports.contract import MAX_WINDOWS, Channel, Limits
+from flowrt.transports.errors import BrokenChannelError, UnavailableError, WindowError
+from flowrt.transports.registry import transport_class, unavailable_reason
+from flowrt.transports.shared_memory import transport as shared_memory
+from flowrt.transports.shared_memory import window as shared_window
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from transports.shared_memory import SharedMemoryChannel, sealed_memory
-from transports.shared_window import SEALS, WindowLine
-from transports.window_memory import WindowKey
+from flowrt.transports.channel.window_memory import WindowKey
+from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
+from flowrt.transports.shared_memory.window import SEALS, WindowLine
 
 
 def line_of(channel: Channel) -> WindowLine:

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from transports import checks, zeromq, zeromq_sockets
-from transports.checks_basics import check_numbered, numbered, opened, receive_all, within
-from transports.checks_meeting import HERE, KEY, SMALL, THERE, other_process, pair_maker
-from transports.contract import Identity, Limits
-from transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
-from transports.handshake import Handshake
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import get_transport, unavailable_reason
-from transports.zeromq import ZeroMQChannel
+from flowrt.transports.conformance import channel_checks as checks
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, other_process, pair_maker
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, within
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
+from flowrt.transports.registry import get_transport, unavailable_reason
+from flowrt.transports.wire.handshake import Handshake
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
+from flowrt.transports.zeromq import sockets as zeromq_sockets
+from flowrt.transports.zeromq import transport as zeromq
+from flowrt.transports.zeromq.transport import ZeroMQChannel
 
 if unavailable_reason("zmq") is not None:
     pytest.skip(str(unavailable_reason("zmq")), allow_module_level=True)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import zmq
 
-from transports import zeromq, zeromq_sockets
-from transports.checks_basics import within
-from transports.checks_meeting import SMALL, other_process, pause
-from transports.contract import Channel
-from transports.message import Message, Tensor, TensorSpec
-from transports.registry import transport_class
-from transports.zeromq_loans import Lender, available
+from flowrt.transports.conformance.connection_checks import SMALL, other_process, pause
+from flowrt.transports.conformance.kit import within
+from flowrt.transports.contract import Channel
+from flowrt.transports.registry import transport_class
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
+from flowrt.transports.zeromq import sockets as zeromq_sockets
+from flowrt.transports.zeromq import transport as zeromq
+from flowrt.transports.zeromq.loans import Lender, available
 
 needs_loans = pytest.mark.skipif(not available(), reason="nothing can be lent without the C module")
 LARGE = SMALL.max_message_bytes  # more than the kernel takes of a message for a peer that is stopped

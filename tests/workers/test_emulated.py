@@ -23,8 +23,8 @@ from flowrt.graph.model import Edge, Emulation, Graph, LayerSet, Node, PortSpec
 from flowrt.seams import Running
 from flowrt.simulation.world import run
 from flowrt.timer import FineTimer, LoopTimer, measure_lateness, new_timer
+from flowrt.transports.wire.message import Tag
 from flowrt.workers.emulated import EmulatedWorker
-from transports.message import Tag
 
 T = TypeVar("T")
 

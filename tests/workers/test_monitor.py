@@ -40,9 +40,9 @@ from flowrt.seams import Compute, Running, Seams, processor_of
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World, run
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.stream import StreamChannel
 from flowrt.workers.monitor import Starvation, run_monitor
-from transports.contract import Channel, Identity, Limits
-from transports.stream import StreamChannel
 
 SEEDS = range(8)
 LIMITS = Limits(max_header_bytes=1 << 20, capacity_messages=32)

@@ -15,13 +15,13 @@ import socket
 import struct
 from typing import ClassVar
 
-from transports.address import expect_scheme
-from transports.codec import WireError, decode_envelope, encode, is_repeat
-from transports.contract import LINGER_SECONDS, Capabilities, Channel, Identity, Limits, Listener, Transport
-from transports.handshake import check_key
-from transports.message import Message
-from transports.rendezvous import Meeting, SocketListener, meet
-from transports.windowed import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.rendezvous import Meeting, SocketListener, meet
+from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, Identity, Limits, Listener, Transport
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import WireError, decode_envelope, encode, is_repeat
+from flowrt.transports.wire.handshake import check_key
+from flowrt.transports.wire.message import Message
 
 FRAME, LENGTH, TAKEN = struct.Struct("<IB"), struct.Struct("<I"), struct.Struct("<QQ")
 MESSAGE, SAY_TAKEN, SAY_WAITING, CLOSE = range(1, 5)

@@ -1,0 +1,66 @@
+"""`flowrt chaos GRAPH`: faults against the real processes of a graph under load, and what comes of them.
+
+Here: the options as a cyclopts App, which the main command line mounts. Not here: what they do (flowrt/chaos).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+chaos_app = App(name="chaos", help="Let faults befall the real processes of a graph while it answers, and count what comes of them.")
+
+
+@chaos_app.default
+def chaos(
+    graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="A scenario file, as for the simulation: which fault befalls whom when.")] = None,
+    kills: Annotated[int, Parameter(help="Instead of a plan: kill so many expert servers, each when the one before is back.")] = 0,
+    seed: Annotated[int, Parameter(help="Draws whom to kill.")] = 0,
+    apart: Annotated[float, Parameter(help="Seconds from a server's return to the next kill.")] = 1.0,
+    spare: Annotated[
+        bool, Parameter(negative=(), help="The servers left can do all the work: hold throughput against that.", show_default=False)
+    ] = False,
+    requests: Annotated[int, Parameter(help="Different requests, asked again and again; every other one samples.")] = 16,
+    concurrency: Annotated[int, Parameter(help="Requests at a time.")] = 8,
+    seconds: Annotated[float, Parameter(help="Of load without faults, and at least as many with them.")] = 10.0,
+    prompt_tokens: Annotated[int, Parameter(help="Tokens of the longest prompt.")] = 16,
+    new_tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 32,
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None,
+    overrides: Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, for the graph.")] = None,
+    json: Annotated[
+        str | None, Parameter(allow_leading_hyphen=True, help='Write figures and faults to this file; "-" for standard output.')
+    ] = None,
+    plot: Annotated[str | None, Parameter(help="Draw throughput over time into this file (.svg, .png, .pdf).")] = None,
+) -> None:
+    """Ask a graph the same requests without faults and under them, and compare every token.
+
+    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input, 130 interrupted (what
+    was seen until then is told and written).
+    """
+    from flowrt.chaos.command import run
+    from flowrt.chaos.measure import Options
+    from flowrt.cli.record import check_writable
+
+    if json is not None:
+        check_writable(json)
+    options = Options(
+        graph=graph,
+        plan=plan,
+        kills=kills,
+        seed=seed,
+        apart_seconds=apart,
+        spare=spare,
+        num_requests=requests,
+        concurrency=concurrency,
+        seconds=seconds,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        model=model,
+        overrides=tuple(overrides or ()),
+    )
+    raise SystemExit(run(options, json, plot))

@@ -1,0 +1,251 @@
+"""What a person sees while a run goes on, on a terminal: the start as a table that moves, then all answers as they grow.
+
+Here: LiveView, which draws with rich. Not here: plain lines (cli_view.py), the tables at the end (cli_tables.py). Called by cli_run.py.
+It redraws when it is ticked and starts no thread. What fits on the screen is shown block by block; for more requests than that, finished
+answers scroll by and the live part holds counts and the last lines of those that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from flowrt.cli.record import Record
+from flowrt.cli.text import Output, visible
+from flowrt.cli.view import answer_text, ending_text, prompt_text
+from flowrt.graph.model import Graph
+from flowrt.launcher import events
+from flowrt.observe import duration_text, size_text
+
+MOST_RUNNING_LINES = 8  # of the live part when there are more requests than blocks fit
+MOST_WORKER_LINES = 16
+_BAR_CELLS = 16
+_MARGIN = 4  # of an answer: it stands under its prompt
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+@dataclass
+class _Worker:
+    state: str = "waiting"
+    done: int = 0
+    total: int = 0
+    resident_bytes: int = 0
+
+
+class LiveView:
+    """`console` draws on a terminal; lines of processes go to `err` unless that is the same terminal."""
+
+    def __init__(self, console: Console, err: Output, graph: Graph, has_tokenizer: bool, title: str) -> None:
+        self._console, self._err = console, err
+        self._graph, self._has_tokenizer, self._title = graph, has_tokenizer, visible(title)
+        self._workers = {name: _Worker() for name in graph.process_names()}
+        self._starter = "importing torch" if graph.processes != "one" else ""
+        self._records: Sequence[Record] = ()
+        self._num_ticks = 0
+        self._note = ""
+        self._num_ended = 0
+        self._in_place = False  # every request has its place on the screen
+        self._live: Live | None = self._new_live()
+        self._live.start()
+
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.StarterReady():
+                self._starter = ""
+            case events.WorkerStarted(name):
+                self._set(name, "started")
+            case events.WorkerLoading(name, _, done, total):
+                self._set(name, "loading", done=done, total=total)
+            case events.WorkerListening(name=name, resident_bytes=resident_bytes):
+                self._set(name, "connecting", resident_bytes=resident_bytes)
+            case events.WorkerConnected(name):
+                self._set(name, "connected")
+            case events.Ready(seconds):
+                self._stop_live()
+                words = f"{self._title}: {self._size_words()} ready after {duration_text(seconds)}"
+                self._console.print(Text.assemble(("✓ ", "green"), words))
+            case events.Straggler(name, seconds):
+                self._print(Text(f"{name} did not stop within {duration_text(seconds)} and was killed", "yellow"))
+            case _ if text := events.news(event):
+                self._print(Text(text, "yellow"))
+
+    def on_line(self, process: str, line: str) -> None:
+        if self._err.isatty():
+            self._print(Text.assemble((f"[{process}] ", "yellow"), visible(line)))
+        else:
+            self._err.write(f"[{process}] {visible(line)}\n")
+            self._err.flush()
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._in_place = 2 * len(records) <= self._most_lines  # each can have its prompt and at least one line of its answer
+        self._console.print()
+        self._live = self._new_live()
+        self._live.start()
+
+    def on_text(self, record: Record, new: str) -> None:
+        if record.is_ended:
+            self._num_ended += 1
+            if not self._in_place:
+                self._console.print(self._block(record, None))
+
+    def note(self, text: str) -> None:
+        self._note = text
+        if self._live is None:
+            self._console.print(Text(text, "yellow"))
+
+    def tick(self) -> None:
+        self._num_ticks += 1
+        if self._live is not None:
+            self._live.update(self._picture(), refresh=True)
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._stop_live()
+            if self._in_place:
+                self._console.print(Group(*(self._block(record, None) for record in self._records)))
+            if self._note:
+                self._console.print(Text("interrupted", "yellow"))
+
+    # The live part.
+
+    def _new_live(self) -> Live:
+        """Gone when it stops: what is to stay is printed."""
+        return Live(
+            self._picture(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _picture(self) -> RenderableType:
+        if not self._records:
+            return self._start_picture()
+        rows: list[RenderableType] = [*(self._blocks() if self._in_place else self._counts())]
+        if self._note:
+            rows.append(Text(self._note, "yellow", no_wrap=True, overflow="ellipsis"))
+        return Group(*rows, "")  # the cursor rests on an empty line, where the terminal's echo of ^C moves nothing
+
+    def _print(self, what: RenderableType) -> None:
+        """Above the live part. Long lines are the terminal's to break, so that they can be copied whole."""
+        self._console.print(what, soft_wrap=True)
+
+    # The start.
+
+    def _set(self, name: str, state: str, **values: int) -> None:
+        worker = self._workers.setdefault(name, _Worker())
+        worker.state = state
+        for key, value in values.items():
+            setattr(worker, key, value)
+
+    def _size_words(self) -> str:
+        num = len(self._graph.process_names())
+        return f"{num} workers in this process" if self._graph.processes == "one" else f"{num} processes"
+
+    def _start_picture(self) -> RenderableType:
+        spin = _SPINNER[self._num_ticks % len(_SPINNER)]
+        states = [worker.state for worker in self._workers.values()]
+        doing = f"starter is {self._starter}" if self._starter else f"{states.count('connected')} of {len(states)} connected"
+        head = Text.assemble((f"{spin} ", "cyan"), f"{self._title}: starting {self._size_words()}", (f"  {doing}", "dim"))
+        head.no_wrap, head.overflow = True, "ellipsis"
+        table = Table.grid(padding=(0, 2))
+        for number, (name, worker) in enumerate(self._workers.items()):
+            if number >= min(MOST_WORKER_LINES, self._console.size.height - 4):
+                table.add_row("", Text(f"… and {len(self._workers) - number} more", "dim"))
+                break
+            table.add_row(f"  {name}", _state(worker), _bar(worker), size_text(worker.resident_bytes) if worker.resident_bytes else "")
+        return Group(head, table, "")
+
+    # Answers.
+
+    @property
+    def _width(self) -> int:
+        return self._console.size.width
+
+    @property
+    def _most_lines(self) -> int:
+        return self._console.size.height - 2
+
+    def _blocks(self) -> list[RenderableType]:
+        """Every request; when answers are longer than the screen, their last lines, the room shared out evenly."""
+        room = self._most_lines - len(self._records)
+        wanted = [len(self._lines(record)) for record in self._records]
+        share = max(wanted, default=1)
+        while share > 1 and sum(min(num, share) for num in wanted) > room:
+            share -= 1
+        return [self._block(record, share) for record in self._records]
+
+    def _block(self, record: Record, most: int | None) -> RenderableType:
+        lines = self._lines(record)
+        shown = lines if most is None else lines[-most:]
+        return Group(self._head(record), *shown)
+
+    def _head(self, record: Record) -> Text:
+        """One line: number, prompt, and how far it is."""
+        number = f"[{record.index}] "
+        state, style = self._status(record)
+        prompt = prompt_text(record)
+        room = max(8, self._width - len(number) - len(state) - (2 if state else 0))
+        if cell_len(prompt) > room:
+            prompt = set_cell_size(prompt, room - 1) + "…"
+        gap = " " * max(0, self._width - len(number) - cell_len(prompt) - len(state)) if state else ""
+        return Text.assemble((number, "cyan"), (prompt, "bold"), gap, (state, style), no_wrap=True, overflow="crop")
+
+    def _lines(self, record: Record) -> list[Text]:
+        """The answer, wrapped and indented; at least one line while none came, so that blocks do not jump."""
+        answer = Text(answer_text(record, self._has_tokenizer))
+        if ending := ending_text(record):
+            answer.append((" " if answer.plain else "") + ending, "red" if record.finish_reason == "error" else "yellow")
+        if not answer.plain:
+            answer = Text("…" if not record.is_ended else "(nothing)", "dim")
+        wrapped = answer.wrap(self._console, max(8, self._width - _MARGIN), overflow="fold")
+        return [Text(" " * _MARGIN).append_text(line) for line in wrapped]
+
+    def _status(self, record: Record) -> tuple[str, str]:
+        num = len(record.token_ids)
+        tokens = f"{num} token{'s' if num != 1 else ''}"
+        match record.finish_reason:
+            case None if record.submitted_seconds is None:
+                return "", "dim"
+            case None:
+                return (f"{tokens} {_SPINNER[self._num_ticks % len(_SPINNER)]}" if num else "waiting"), "cyan"
+            case "stop" | "length" as reason:
+                return f"{tokens}, {reason} ✓", "green"
+            case "error":
+                return f"{tokens} ✗", "red"
+            case _:
+                return f"{tokens} –", "yellow"
+
+    def _counts(self) -> list[Text]:
+        running = [record for record in self._records if not record.is_ended and record.token_ids]
+        num_waiting = len(self._records) - self._num_ended - len(running)
+        num_tokens = sum(len(record.token_ids) for record in self._records)
+        spin = _SPINNER[self._num_ticks % len(_SPINNER)]
+        counts = f"{self._num_ended} ended, {len(running)} answering, {num_waiting} waiting; {num_tokens} tokens"
+        rows = [Text.assemble((f"{spin} ", "cyan"), f"{len(self._records)} requests: {counts}")]
+        for record in running[: max(1, min(MOST_RUNNING_LINES, self._most_lines - 3))]:
+            rows.append(Text.assemble((f"[{record.index}] ", "cyan"), self._lines(record)[-1].plain.strip()))
+        for row in rows:
+            row.no_wrap, row.overflow = True, "ellipsis"
+        return rows
+
+
+def _state(worker: _Worker) -> Text:
+    styles = {"waiting": "dim", "started": "dim", "loading": "yellow", "connecting": "cyan", "connected": "green"}
+    return Text(worker.state, styles[worker.state])
+
+
+def _bar(worker: _Worker) -> Text:
+    """How many of the worker's operators have their weights."""
+    if not worker.total:
+        return Text("")
+    filled = _BAR_CELLS * worker.done // worker.total
+    return Text.assemble(("━" * filled, "green"), ("━" * (_BAR_CELLS - filled), "bright_black"), (f" {worker.done}/{worker.total}", "dim"))

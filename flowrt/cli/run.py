@@ -1,0 +1,362 @@
+"""`flowrt run`: start a graph, answer the prompts at once, show it, account for it, end it.
+
+Here: Options, `run`, and the order of a run: what an interrupt does and which exit code follows. Not here: parsing of the command line
+(cli.py), prompts (cli_prompts.py), what is shown (cli_view.py, cli_live.py, cli_tables.py) or recorded (cli_record.py, cli_report.py).
+
+Exit codes: 0 all requests finished; 1 a request failed; 2 bad input; 3 a worker died; 130 interrupted; 141 the reader of stdout left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+import flowrt
+from flowrt.actors.control import Statistics
+from flowrt.api import RunningGraph, open_graph
+from flowrt.chaos.beside import Beside
+from flowrt.cli.live import LiveView
+from flowrt.cli.prompts import PARAMETERS, Asked, checked_parameters, checked_text, read_prompts
+from flowrt.cli.record import STDOUT, Figures, Record, check_writable, degraded_sentence, write_json
+from flowrt.cli.report import Account, account
+from flowrt.cli.tables import print_tables
+from flowrt.cli.text import Output, visible
+from flowrt.cli.view import PlainView, View
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.launcher import events
+from flowrt.launcher.launcher import STOP_SECONDS, NotRunningError
+from flowrt.observe import set_log_level
+from flowrt.seams import Seams
+from flowrt.serving.tokenizer import TokenizerError
+
+ANSWERED, REQUEST_FAILED, BAD_INPUT, WORKER_DIED, INTERRUPTED, NO_READER = 0, 1, 2, 3, 130, 141
+TICK_SECONDS = 0.1
+STUCK_SECONDS = STOP_SECONDS + 5.0  # from an order to end at once: more than workers are given to stop and be killed
+PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line. None: not given."""
+
+    graph: Path
+    prompts: Sequence[str] = ()
+    prompt_file: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+    chat: bool = False
+    model: Path | None = None
+    overrides: Sequence[str] = ()
+    json: str | None = None
+    chaos: str | None = None
+    log_level: str = "warning"
+
+
+def run(options: Options) -> int:
+    """The whole command; returns the exit code. Raises UserError for what is wrong before anything has started."""
+    set_log_level(options.log_level)
+    parameters = checked_parameters({name: getattr(options, name) for name in PARAMETERS if hasattr(options, name)})
+    asked = [Asked(checked_text(prompt), parameters) for prompt in options.prompts]
+    if options.prompt_file is not None:
+        asked += read_prompts(options.prompt_file, parameters)
+    if options.json is not None:
+        check_writable(options.json)
+    stdout, stderr = Output(sys.stdout), Output(sys.stderr)
+    if stdout.is_broken and options.json in (None, STDOUT):
+        raise _lost(stdout)
+    running = _Running(options, stdout, stderr, asked, parameters)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(running.run())
+    return running.finish()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+class _Running:
+    """One run: `run` in the loop, then `finish`."""
+
+    def __init__(self, options: Options, stdout: Output, stderr: Output, asked: Sequence[Asked], parameters: Parameters) -> None:
+        self._options, self._seams = options, Seams()
+        self._stdout, self._stderr = stdout, stderr
+        self._failure: UserError | WorkerDiedError | None = None
+        self._exit_code: int | None = None  # of an interrupt
+        self._draining = False
+        self._body: asyncio.Task[None] | None = None
+        self._ready_seconds: float | None = None
+        self._start_seconds: float | None = None
+        self._loaded_bytes: dict[str, int] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._up_seconds: float | None = None
+        self._view: View | None = None
+        try:
+            self._graph: RunningGraph = open_graph(
+                options.graph,
+                overrides=options.overrides,
+                model=options.model,
+                seams=self._seams,
+                log_level=options.log_level,
+                on_event=self._on_event,
+                on_line=self._on_line,
+            )
+        except TokenizerError as error:
+            raise UserError(str(error)) from None
+        if self._graph.graph.model is None:
+            raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
+        self._records = [Record(index, each) for index, each in enumerate(asked or self._own_prompts(parameters))]
+        self._has_tokenizer = self._graph.tokenizer is not None
+        self._chaos = Beside(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
+        self._answered = asyncio.Event()
+        # With --json - standard output is the file, and people read standard error.
+        self._people = stderr if options.json == STDOUT else stdout
+        self._console = _console(self._people)
+
+    async def run(self) -> None:
+        """Until nothing of the run is left. Raises only what is a fault of ours."""
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        before = signal.signal(signal.SIGALRM, self._on_stuck)  # no handler of the loop's, which may be what is stuck
+        self._stdout.on_broken = self._on_no_reader
+        self._view = self._new_view()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._body = tasks.create_task(self._serve(), name="run")
+                ticker = tasks.create_task(self._tick(), name="ticker")
+                self._body.add_done_callback(lambda _: ticker.cancel())
+        finally:
+            for record in self._records:
+                reason = "error" if self._failure is not None else "cancelled"
+                record.end(reason, None if self._failure is None else str(self._failure))
+            self._view.end()
+            for number in numbers:
+                loop.remove_signal_handler(number)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+
+    def finish(self) -> int:
+        """Write and print what there is to say; returns the exit code."""
+        figures = Figures.of(self._records)
+        told = account(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
+        code = self._code()
+        if self._options.json is not None and code != BAD_INPUT:
+            write_json(self._options.json, self._json(figures, told, code), self._stdout)
+        if self._statistics and not self._people.is_broken:
+            print_tables(told, figures, self._console)
+            if (degraded := degraded_sentence(self._records)) is not None:
+                self._console.print(degraded, markup=False, soft_wrap=True)
+            if self._chaos is not None:
+                num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
+                self._console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
+        self._people.flush()
+        if self._stdout.has_lost_words and self._failure is None and self._options.json in (None, STDOUT):
+            self._failure = _lost(self._stdout)
+            code = self._code()
+        if self._failure is not None:
+            self._tell_failure(self._failure)
+        return code
+
+    # In the loop.
+
+    async def _serve(self) -> None:
+        try:
+            async with self._graph as graph:
+                assert self._view is not None
+                self._view.begin(self._records)
+                places = asyncio.Semaphore(graph.max_requests)
+                async with asyncio.TaskGroup() as all_tasks:
+                    if self._chaos is not None:
+                        all_tasks.create_task(self._chaos.run(self._answered), name="chaos")
+                    async with asyncio.TaskGroup() as tasks:
+                        for record in self._records:
+                            tasks.create_task(self._answer(graph, record, places), name=f"request {record.index}")
+                    self._answered.set()
+                if self._failure is None:
+                    self._up_seconds = self._seams.clock.now() - (self._ready_seconds or 0.0)
+            self._statistics = self._graph.final_statistics
+        except (UserError, WorkerDiedError) as error:
+            self._failure = self._failure or error
+
+    async def _answer(self, graph: RunningGraph, record: Record, places: asyncio.Semaphore) -> None:
+        """One request from submission to its end, which comes in any case; a failure of the whole run is noted for `_serve`."""
+        assert self._view is not None
+        now = self._seams.clock.now
+        async with places:
+            if self._draining or self._failure is not None:
+                return
+            try:
+                record.submitted_seconds = now()
+                index = await graph.submit(record.asked.prompt, record.asked.parameters, chat=self._options.chat)
+                record.prompt_token_ids = graph.prompt_token_ids(index)
+                async for event in graph.follow(index):
+                    record.note(event, now())
+                    if isinstance(event, EndEvent) or (event.choice == 0 and (event.text or isinstance(event, TokenEvent))):
+                        self._view.on_text(record, event.text)
+            except (UserError, WorkerDiedError) as error:
+                self._failure = self._failure or error
+            except NotRunningError:  # the run's failure is told to somebody else
+                pass
+
+    async def _tick(self) -> None:
+        assert self._view is not None
+        while True:
+            self._view.tick()
+            await self._seams.clock.sleep(TICK_SECONDS)
+
+    def _on_event(self, event: events.Event) -> None:
+        if self._chaos is not None:
+            self._chaos.watch.on_event(event)
+        match event:
+            case events.WorkerListening(name=name, resident_bytes=resident_bytes):
+                self._loaded_bytes[name] = resident_bytes
+            case events.Ready(seconds):
+                self._start_seconds, self._ready_seconds = seconds, self._seams.clock.now()
+        if self._view is not None:
+            self._view.on_event(event)
+
+    def _on_line(self, process: str, line: str) -> None:
+        if self._chaos is not None and self._chaos.watch.takes_line(process, line):
+            return
+        if self._view is not None:
+            self._view.on_line(process, line)
+
+    def _tell_chaos(self, text: str) -> None:
+        if self._view is not None:
+            self._view.on_line("chaos", text)
+
+    # Interrupts.
+
+    def _on_signal(self, number: int) -> None:
+        """The first Ctrl-C lets what runs finish, if anything does; anything else ends the run at once."""
+        num_running = sum(record.submitted_seconds is not None and not record.is_ended for record in self._records)
+        self._exit_code = INTERRUPTED
+        if number == signal.SIGINT and not self._draining and num_running:
+            self._draining = True
+            words = "1 running request finishes" if num_running == 1 else f"{num_running} running requests finish"
+            self._note(f"interrupted: {words}; press Ctrl-C again to end at once")
+        else:
+            self._note("interrupted: ending at once")
+            self._end_now()
+
+    def _on_no_reader(self) -> None:
+        """The answers cannot be written any more; a --json file may still be wanted."""
+        if self._options.json is None and self._stdout.has_lost_words:
+            self._failure = self._failure or _lost(self._stdout)
+            self._end_now()
+        elif self._options.json is None:
+            self._exit_code = self._exit_code or NO_READER
+            self._end_now()
+
+    def _end_now(self) -> None:
+        if self._body is not None:
+            self._body.cancel()
+            signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS)
+
+    def _on_stuck(self, number: int, frame: FrameType | None) -> None:
+        """A call in a compute thread of this process does not return, and no thread can be stopped: leave without it."""
+        code = self._code()
+        try:
+            self._note(f"a computation has not returned for {STUCK_SECONDS:g} s; leaving without it")
+            if self._view is not None:
+                self._view.end()
+            self._stdout.flush()
+            self._stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _note(self, text: str) -> None:
+        if self._view is not None:
+            self._view.note(text)
+
+    # Before and after.
+
+    def _own_prompts(self, parameters: Parameters) -> list[Asked]:
+        graph = self._graph.graph
+        if not graph.prompts:
+            raise UserError(
+                f"{self._options.graph}: there is nothing to answer; give --prompt TEXT or --prompts FILE, or write prompts: in the file"
+            )
+        return [Asked(prompt, parameters) for prompt in graph.prompts]
+
+    def _new_view(self) -> View:
+        if self._console.is_terminal:
+            return LiveView(self._console, self._stderr, self._graph.graph, self._has_tokenizer, self._options.graph.name)
+        return PlainView(self._people, self._stderr, self._graph.graph, self._has_tokenizer)
+
+    def _code(self) -> int:
+        if self._failure is not None:
+            return self._failure.exit_code
+        if self._exit_code is not None:
+            return self._exit_code
+        return REQUEST_FAILED if any(record.finish_reason == "error" for record in self._records) else ANSWERED
+
+    def _json(self, figures: Figures, told: Account, code: int) -> dict[str, object]:
+        failure, died = self._failure, None
+        if isinstance(failure, WorkerDiedError):
+            died = {"process": failure.process, "reason": failure.reason, "last_words": list(failure.last_words)}
+        return {
+            "requests": [record.as_json() for record in self._records],
+            "summary": {
+                "version": flowrt.__version__,
+                "graph": str(self._options.graph),
+                "exit_code": code,
+                "interrupted": self._exit_code is not None,
+                "died": died,
+                **({"chaos": self._chaos.as_json()} if self._chaos is not None else {}),
+                **figures.as_json(),
+                **told.as_json(),
+            },
+        }
+
+    def _tell_failure(self, failure: UserError | WorkerDiedError) -> None:
+        lines = [f"flowrt: error: {visible(str(failure))}"]
+        if isinstance(failure, WorkerDiedError) and failure.last_words:
+            lines += [f"flowrt: the last words of {failure.process}:", *(f"  {visible(line)}" for line in failure.last_words)]
+        self._stderr.write("\n".join(lines) + "\n")
+        self._stderr.flush()
+
+
+class LostAnswersError(UserError):
+    """Standard output cannot be written."""
+
+    exit_code = REQUEST_FAILED
+
+
+def _lost(stdout: Output) -> LostAnswersError:
+    reason = stdout.error.strerror if isinstance(stdout.error, OSError) else stdout.error
+    return LostAnswersError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
+
+
+def _console(people: Output) -> Console:
+    plain = not people.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+    if not plain:
+        return Console(file=people, highlight=False)  # type: ignore[arg-type]
+    columns = os.environ.get("COLUMNS", "")
+    width = max(80, int(columns)) if columns.isdecimal() else PLAIN_WIDTH
+    return Console(file=people, force_terminal=False, no_color=True, highlight=False, width=width)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""The graph as it ran, as tables: processes, what went between them, and how fast the answers came.
+
+Here: `print_tables`, with rich. Not here: the figures themselves (cli_report.py, cli_record.py). Called by cli_run.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowrt.cli.record import Durations, Figures
+from flowrt.cli.report import Account, EdgeReport
+from flowrt.emulation import Account as Emulated
+from flowrt.observe import duration_text, size_text
+
+MOST_EDGES = 24
+MOST_PROCESSES = 48
+UNKNOWN = "-"
+_AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
+_ENDED = {"stop": "finished", "length": "reached max_tokens", "error": "failed", "cancelled": "cancelled"}
+
+
+def print_tables(account: Account, figures: Figures, console: Console) -> None:
+    """On a terminal with frames and colour, else as aligned plain text."""
+    _print("processes", _processes(account, console), console)
+    if account.edges:
+        _print("between processes", _edges(account.edges, console), console)
+    _print("latency", _latencies(figures, console), console)
+    console.print()
+    for line in _sentences(account, figures):
+        console.print(Text(line))
+
+
+def _print(title: str, table: Table, console: Console) -> None:
+    console.print()
+    console.print(Text(title, "bold"))
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as capture:
+        console.print(table)
+    console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
+
+
+def _table(console: Console) -> Table:
+    plain = not console.is_terminal
+    return Table(
+        header_style="" if plain else "dim",
+        box=None if plain else box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0) if plain else (0, 1),
+    )
+
+
+def _processes(account: Account, console: Console) -> Table:
+    table = _table(console)
+    table.add_column("process", no_wrap=True, overflow="ellipsis")
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("holds", overflow="fold", min_width=16)
+    table.add_column("transport", min_width=9)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("busy", justify="right", no_wrap=True)
+    for process in account.processes[:MOST_PROCESSES]:
+        table.add_row(
+            process.name,
+            str(process.pid),
+            _AFTER_COMMAS.sub(", ", process.holds),
+            ", ".join(process.transports) or UNKNOWN,
+            size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,
+            UNKNOWN if process.busy_share is None else f"{100 * process.busy_share:.0f} %",
+        )
+    _leave_out(table, len(account.processes) - MOST_PROCESSES)
+    return table
+
+
+def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
+    table = _table(console)
+    table.add_column("from", no_wrap=True, overflow="ellipsis")
+    table.add_column("to", no_wrap=True, overflow="ellipsis")
+    table.add_column("transport", min_width=9)
+    with_links = any(edge.link is not None for edge in edges)
+    if with_links:
+        longest = max(len(edge.link or UNKNOWN) for edge in edges)
+        table.add_column("link", overflow="fold", min_width=min(longest, 16))
+    table.add_column("messages", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    shown = edges if len(edges) <= MOST_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MOST_EDGES]
+    for edge in shown:
+        link = [edge.link or UNKNOWN] if with_links else []
+        table.add_row(edge.source, edge.target, edge.transport, *link, str(edge.num_messages), size_text(edge.payload_bytes))
+    _leave_out(table, len(edges) - MOST_EDGES)
+    return table
+
+
+def _latencies(figures: Figures, console: Console) -> Table:
+    table = _table(console)
+    for name in ("", "mean", "p50", "p99"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, durations in (("time to first token", figures.ttft), ("inter-token latency", figures.itl)):
+        table.add_row(name, *_durations(durations))
+    return table
+
+
+def _durations(durations: Durations | None) -> tuple[str, str, str]:
+    if durations is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    return duration_text(durations.mean), duration_text(durations.p50), duration_text(durations.p99)
+
+
+def _sentences(account: Account, figures: Figures) -> list[str]:
+    ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_ended.items() if num)
+    lines = [f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"]
+    if figures.seconds is not None and figures.tokens_per_second is not None:
+        lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")
+    if account.start_seconds is not None:
+        lines.append(f"start: {duration_text(account.start_seconds)}")
+    if account.emulation is not None:
+        lines += _emulated(account.emulation, figures)
+    lines += [f"transport auto: {text}" for text in account.why]
+    lines += [f"fell back: {text}" for text in account.fallbacks[:MOST_EDGES]]
+    if account.late_wakeups:
+        lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
+    for text in dict.fromkeys(account.strict_blocks.values()):
+        names = ", ".join(name for name, blocks in account.strict_blocks.items() if blocks == text)
+        lines.append(f"strict numerics, {names}: {text}")
+    return lines
+
+
+def _emulated(emulation: Emulated, figures: Figures) -> list[str]:
+    """The figures of the hardware that was emulated, and what speaks against them."""
+    dilation = emulation.dilation
+    words = [
+        f"{name} {duration_text(durations.mean / dilation)}"
+        for name, durations in (("time to first token", figures.ttft), ("inter-token latency", figures.itl))
+        if durations is not None
+    ]
+    if figures.tokens_per_second is not None:
+        words.append(f"{figures.tokens_per_second * dilation:.4g} tokens per second")
+    void = " (VOID)" if emulation.void else ""
+    waits = f"{emulation.num_computed} computations and {emulation.num_delivered} messages in modelled time"
+    lines = [f"emulated at dilation {dilation:g}, {waits}"]
+    if words:
+        lines.append(f"on the modelled hardware{void}: {', '.join(words)}")
+    return [*lines, *emulation.sentences]
+
+
+def _leave_out(table: Table, num: int) -> None:
+    if num > 0:
+        table.add_row(Text(f"… {num} more, see --json", "dim"))

@@ -1,0 +1,142 @@
+"""What a person sees while a run goes on, in plain lines: for pipes, files, NO_COLOR and dumb terminals.
+
+Here: View (the contract), PlainView, and `answer_text`. Not here: the live display of a terminal (cli_live.py), the tables at the end
+(cli_tables.py), what is recorded (cli_record.py). Called by cli_run.py. All text of others goes through cli_text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowrt.cli.record import Record
+from flowrt.cli.text import Output, one_line, visible
+from flowrt.graph.model import Graph
+from flowrt.launcher import events
+from flowrt.observe import duration_text, size_text
+
+
+class View(Protocol):
+    """Told what happens, in order: events of the start, `begin`, tokens and ends of requests, `end`. No call blocks or raises."""
+
+    def on_event(self, event: events.Event) -> None:
+        """What the launcher does."""
+        ...
+
+    def on_line(self, process: str, line: str) -> None:
+        """A line that a process of the graph wrote."""
+        ...
+
+    def begin(self, records: Sequence[Record]) -> None:
+        """All is up; the requests are about to be submitted."""
+        ...
+
+    def on_text(self, record: Record, new: str) -> None:
+        """A token of the request, or its end; `new` is the text that came with it. The record has taken it in already."""
+        ...
+
+    def note(self, text: str) -> None:
+        """What an interrupt will do."""
+        ...
+
+    def tick(self) -> None:
+        """Called a few times a second."""
+        ...
+
+    def end(self) -> None:
+        """The run is over, whichever way: leave the answers on the screen. Idempotent; comes also when nothing began."""
+        ...
+
+
+def ending_text(record: Record) -> str:
+    """How a request ended when that must be said: "(error: the prompt is empty)", "(cancelled)"; else ""."""
+    if record.finish_reason == "error":
+        return f"(error: {one_line(record.error or 'unknown')})"
+    return "(cancelled)" if record.finish_reason == "cancelled" else ""
+
+
+def answer_text(record: Record, has_tokenizer: bool) -> str:
+    """The answer so far, fit for a terminal; token ids where the model has no tokenizer."""
+    return visible(record.text).strip() if has_tokenizer else " ".join(str(token_id) for token_id in record.token_ids)
+
+
+def prompt_text(record: Record) -> str:
+    """What was asked, on one line."""
+    prompt = record.asked.prompt
+    if isinstance(prompt, str):
+        return one_line(prompt)
+    return f"{len(prompt)} token ids: {' '.join(str(token_id) for token_id in prompt[:64])}{' …' if len(prompt) > 64 else ''}"
+
+
+class PlainView:
+    """Progress on `err`; on `out` one answer as it comes, or several in order of completion, "[3] text" each.
+
+    Further lines of an answer are indented, so that no answer can pass for another's beginning.
+    """
+
+    def __init__(self, out: Output, err: Output, graph: Graph, has_tokenizer: bool) -> None:
+        self._out, self._err = out, err
+        self._graph, self._has_tokenizer = graph, has_tokenizer
+        self._records: Sequence[Record] = ()
+        self._streamed = False  # the one answer has begun
+        self._is_ready = False
+
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.WorkerStarted(name, pid) if not self._is_ready:
+                self._say(f"{name} started, pid {pid}")
+            case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
+                self._say(f"{name} loaded, {size_text(resident_bytes)}")
+            case events.Ready(seconds):
+                self._is_ready = True
+                self._say(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
+            case events.Straggler(name, seconds):
+                self._say(f"{name} did not stop within {duration_text(seconds)} and was killed")
+            case _ if text := events.news(event):
+                self._say(text)
+
+    def on_line(self, process: str, line: str) -> None:
+        self._err.write(f"[{process}] {visible(line)}\n")
+        self._err.flush()
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._records = records
+
+    def on_text(self, record: Record, new: str) -> None:
+        if len(self._records) == 1:
+            self._stream(record, new)
+        elif record.is_ended:
+            text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
+            self._write(f"[{record.index}] " + text.replace("\n", "\n    ") + "\n")
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def tick(self) -> None:
+        pass
+
+    def end(self) -> None:
+        if self._streamed:  # a run that broke off in the middle of its one answer
+            self._write("\n")
+            self._streamed = False
+
+    def _stream(self, record: Record, new: str) -> None:
+        if not self._has_tokenizer:
+            new = f" {record.token_ids[-1]}" if not record.is_ended else ""
+        text = visible(new)
+        if not self._streamed:
+            text = text.lstrip()  # models like to begin with a space or an empty line
+        if record.is_ended:
+            if ending := ending_text(record):
+                text += f" {ending}" if self._streamed or text else ending
+            text += "\n"
+        self._streamed = not record.is_ended and (self._streamed or bool(text))
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+    def _say(self, text: str) -> None:
+        self._err.write(f"flowrt: {text}\n")
+        self._err.flush()

@@ -1,0 +1,1 @@
+"""The gateway: request log, admission, routing and completion; the commit point of every token."""

@@ -1,0 +1,83 @@
+"""A request from end to end, put together from its events.
+
+Here: Completion, Choice; pure. Not here: the events themselves (request_log.py). Called by flowrt/api.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each.
+    `degraded_tokens`: the places of tokens that were computed without some expert, or from what had been."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str = ""
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    degraded_tokens: tuple[int, ...] = ()
+
+    @property
+    def degraded(self) -> bool:
+        return bool(self.degraded_tokens)
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A request from end to end, with its `n` choices. `error` says why when finish_reason is "error"."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    finish_reason: str  # of the whole request: the first choice's, or error
+    error: str | None = None
+
+    @classmethod
+    def of(cls, prompt_token_ids: tuple[int, ...], events: Sequence[ClientEvent]) -> Completion:
+        """From all events of a request, the last one being its EndEvent."""
+        end = events[-1]
+        assert isinstance(end, EndEvent)
+        num_choices = 1 + max((event.choice for event in events if not isinstance(event, EndEvent)), default=0)
+        choices = tuple(_choice(choice, events, end) for choice in range(num_choices))
+        return cls(prompt_token_ids=prompt_token_ids, choices=choices, finish_reason=end.finish_reason, error=end.error)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first choice, like `text`, `logprobs` and `top_logprobs`."""
+        return self.choices[0].token_ids
+
+    @property
+    def degraded(self) -> bool:
+        """Whether any token of any choice is."""
+        return any(choice.degraded for choice in self.choices)
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        return self.choices[0].top_logprobs
+
+
+def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice:
+    """One choice's part of a request's events."""
+    own = [event for event in events if not isinstance(event, EndEvent) and event.choice == choice]
+    tokens = [event for event in own if isinstance(event, TokenEvent)]
+    reasons = [event.finish_reason for event in own if isinstance(event, ChoiceEvent)]
+    return Choice(
+        token_ids=tuple(event.token_id for event in tokens),
+        text="".join(event.text for event in own) + end.text,
+        finish_reason=reasons[0] if reasons else end.finish_reason,
+        logprobs=tuple(event.logprob for event in tokens if event.logprob is not None),
+        top_logprobs=tuple(event.top_logprobs for event in tokens if event.logprob is not None),
+        degraded_tokens=tuple(event.index for event in tokens if event.degraded),
+    )

@@ -1,0 +1,328 @@
+"""The gateway: the log of every request, and what its client is told.
+
+Here: Gateway, pure: requests, tokens and ends in; placements, events for clients and cancels for workers out. Not here: a log and the
+events in it (request_log.py; what clients need of it can be had from here too), sockets, tasks and control lines
+(flowrt/cluster/launcher carries decisions out), text to tokens (flowrt/serving), a group's own schedule (flowrt/engine). No torch, no
+clock.
+
+A token is committed when it is appended here. Only the next index from the current attempt is appended, so whatever a worker
+repeats, or an older attempt still says, changes nothing. Each request ends in exactly one EndEvent, when all its choices have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Sampling, Token
+from flowrt.engine.routing import GroupLoad, choose_group
+from flowrt.engine.validation import choices_refusal, most_new_tokens
+from flowrt.gateway.request_log import (
+    ChoiceEvent,
+    ChoiceLog,
+    ClientEvent,
+    Detokenizer,
+    EndEvent,
+    Parameters,
+    RequestLog,
+    TokenEvent,
+    typed_parameters,
+    typed_prompt,
+    unsendable,
+)
+from flowrt.gateway.stop_strings import StopStrings
+from flowrt.graph.model import GraphLimits
+
+__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "Parameters", "Placed", "SendCancel", "TokenEvent"]
+
+_NO_GROUP = "no attention group is left to serve the request"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Send this to the group as a Submit."""
+
+    group: str
+    request: Request
+    index: int  # the request's number at this gateway, as in its events
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Send this to the group."""
+
+    group: str
+    cancel: Cancel
+
+
+class Gateway:
+    """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended."""
+
+    def __init__(
+        self,
+        groups: Iterable[str],
+        limits: GraphLimits,
+        max_position_embeddings: int,
+        *,
+        draw_seed: Callable[[], int],
+        new_detokenizer: Callable[[], Detokenizer] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        max_requests: int = 1024,
+    ) -> None:
+        self._loads = {group: GroupLoad() for group in groups}
+        self._limits = limits
+        self._max_position_embeddings = max_position_embeddings
+        self._draw_seed = draw_seed
+        self._new_detokenizer = new_detokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_requests = max_requests
+        self._logs: dict[int, RequestLog] = {}
+        self._alive: dict[str, RequestLog] = {}  # by Request.id
+        self._num_requests = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._alive)
+
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
+
+    @property
+    def full(self) -> bool:
+        """Whether the next request would be refused for want of room."""
+        return len(self._alive) >= self._max_requests
+
+    @property
+    def loads(self) -> dict[str, GroupLoad]:
+        return dict(self._loads)
+
+    def log(self, index: int) -> RequestLog:
+        """The request's log; KeyError when there is none or it was forgotten."""
+        return self._logs[index]
+
+    def events(self, index: int, start: int = 0) -> list[ClientEvent]:
+        """The request's events from number `start` on: a client reads at its own pace, and nobody waits for it."""
+        return self._logs[index].events[start:]
+
+    def forget(self, index: int) -> None:
+        """Drop the log of a request that has ended. ValueError while it has not."""
+        if self._logs[index].end is None:
+            raise ValueError(f"request {index} has not ended")
+        del self._logs[index]
+
+    # From clients
+
+    def admit(self, prompt_token_ids: Sequence[int], parameters: Parameters = Parameters()) -> Placed | EndEvent:
+        """Take a request and choose its group; or end it at once with the reason.
+
+        Types are checked here, once. Lengths and ranges are the engine's to check, but for what no message to it could hold.
+        """
+        try:
+            log = self._new_log(typed_prompt(prompt_token_ids), typed_parameters(parameters))
+        except ValueError as error:
+            return self.refuse(str(error))
+        parameters = log.parameters
+        if (reason := unsendable(log)) is not None:
+            return self._refuse(log, reason)
+        if self.full:
+            return self._refuse(log, f"{len(self._alive)} requests are unfinished, more are not taken (max_requests: {self._max_requests})")
+        if parameters.stop and self._new_detokenizer is None:
+            return self._refuse(log, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
+        if (refusal := choices_refusal(parameters.n)) is not None:
+            return self._refuse(log, refusal)
+        try:
+            log.choices = [self._new_choice(choice, parameters) for choice in range(parameters.n)]
+        except ValueError as error:
+            return self._refuse(log, str(error))
+        log.seed = self._draw_seed() if parameters.seed is None else parameters.seed
+        room = most_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
+        log.max_tokens = max(room, 1) if parameters.max_tokens is None else parameters.max_tokens
+        group = choose_group(self._loads)
+        if group is None:
+            return self._refuse(log, _NO_GROUP)
+        self._alive[log.id] = log
+        return self._place(log, group)
+
+    def refuse(self, error: str) -> EndEvent:
+        """A request that failed before it had tokens (its text could not be tokenised): it ends with this error."""
+        return self._refuse(self._new_log((), Parameters()), error)
+
+    def cancel(self, index: int) -> list[ClientEvent | SendCancel]:
+        """The client wants no more. After the end: nothing."""
+        log = self._logs.get(index)
+        return [] if log is None or log.group is None else self._end(log, "cancelled", tell_worker=True)
+
+    # From workers
+
+    def on_token(self, token: Token) -> list[ClientEvent | SendCancel]:
+        """Commit what comes next in the request's log; ignore what was committed already, or comes from an older attempt.
+
+        A gap cannot happen on a line that keeps order: it ends the request with an error rather than with wrong text.
+        """
+        log = self._alive.get(token.request_id)
+        if log is None or token.attempt != log.attempt:
+            return []
+        decisions: list[ClientEvent | SendCancel] = []
+        choice = log.choices[token.choice] if token.choice < len(log.choices) else None
+        for at, token_id in enumerate(token.token_ids):
+            index = token.index + at
+            if choice is not None and (choice.finish_reason is not None or index < len(choice.token_ids)):
+                continue
+            if choice is None or index > len(choice.token_ids) or index >= log.max_tokens:
+                num_committed = 0 if choice is None else len(choice.token_ids)
+                which = f"{log.id} (choice {token.choice})" if token.choice else log.id
+                error = f"{log.group} sent token {index} of {which} where {num_committed} of {log.max_tokens} were committed"
+                return decisions + self._end(log, "error", error, tell_worker=True)
+            decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
+        return decisions
+
+    def on_ended(self, ended: Ended) -> list[ClientEvent | SendCancel]:
+        """A choice of the current attempt is over; with the last one, or with an error, the request.
+
+        A choice that ends with fewer tokens than its group drew has lost some: the request ends with an error.
+        """
+        log = self._alive.get(ended.request_id)
+        if log is None or ended.attempt != log.attempt:
+            return []
+        if ended.reason == "error":
+            return self._end(log, "error", ended.error)
+        choice = log.choices[ended.choice] if ended.choice < len(log.choices) else None
+        if choice is None or choice.finish_reason is not None:
+            return []
+        if ended.num_tokens is not None and ended.num_tokens != len(choice.token_ids):
+            error = f"{log.group} ended {log.id} after {ended.num_tokens} tokens, {len(choice.token_ids)} were committed"
+            return self._end(log, "error", error, tell_worker=True)
+        return self._end_choice(log, choice, ended.reason)
+
+    # When something was lost
+
+    def place_again(self, index: int, avoid: Collection[str] = ()) -> Placed | EndEvent:
+        """A new attempt that goes on behind the committed tokens, in a group not among `avoid`. ValueError after the end."""
+        log = self._logs[index]
+        if log.group is None:
+            raise ValueError(f"request {index} has ended")
+        group = choose_group(self._loads, avoid)
+        if group is None:
+            self._end(log, "error", _NO_GROUP)
+            assert log.end is not None
+            return log.end
+        self._load(log, -1)
+        log.attempt += 1
+        return self._place(log, group)
+
+    def end_all(self, reason: str, error: str | None = None) -> list[EndEvent]:
+        """End every request: the run is over."""
+        decisions = [decision for log in list(self._alive.values()) for decision in self._end(log, reason, error)]
+        return [decision for decision in decisions if isinstance(decision, EndEvent)]
+
+    # Inside
+
+    def _new_log(self, prompt_token_ids: Sequence[int], parameters: Parameters) -> RequestLog:
+        log = RequestLog(self._num_requests, tuple(prompt_token_ids), parameters)
+        self._num_requests += 1
+        self._logs[log.index] = log
+        return log
+
+    def _refuse(self, log: RequestLog, error: str) -> EndEvent:
+        event = EndEvent(log.index, "error", "", error)
+        log.events.append(event)
+        return event
+
+    def _place(self, log: RequestLog, group: str) -> Placed:
+        log.group = group
+        self._load(log, 1)
+        parameters = log.parameters
+        request = Request(
+            id=log.id,
+            attempt=log.attempt,
+            prompt_token_ids=log.prompt_token_ids,
+            max_tokens=log.max_tokens,
+            min_tokens=parameters.min_tokens,
+            num_choices=len(log.choices),
+            sampling=Sampling(
+                temperature=parameters.temperature,
+                top_k=parameters.top_k,
+                top_p=parameters.top_p,
+                seed=log.seed,
+                repetition_penalty=parameters.repetition_penalty,
+                presence_penalty=parameters.presence_penalty,
+                frequency_penalty=parameters.frequency_penalty,
+                num_logprobs=parameters.logprobs,
+            ),
+            stop_token_ids=parameters.stop_token_ids,
+            ignore_eos=parameters.ignore_eos,
+            committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
+            ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
+        )
+        return Placed(group, request, log.index)
+
+    def _load(self, log: RequestLog, sign: int) -> None:
+        assert log.group is not None
+        load, num_choices = self._loads[log.group], len(log.choices)
+        num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
+        self._loads[log.group] = GroupLoad(load.num_sequences + sign * num_choices, load.num_tokens + sign * num_tokens)
+
+    def _new_choice(self, index: int, parameters: Parameters) -> ChoiceLog:
+        detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
+        return ChoiceLog(index, detokenizer, StopStrings(parameters.stop) if parameters.stop else None)
+
+    def _commit(
+        self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None, degraded: bool
+    ) -> list[ClientEvent | SendCancel]:
+        index = len(choice.token_ids)
+        choice.token_ids.append(token_id)
+        text, stopped = "", False
+        if not self._is_stop_token(log, token_id):
+            text, stopped = choice.push(token_id, looks_for_stops=index >= log.parameters.min_tokens)
+        event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=degraded)
+        if logprobs is not None:
+            event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
+        log.events.append(event)
+        return [event, *(self._end_choice(log, choice, "stop", tell_worker=True) if stopped else ())]
+
+    def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
+        """Stop tokens belong to the token ids of an output, not to its text."""
+        parameters = log.parameters
+        return token_id in parameters.stop_token_ids or (token_id in self._eos_token_ids and not parameters.ignore_eos)
+
+    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: str, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+        """One choice is over; when it was the last, so is the request."""
+        if len(log.choices) == 1:
+            return self._end(log, reason, tell_worker=tell_worker)
+        assert log.group is not None
+        text = choice.end(reason)
+        assert choice.finish_reason is not None
+        event = ChoiceEvent(log.index, choice.index, choice.finish_reason, text)
+        log.events.append(event)
+        decisions: list[ClientEvent | SendCancel] = [event]
+        if tell_worker:
+            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
+        if all(each.finish_reason is not None for each in log.choices):
+            decisions += self._end(log, log.choices[0].finish_reason or reason)
+        return decisions
+
+    def _end(self, log: RequestLog, reason: str, error: str | None = None, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+        """The request is over, and every choice that was not."""
+        assert log.group is not None
+        events: list[ClientEvent] = []
+        text = ""
+        for choice in log.choices:
+            if choice.finish_reason is None:
+                text = choice.end(reason)
+                if len(log.choices) > 1:
+                    events.append(ChoiceEvent(log.index, choice.index, choice.finish_reason or reason, text))
+        if len(log.choices) == 1:
+            events.append(EndEvent(log.index, log.choices[0].finish_reason or reason, text, error))
+        else:
+            events.append(EndEvent(log.index, reason, "", error))
+        log.events += events
+        decisions: list[ClientEvent | SendCancel] = [*events]
+        if tell_worker:
+            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
+        self._load(log, -1)
+        del self._alive[log.id]
+        log.group = None
+        return decisions

@@ -1,0 +1,1 @@
+"""The launcher: starts a graph's workers, supervises them and ends them."""

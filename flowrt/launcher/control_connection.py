@@ -1,0 +1,199 @@
+"""One worker as the launcher hears it: its control line, what it has answered so far, and who waits for its next answer.
+
+Here: `WorkerLine`. Not here: where the worker lives (hosts.py), what a broken line means for the run (launcher.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from flowrt.actors.control import (
+    Ask,
+    Beat,
+    Connected,
+    Control,
+    Drain,
+    Drained,
+    ExpertsLost,
+    Failed,
+    Late,
+    LinkLost,
+    Listening,
+    Progress,
+    Statistics,
+    Stop,
+    as_message,
+    from_message,
+)
+from flowrt.actors.mailbox import Mailbox
+from flowrt.launcher import events
+from flowrt.launcher.hosts import Placed
+from flowrt.launcher.root_cause import Kind
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.wire.message import Message
+
+MOST_POSTED = 1 << 12  # deaths and lives that a worker has not been told of: one so far behind has been stopped for long
+
+T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """Who is told what a worker says."""
+
+    def on_event(self, event: events.Event) -> None: ...
+    def on_control(self, line: WorkerLine, control: Control) -> None: ...
+    def on_connected(self, line: WorkerLine) -> None: ...
+    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None: ...
+    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None: ...
+    def accuse(self, kind: Kind, line: WorkerLine, reason: str) -> None: ...
+
+
+class WorkerLine:
+    """The control line of one life of a worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death.
+
+    `is_known_over`: those that used this life have been told that it is over.
+    """
+
+    def __init__(self, placed: Placed, owner: Owner, incarnation: str = "") -> None:
+        loop = asyncio.get_running_loop()
+        self.placed, self._owner, self.incarnation = placed, owner, incarnation
+        self.name, self.host, self._control = placed.name, placed.host, placed.control
+        self.listening: asyncio.Future[Listening] = loop.create_future()
+        self.connected: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.told_to_stop = self.is_known_over = False
+        self.last_word_seconds = loop.time()
+        self.statistics = Statistics()
+        self._asked: list[asyncio.Future[Statistics]] = []
+        self._draining: list[asyncio.Future[None]] = []
+        self._posted: Mailbox[Message] = Mailbox(MOST_POSTED)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_known_over or self.ended.done()
+
+    async def send(self, control: Control) -> None:
+        """Waits while the line is full. Raises TransportError when the worker is gone."""
+        await self._control.send(as_message(control))
+
+    async def tell(self, control: Control) -> None:
+        """As `send`. A dead worker is for `listen` to notice, not for the speaker."""
+        with contextlib.suppress(TransportError):
+            await self.send(control)
+
+    def post(self, control: Control) -> None:
+        """Tell it now, or as soon as the line takes it, in the order posted. Does not wait; a dead worker is for `listen` to notice."""
+        message = as_message(control)
+        with contextlib.suppress(TransportError, OverflowError):
+            if self._posted.items or not self._control.send_nowait(message):
+                self._posted.post(message)
+
+    def try_tell(self, control: Control) -> None:
+        """Tell it now or never."""
+        with contextlib.suppress(TransportError):
+            self._control.send_nowait(as_message(control))
+
+    async def tell_stop(self, deadline: float) -> None:
+        """Send Stop, unless the worker is gone already. One that leaves no room for it until `deadline` (loop time) counts as told."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.send(Stop())
+        except TransportError:
+            return
+        except TimeoutError:
+            pass
+        self.told_to_stop = True
+
+    async def ask_statistics(self) -> asyncio.Future[Statistics]:
+        """Asks; the answer comes later."""
+        answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        await self.tell(Ask())
+        return answer
+
+    async def ask_drain(self) -> asyncio.Future[None]:
+        """Asks; done when the worker has drained."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._draining.append(answer)
+        await self.tell(Drain())
+        return answer
+
+    async def listen(self) -> None:
+        """Take what the worker says until its line ends."""
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(self._send_posted(), name=f"notices to {self.name}")
+            await self._hear_all()
+            sender.cancel()
+        self.ended.set_result(None)
+
+    def answer_for_it(self) -> None:
+        """It is dead and the run goes on: whoever waits for its answer gets what is known."""
+        _answer(self._asked, self.statistics)
+        _answer(self._draining, None)
+
+    async def _send_posted(self) -> None:
+        with contextlib.suppress(TransportError):
+            while True:
+                await self._control.send(await self._posted.wait_item())
+                self._posted.take_nowait()
+
+    async def _hear_all(self) -> None:
+        clock = asyncio.get_running_loop()
+        try:
+            while True:
+                message = await self._control.recv()
+                self.last_word_seconds = clock.time()
+                try:
+                    control = from_message(message)
+                except msgspec.ValidationError as error:
+                    self._owner.accuse(Kind.DIED, self, f"sent nonsense on its control line: {error}")
+                    break
+                self._hear(control)
+        except (EndOfChannel, BrokenChannelError, ClosedChannelError):
+            pass
+
+    async def aclose(self) -> None:
+        await self._control.aclose()
+
+    def _hear(self, control: Control) -> None:
+        match control:
+            case Beat() | Late():
+                self._owner.on_sign(self, control)
+                return
+            case Progress():
+                self._owner.on_event(events.WorkerLoading(self.name, control.text, control.done, control.total))
+                return
+            case Listening():
+                if not self.listening.done():
+                    self.listening.set_result(control)
+                    self._owner.on_event(events.WorkerListening(self.name, control.resident_bytes, control.imported_bytes))
+                return
+            case Connected():
+                if not self.connected.done():
+                    self.connected.set_result(None)
+                    self._owner.on_connected(self)
+                return
+            case ExpertsLost(text, follows):
+                self._owner.on_event(events.ExpertsLost(self.name, text, follows))
+                return
+            case Statistics():
+                self.statistics = control
+                _answer(self._asked, control)
+            case Drained():
+                _answer(self._draining, None)
+            case LinkLost():
+                self._owner.on_link_lost(self, control)
+            case Failed():
+                self._owner.accuse(Kind.BAD_INPUT if control.user else Kind.COMPLAINED, self, control.error)
+        self._owner.on_control(self, control)
+
+
+def _answer(waiting: list[asyncio.Future[T]], value: T) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(value)
+    waiting.clear()

@@ -1,0 +1,72 @@
+"""The end of a run's workers when all goes well: told, waited for, and killed when they are late.
+
+Here: the steps of it, and two waits that cannot be cancelled. Not here: when a run ends (launcher.py, which calls this).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flowrt.graph.model import STARTER
+from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.hosts import Hosts
+
+_TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
+
+
+async def tell_all(lines: Sequence[WorkerLine], deadline: float) -> None:
+    """Say Stop to each. One that leaves no room for it until `deadline` (loop time) counts as told."""
+    async with asyncio.TaskGroup() as group:
+        for line in lines:
+            group.create_task(line.tell_stop(deadline))
+
+
+async def end_all(lines: Sequence[WorkerLine], hosts: Hosts, deadline: float) -> list[WorkerLine]:
+    """Wait for the ends of lines and hosts, until `deadline` at most. Returns the workers whose hosts still live."""
+    await _wait_until([line.ended for line in lines], deadline)
+    await _wait_until((ended for host, ended in hosts.exits.items() if host != STARTER), deadline)
+    return [line for line in lines if not hosts.has_exited(line.host)]
+
+
+async def kill_all(late: Sequence[WorkerLine], hosts: Hosts) -> None:
+    """SIGTERM, and a moment later SIGKILL; a worker in this loop is cancelled."""
+    for line in late:
+        if line.placed.task is not None:
+            line.placed.task.cancel()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = {line.host for line in late if line.placed.task is None and not hosts.has_exited(line.host)}
+        for host in left:
+            await hosts.kill(host, number)
+        await _wait_until([hosts.exits[host] for host in left], asyncio.get_running_loop().time() + _TERM_SECONDS)
+
+
+async def close_all(lines: Iterable[WorkerLine], cancelled: asyncio.CancelledError | None) -> None:
+    """Close all, however often we are cancelled meanwhile; raises that, or what was `cancelled` before, at the end."""
+    for line in lines:
+        try:
+            await line.aclose()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def see_end(task: asyncio.Task[None]) -> None:
+    """Wait for the end of a task, however often we are cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))

@@ -1,0 +1,100 @@
+"""How a run stands: what its events, its workers' beats and its clients' requests amount to, for whoever asks for its health.
+
+Here: Standing, pure: events and beats in, a Health out. Not here: the judgement (flowrt/reliability/health.py), who is dead or suspect (the
+monitor), requests (requests.py, which tells `progress`). One per launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from flowrt.actors.control import Beat
+from flowrt.graph.model import MONITOR
+from flowrt.launcher import events
+from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, WorkerProgress, health
+
+
+class Standing:
+    """`minting`: the workers whose steps are what requests wait for: a step of a long prompt is progress too. `now`: the clock."""
+
+    def __init__(self, minting: Collection[str], now: Callable[[], float]) -> None:
+        self._minting, self._now = frozenset(minting), now
+        self.progress = Progress()
+        self._failure: str | None = None
+        self._suspects: dict[str, str] = {}
+        self._stuck: dict[str, str] = {}  # held for dead and not replaced: the monitor says no more of them, their beats do
+        self._down: dict[str, str] = {}
+        self._given_up: dict[str, None] = {}
+        self._lost_experts: dict[str, events.ExpertsLost] = {}  # by group
+        self._workers: dict[str, tuple[Beat, float]] = {}  # its latest beat, and when its number of firings last grew
+
+    def overhear(self, on_event: Callable[[events.Event], None]) -> Callable[[events.Event], None]:
+        """`on_event`, and we hear it before."""
+
+        def told(event: events.Event) -> None:
+            self.note(event)
+            on_event(event)
+
+        return told
+
+    def note(self, event: events.Event) -> None:
+        match event:
+            case events.WorkerSuspected(name, why):
+                self._suspects[name] = why
+            case events.WorkerCondemned(name, why, is_killed):
+                self._suspects.pop(name, None)
+                if not is_killed:
+                    self._stuck[name] = why
+            case events.WorkerCleared(name):
+                self._suspects.pop(name, None)
+            case events.WorkerLost(name, how):  # of attention groups nothing is heard here: their death ends the run
+                self._down[name] = how
+                self._given_up.pop(name, None)  # the starter had only stood still
+                self._workers.pop(name, None)
+                self._suspects.pop(name, None)
+                if name == MONITOR:
+                    self._suspects.clear()  # nobody would clear them; the next life suspects anew
+            case events.WorkerRestarted(name):
+                self._down.pop(name, None)
+                self._given_up.pop(name, None)
+            case events.WorkerGivenUp(name):
+                for known in (self._down, self._suspects, self._workers):
+                    known.pop(name, None)
+                self._given_up[name] = None
+            case events.ExpertsLost(name, text):
+                self._lost_experts.pop(name, None)
+                if text:
+                    self._lost_experts[name] = event
+            case events.RunFailed(error):
+                self._failure = str(error)
+
+    def on_beat(self, name: str, beat: Beat) -> None:
+        now = self._now()
+        before, since = self._workers.get(name, (None, now))
+        if before is not None and beat.num_firings != before.num_firings:
+            since = now
+            if name in self._minting:
+                self.progress.progressed(now)
+        self._workers[name] = beat, since
+        self._stuck.pop(name, None)
+
+    def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
+        now = self._now()
+        lost = sorted({f"{each.text}" for each in self._lost_experts.values() if each.follows != "degrade"})
+        degraded = sorted({f"{each.text}" for each in self._lost_experts.values() if each.follows == "degrade"})
+        state = ServiceState(
+            num_open=self.progress.num_open,
+            idle_seconds=self.progress.idle_seconds(now),
+            failure=self._failure,
+            lost_experts="; ".join(lost) or None,
+            degraded="; ".join(degraded) or None,
+            suspects=self._suspects | self._stuck,
+            down=self._down,
+            given_up=tuple(self._given_up),
+            workers={name: _progress_of(beat, now - since) for name, (beat, since) in self._workers.items()},
+        )
+        return health(state, stall_seconds)
+
+
+def _progress_of(beat: Beat, idle_seconds: float) -> WorkerProgress:
+    return WorkerProgress(beat.num_firings, idle_seconds, beat.running, beat.running_seconds, beat.bound_seconds, beat.lag_seconds)

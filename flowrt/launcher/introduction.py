@@ -1,0 +1,69 @@
+"""Leading workers from Start to Connected, at the run's start and in a later life alike.
+
+Here: `Introduction`. Not here: where workers live (hosts.py), what becomes of those that fail meanwhile (launcher.py, revival.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flowrt.actors.control import Peers, Start
+from flowrt.errors import WorkerDiedError
+from flowrt.graph.json_form import to_json
+from flowrt.graph.model import Graph
+from flowrt.launcher.control_connection import WorkerLine
+
+
+class Introduction:
+    """What every worker of a run is told at its start. `addresses`: process -> scheme -> address, of the life that each is in."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        key: bytes,
+        log_level: str,
+        incarnations: Mapping[str, str],
+        answer_seconds: float,
+        last_words: Callable[[str], tuple[str, ...]],
+    ) -> None:
+        self._graph, self._key, self._log_level = to_json(graph), key, log_level
+        self._incarnations, self._last_words = incarnations, last_words
+        self.answer_seconds = answer_seconds
+        self.addresses: dict[str, dict[str, str]] = {}
+
+    async def start(self, line: WorkerLine) -> None:
+        """Say who it is, and what to load."""
+        await line.tell(Start(name=line.name, incarnation=line.incarnation, graph=self._graph, key=self._key, log_level=self._log_level))
+
+    async def wait_loaded(self, lines: Sequence[WorkerLine]) -> bool:
+        """Until all listen; then their addresses are known. False as soon as one of them has ended instead.
+
+        Raises WorkerDiedError for one that gives no word at all for too long.
+        """
+        if not await self._wait("loading", {line: line.listening for line in lines}):
+            return False
+        self.addresses |= {line.name: line.listening.result().addresses for line in lines}
+        return True
+
+    async def wait_connected(self, lines: Sequence[WorkerLine]) -> bool:
+        """Tell them who is where, and wait until all have linked up. As `wait_loaded`."""
+        for line in lines:
+            await line.tell(Peers(addresses=dict(self.addresses), incarnations=dict(self._incarnations)))
+        return await self._wait("connecting", {line: line.connected for line in lines})
+
+    async def _wait(self, doing: str, answers: Mapping[WorkerLine, asyncio.Future[Any]]) -> bool:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while waiting := {line: answer for line, answer in answers.items() if not answer.done()}:
+            if any(line.is_over for line in waiting):
+                return False
+            silent = min(waiting, key=lambda line: line.last_word_seconds)
+            left = max(begun, silent.last_word_seconds) + self.answer_seconds - loop.time()
+            if left <= 0:
+                reason = f"gave no word for {self.answer_seconds:g} s while {doing}"
+                raise WorkerDiedError(silent.name, reason, self._last_words(silent.host))
+            ends = [line.ended for line in waiting]
+            await asyncio.wait([*waiting.values(), *ends], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        return True

@@ -1,0 +1,399 @@
+"""The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
+
+Here: `Launcher` and the order of a run's life. Not here: forking (forked.py, starter.py), which worker shares a process and which transport
+an edge uses (choose.py), deaths that a run outlives (revival.py), requests and tokens (gateway.py), what a worker does (named as
+"module:function", never imported here unless `processes: one`). Called by the api and the cli.
+
+A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails that may not die,
+or a callback of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed.
+In each case the processes, sockets and tasks are gone when `async with` is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from flowrt.actors.control import Beat, Control, Late, LinkLost, Statistics
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import MONITOR, STARTER, Graph
+from flowrt.launcher import events
+from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.ending import close_all, end_all, kill_all, see_end, tell_all
+from flowrt.launcher.health_record import Standing
+from flowrt.launcher.hosts import Hosts, Placed, set_own_threads
+from flowrt.launcher.introduction import Introduction
+from flowrt.launcher.loading import Loading
+from flowrt.launcher.monitor_client import Watching
+from flowrt.launcher.restarts import EXPLAINED_SECONDS, Revival
+from flowrt.launcher.root_cause import Kind, Verdict, named_error
+from flowrt.launcher.transport_choice import available_transports, choose_transports, pack
+from flowrt.processes.descriptors import check_descriptors, is_too_few, too_few_descriptors
+from flowrt.processes.fork_server import WorkerMain, load_worker
+from flowrt.processes.output_tail import write_line
+from flowrt.seams import Seams
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+
+WORKER = "flowrt.workers.process:run_worker"
+PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
+ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
+STOP_SECONDS = 5.0  # from Stop to the end of the process
+_STATUS_SECONDS = 10.0  # from the end of a control line to the exit status of its process, at most
+_KEY_BYTES = 32
+
+
+class NotRunningError(RuntimeError):
+    """The launcher was stopped, or not started."""
+
+
+class Launcher:
+    """A run of `graph`: `async with Launcher(graph) as launcher:` enters when every worker is connected.
+
+    graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
+    on_event: called in this loop with the events of events.py.
+    on_control: called with (worker, message) for every message that is not about starting.
+    on_line: called with (process, line) for every line on a process's stderr or stdout; by default they go to our stderr as
+    "[process] line". None of the three may block; what the first two raise ends the run.
+    hosted: workers that live in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
+    coroutine function to run. They are told the same things over the same kind of line.
+    worker, preload: what each worker runs, "module:function", and the modules the starter imports before it forks.
+    available: scheme -> None, or why it cannot be used; by default what the registry says.
+
+    Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run:
+    the kernel takes its end for the launcher's.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        seams: Seams | None = None,
+        *,
+        log_level: str = "warning",
+        on_event: Callable[[events.Event], None] | None = None,
+        on_control: Callable[[str, Control], None] | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+        hosted: Mapping[str, WorkerMain] | None = None,
+        worker: str = WORKER,
+        preload: Sequence[str] = PRELOAD,
+        available: Mapping[str, str | None] | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+        stop_seconds: float = STOP_SECONDS,
+    ) -> None:
+        self.seams = seams or Seams()
+        self.graph = choose_transports(graph, available_transports() if available is None else available)
+        self.key = secrets.token_bytes(_KEY_BYTES)
+        self.run_id = self.seams.new_incarnation()
+        self._log_level = log_level
+        self.standing = Standing(self._minting(), self.seams.clock.now)
+        self._on_event = self.standing.overhear(on_event or (lambda event: None))
+        self._on_control = on_control or (lambda name, control: None)
+        self._on_line = on_line or write_line
+        self._hosted = dict(hosted or {})
+        self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
+        self._stop_seconds = stop_seconds
+        names = [*self.graph.process_names(), *self._hosted]
+        if len({*names, STARTER, MONITOR}) <= len(names) + 1:
+            raise ValueError(f"two workers of one name, or one called {STARTER} or {MONITOR}, among {names}")
+        self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
+        self.pids: dict[str, int] = {}
+        self.failure: Exception | None = None
+        self.workers: dict[str, WorkerLine] = {}
+        self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
+        self._hosts.on_exit = self._on_exit
+        self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.last_words)
+        self._revival = Revival(self.graph, self, self._hosts, self._introduction)
+        self._hosts.on_gone = self._revival.on_gone
+        self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
+        self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
+        self._task: asyncio.Task[None] | None = None
+        self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict, self.seams.clock)
+        self._stopping = self._told_failure = False
+        self._failure_frames: TracebackType | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._task is not None:
+            raise NotRunningError("a launcher runs once; make a new one")
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._stop_wanted = asyncio.Event()
+        self._task = loop.create_task(self._run(), name=f"launcher {self.run_id}")
+        try:
+            await asyncio.wait({self._task, self._ready}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            await self._end_now()
+            raise
+        if not self._ready.done():
+            self._raise_failure()
+            await self._task  # it ended otherwise: cancelled, or by an error of our own
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops in order when the block ended well, at once when it did not. Raises the failure unless a call has done so already."""
+        if error is not None:
+            await self._end_now()
+        elif not self._told_failure:
+            await self.stop()
+
+    async def send(self, worker: str, control: Control) -> None:
+        """Tell one worker; waits while its control line is full. Raises the failure that ended the run, or NotRunningError."""
+        self._check_running()
+        try:
+            await self.workers[worker].send(control)
+        except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
+            if not self._revival.outlives(self.workers[worker].host):
+                await self.wait_failed()  # the run is about to say why
+            raise NotRunningError(f"{worker} has stopped") from None
+
+    async def wait_failed(self) -> None:
+        """Wait for the run's end. Returns when it was stopped; raises the failure when it failed."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        self._raise_failure()
+
+    async def statistics(self) -> dict[str, Statistics]:
+        """Ask every worker now; one that is down is told of as far as is known. Raises as `send`."""
+        self._check_running()
+        await self._wait_all([await worker.ask_statistics() for worker in self._graph_workers() if not worker.is_over])
+        return self._statistics()
+
+    async def drain(self, workers: Iterable[str] | None = None) -> None:
+        """Have workers (default: those that mint tags, the attention workers) finish what runs and admit nothing new; wait for them all.
+
+        No time limit: a caller who loses patience cancels this, or leaves the block. Raises as `send`.
+        """
+        self._check_running()
+        names = list(workers) if workers is not None else self._minting()
+        await self._wait_all([await self.workers[name].ask_drain() for name in names])
+
+    async def stop(self) -> dict[str, Statistics]:
+        """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
+
+        A worker that does not end within `stop_seconds` is killed (event Straggler). Raises the failure of a run that failed before.
+        """
+        if self._task is None:
+            raise NotRunningError("this launcher has not been started")
+        self._stop_wanted.set()
+        try:
+            await asyncio.wait({self._task})
+        except asyncio.CancelledError:
+            await self._end_now()
+            raise
+        self._raise_failure()
+        if not self._task.cancelled():
+            self._task.result()
+        return self._statistics()
+
+    def _statistics(self) -> dict[str, Statistics]:
+        return {worker.name: self._revival.statistics(worker.name) for worker in self._graph_workers()}
+
+    def _graph_workers(self) -> list[WorkerLine]:
+        return [worker for name, worker in self.workers.items() if name != MONITOR]
+
+    # The run.
+
+    async def _run(self) -> None:
+        orderly = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                judge = tasks.create_task(self._verdict.judge(), name="judge")
+                own = [judge]
+                await self._start(tasks, own)
+                self._revival.begin()
+                own.append(tasks.create_task(self._revival.run(), name="revival"))
+                if self.graph.reliability.detector and any(map(self._revival.outlives, self._hosts.exits)):
+                    own.append(tasks.create_task(self._watching.run(self._log_level), name="watching"))
+                self._ready.set_result(None)
+                await self._stop_wanted.wait()
+                await self._stop(judge)
+                for task in own:
+                    task.cancel()
+            orderly = True
+        except BaseExceptionGroup as group:
+            self._fail(named_error(group))
+        finally:
+            self._stopping = True
+            await self._clear(orderly)
+
+    async def _start(self, tasks: asyncio.TaskGroup, own: list[asyncio.Task[None]]) -> None:
+        """Place every worker, and lead all of them from Start to Connected."""
+        begun = self._now()
+        forked = pack(self.graph)
+        here = dict(self._hosted)
+        if forked:
+            check_descriptors(len(forked))
+            self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._introduction.answer_seconds)))
+            async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
+                self.add(placed)
+        else:
+            here = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | here
+            set_own_threads(self.graph)
+        for name, worker in here.items():
+            self.add(placed := self._hosts.place_here(tasks, name, worker, self.seams))
+            assert placed.task is not None
+            own.append(placed.task)
+
+        async def begin(line: WorkerLine) -> None:
+            own.append(tasks.create_task(self.follow(line), name=f"line of {line.name}"))
+            await self._introduction.start(line)
+
+        if not (await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))):
+            await own[0]  # the judge, who says who has ended
+        self._on_event(events.Ready(self._now() - begun))
+
+    def renew(self, name: str) -> None:
+        """A new life of `name` is about to begin."""
+        self.incarnations[name] = self.seams.new_incarnation()
+
+    def add(self, placed: Placed) -> WorkerLine:
+        line = self.workers[placed.name] = WorkerLine(placed, self, self.incarnations[placed.name])
+        self.pids[placed.name] = placed.pid
+        self.on_event(events.WorkerStarted(placed.name, placed.pid))
+        return line
+
+    async def _stop(self, judge: asyncio.Task[None]) -> None:
+        await self._revival.stop()
+        needed = [worker for worker in self.workers.values() if not self._revival.outlives(worker.host)]
+        hosts = [STARTER, *(worker.host for worker in needed)]
+        if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
+            await judge  # somebody has ended unasked: it raises, once it is known who
+        self._stopping = True
+        deadline = self._now() + self._stop_seconds
+        lines = [worker for worker in self.workers.values() if not worker.is_over]
+        await tell_all(lines, deadline)
+        if self._verdict.any_accused or not all(worker.told_to_stop for worker in needed):
+            await judge
+        late = await end_all(lines, self._hosts, deadline)
+        for worker in late:
+            self._on_event(events.Straggler(worker.name, self._stop_seconds))
+        await kill_all(late, self._hosts)
+
+    async def _clear(self, orderly: bool) -> None:
+        """Leave nothing behind: processes first, so that no close waits for a peer."""
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            if orderly:
+                await self._hosts.aclose()
+        except asyncio.CancelledError as error:
+            cancelled = error
+        finally:
+            self._hosts.end_now()
+        await close_all(self.workers.values(), cancelled)
+
+    async def _end_now(self) -> None:
+        """Cancel the run and see it end."""
+        assert self._task is not None
+        self._task.cancel()
+        await see_end(self._task)
+
+    # Words from workers.
+
+    async def follow(self, worker: WorkerLine) -> None:
+        """Hear a worker until its line ends, which is the run's end unless it was told to stop or may die."""
+        await worker.listen()
+        if worker.told_to_stop or self._loading.loads_again(worker.host):
+            return
+        if self._revival.outlives(worker.host):
+            self._revival.on_line_end(worker)
+            return
+        ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
+        await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if self._verdict.accused(worker.name, STARTER):
+            return  # it has said why itself, or fell with the starter
+        how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control line"
+        self.accuse(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
+
+    # What worker lines tell their owner; see worker_line.Owner.
+
+    def on_event(self, event: events.Event) -> None:
+        if not isinstance(event, events.WorkerStarted | events.WorkerListening) or event.name != MONITOR:
+            self._on_event(event)
+
+    def on_control(self, line: WorkerLine, control: Control) -> None:
+        if line.name == MONITOR:
+            self._watching.on_control(line, control)
+        else:
+            self._on_control(line.name, control)
+
+    def on_connected(self, line: WorkerLine) -> None:
+        self._watching.on_connected(line)
+        if line.name != MONITOR:
+            self._on_event(events.WorkerConnected(line.name))
+
+    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
+        if isinstance(sign, Beat):
+            self.standing.on_beat(line.name, sign)
+        self._watching.on_sign(line, sign)
+
+    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
+        """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
+        if self._revival.on_link_lost(line, lost):
+            return
+        reason = f"lost its link to {lost.peer}: {lost.reason}"
+        asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
+
+    def _fail_if_unexplained(self, line: WorkerLine, reason: str) -> None:
+        if not any(worker.ended.done() for worker in self.workers.values()):  # else that one is about to be accused
+            self.accuse(Kind.COMPLAINED, line, reason)
+
+    def _on_exit(self, host: str, how: str) -> None:
+        if host == STARTER:
+            self.accuse(Kind.DIED, None, how)
+            return
+        if self._revival.outlives(host):
+            self._revival.on_exit(host, how)
+            return
+        loop = asyncio.get_running_loop()
+        for worker in self.workers.values():
+            if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
+                loop.call_later(EXPLAINED_SECONDS, self._fail_if_open, worker, how)
+
+    def _fail_if_open(self, worker: WorkerLine, how: str) -> None:
+        if not worker.ended.done():
+            self.accuse(Kind.DIED, worker, how)
+
+    def accuse(self, kind: Kind, line: WorkerLine | None, reason: str) -> None:
+        """Hold a worker, or the starter, to be why the run ends, unless it may die, or has been told to end."""
+        if line is not None and self._revival.outlives(line.host):
+            self._revival.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
+            return
+        if not self._stopping or (line is not None and not line.told_to_stop):
+            name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
+            self._verdict.accuse(kind, name, host, reason)
+
+    async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
+        """Wait for every answer, or for the end of the run, which raises."""
+        assert self._task is not None
+        for answer in answers:
+            await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._check_running()
+
+    def _minting(self) -> list[str]:
+        return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
+
+    def _check_running(self) -> None:
+        self._raise_failure()
+        if self._task is None or self._task.done() or not self._ready.done() or self._stop_wanted.is_set():
+            raise NotRunningError("the run has ended" if self._task is not None else "this launcher has not been started")
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error from None
+        if is_too_few(error):
+            error = UserError(too_few_descriptors())
+        if not isinstance(error, (UserError, WorkerDiedError)):  # a fault of ours or of the owner's: where it happened matters
+            self._failure_frames = error.__traceback__
+        self.failure = error
+        self._on_event(events.RunFailed(error))
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            self._told_failure = True
+            raise self.failure.with_traceback(self._failure_frames)  # raised to several callers: none should read another's frames
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

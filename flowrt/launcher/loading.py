@@ -1,0 +1,79 @@
+"""The start of a run: every worker loads, and one that may die and does so meanwhile is loaded again.
+
+Here: `Loading`, until everybody listens. Not here: the run's life before and after (launcher.py), deaths after that (revival.py, whose
+budget this shares). While workers link up with each other, after they have loaded, any death still ends the run: the others wait for that
+very life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from flowrt.errors import WorkerDiedError
+from flowrt.graph.model import STARTER
+from flowrt.launcher import events
+from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.hosts import Hosts
+from flowrt.launcher.introduction import Introduction
+from flowrt.launcher.restarts import STARTER_SECONDS, Revival, Run
+from flowrt.launcher.root_cause import Verdict
+from flowrt.seams import Clock
+
+_END_SECONDS = 0.5  # for a process that has closed its control line to end
+
+
+class Loading:
+    """One start. What a worker says of itself (Failed) ends the run as ever: it would say it again. What dies without a word is loaded
+    anew."""
+
+    def __init__(self, run: Run, hosts: Hosts, introduction: Introduction, revival: Revival, verdict: Verdict, clock: Clock) -> None:
+        self._run, self._hosts, self._introduction = run, hosts, introduction
+        self._revival, self._verdict, self._clock = revival, verdict, clock
+        self._is_over = False
+
+    def loads_again(self, host: str) -> bool:
+        """Whether a death of this host now, by itself, is a matter of ours."""
+        return not self._is_over and self._revival.may_die(host)
+
+    async def wait_loaded(self, begin: Callable[[WorkerLine], Awaitable[None]]) -> bool:
+        """`begin` each worker, and wait until all listen, each in a life that has not ended. False: one has ended that may not, or has
+        failed. Raises WorkerDiedError for one that gives no word for too long, or dies more often than its budget allows."""
+        lines = new = list(self._run.workers.values())
+        while True:
+            for line in new:
+                await begin(line)
+            loaded = await self._introduction.wait_loaded(lines)
+            dead = list(dict.fromkeys(line.host for line in lines if line.ended.done()))
+            if loaded and not dead:
+                self._is_over = True
+                return True
+            if self._verdict.any_accused or not dead or not all(map(self.loads_again, dead)):
+                return False
+            new = [line for host in dead for line in await self._load_again(host)]
+            lines = list(self._run.workers.values())
+
+    async def _load_again(self, host: str) -> list[WorkerLine]:
+        how = await self._see_end(host)
+        names = self._hosts.workers_of(host)
+        for name in names:
+            await self._run.workers[name].aclose()
+            self._revival.count_restart(name)
+            self._run.on_event(events.WorkerDiedLoading(name, how))
+        delay_seconds = self._revival.delay_before_next(host)
+        if isinstance(delay_seconds, str):
+            raise WorkerDiedError(names[0], f"{how} while it loaded, and {delay_seconds}", self._hosts.last_words(host))
+        await self._clock.sleep(delay_seconds)
+        return await self._revival.fork_again(host)
+
+    async def _see_end(self, host: str) -> str:
+        """How the process ended; it is helped if it has only closed its line."""
+        ended = self._hosts.exits[host]
+        await asyncio.wait([ended], timeout=_END_SECONDS)
+        if not ended.done():
+            self._hosts.kill_now(host)
+            await asyncio.wait([ended], timeout=STARTER_SECONDS)
+        if not ended.done():
+            reason = f"has not said for {STARTER_SECONDS:g} s that {host} has ended: is it stopped, or the machine overloaded?"
+            raise WorkerDiedError(STARTER, reason, self._hosts.last_words(STARTER))
+        return ended.result()

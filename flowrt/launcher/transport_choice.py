@@ -1,0 +1,158 @@
+"""Which OS process hosts which worker, how many threads it computes with, and which transport each edge uses. Pure.
+
+Here: `pack`, `host_name`, `num_threads`, `choose_transports`, `available_transports`. Not here: starting anything
+(launcher.py, starter.py), what a scheme can do (transports/). Called by the launcher, by the api for `graph show`, by doctor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from flowrt.errors import GraphError
+from flowrt.graph.model import GATEWAY, Edge, Graph
+from flowrt.transports.errors import AddressError
+from flowrt.transports.registry import base_scheme, known_schemes, unavailable_reason
+
+LOCAL = "local"  # an edge inside one worker: it never leaves the runner
+AUTO = "auto"
+WITHIN = "inproc"  # between workers of one OS process
+BETWEEN = ("shm", "zmq")  # between OS processes: what `auto` tries, best first
+NUM_NAMES_SHOWN = 3
+
+
+def pack(graph: Graph) -> list[list[str]]:
+    """The workers of each OS process to start, in order; [] when all live in the launching process (`processes: one`).
+
+    `many`: one worker each. N: workers dealt round-robin to min(N, number of workers) processes.
+    """
+    names = graph.process_names()
+    if graph.processes == "one":
+        return []
+    if graph.processes == "many":
+        return [[name] for name in names]
+    count = min(graph.processes, len(names))
+    return [names[start::count] for start in range(count)]
+
+
+def host_name(workers: Sequence[str]) -> str:
+    """How an OS process is called in logs: its worker, or its workers joined by "+"."""
+    if len(workers) <= NUM_NAMES_SHOWN:
+        return "+".join(workers)
+    return f"{workers[0]}+{len(workers) - 1} others"
+
+
+def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[str]], num_cores: int) -> int:
+    """Compute threads of an OS process: the most any of its workers asks for; `auto` is a fair share of the cores, at least 1.
+
+    With one tag in flight, which is in one place at a time, cores are shared only with the processes that do the same as this one.
+    """
+    sharing = len(hosts)
+    if graph.tags_in_flight() == 1:
+        operators = _operators(graph, workers)
+        sharing = sum(1 for others in hosts if operators & _operators(graph, others))
+    share = max(1, num_cores // max(1, sharing))
+    asked = [graph.threads.get(name, AUTO) for name in workers]
+    return max((share if wish == AUTO else int(wish) for wish in asked), default=share)
+
+
+def _operators(graph: Graph, workers: Sequence[str]) -> set[str]:
+    return {node.operator for name in workers for node in graph.nodes_of(name)}
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (its affinity mask, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Available(Mapping[str, str | None]):
+    """Asks a scheme when it is looked up: finding out loads its library."""
+
+    def __init__(self) -> None:
+        self._schemes = known_schemes()
+
+    def __getitem__(self, scheme: str) -> str | None:
+        if scheme not in self:
+            raise KeyError(scheme)
+        try:
+            return unavailable_reason(scheme)
+        except AddressError as error:  # a plan of faults that cannot be read
+            return str(error)
+
+    def __contains__(self, scheme: object) -> bool:
+        return isinstance(scheme, str) and base_scheme(scheme) in self._schemes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemes)
+
+    def __len__(self) -> int:
+        return len(self._schemes)
+
+
+def available_transports() -> Mapping[str, str | None]:
+    """Every known scheme: None when it works here, else why not."""
+    return _Available()
+
+
+def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:
+    """`graph` with every edge's transport resolved.
+
+    `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; else what the file
+    names, and for `auto` inproc inside one OS process, the first of BETWEEN that works between two.
+    Where `auto` had a choice, the edge keeps the others as `fallbacks`. Raises GraphError when an edge has no transport that works.
+    """
+    host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
+    edges = []
+    for edge in graph.edges:
+        asked = base_scheme(edge.transport)  # `faulty+auto?drop@100` is auto too
+        chosen = _choose(graph, replace(edge, transport=AUTO) if asked == AUTO else edge, host_of, available)
+        left = BETWEEN[BETWEEN.index(chosen) + 1 :] if asked == AUTO and chosen in BETWEEN else ()
+        fallbacks = tuple(scheme for scheme in left if scheme in available and available[scheme] is None)
+        wrapped = edge.transport.replace(AUTO, chosen, 1) if asked == AUTO and chosen != LOCAL else chosen
+        why = reasons(available) if asked == AUTO and chosen in BETWEEN else ""
+        edges.append(replace(edge, transport=wrapped, fallbacks=fallbacks, why=why))
+    return replace(graph, edges=tuple(edges))
+
+
+def reasons(available: Mapping[str, str | None]) -> str:
+    """Which transport `auto` takes between two OS processes, and why, in a line."""
+    works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
+    best = f"{works[0]}, the fastest that both ends have" if works else "none"
+    better = BETWEEN[: BETWEEN.index(works[0])] if works else BETWEEN
+    words = [best, *(f"not {scheme}: {available.get(scheme) or 'not installed'}" for scheme in better)]
+    if works[1:]:
+        words.append(f"when it breaks, {' then '.join(works[1:])} carries on")
+    return "; ".join(words)
+
+
+def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Mapping[str, str | None]) -> str:
+    source, target = _process_of(graph, edge.source), _process_of(graph, edge.target)
+    if source == target:
+        return LOCAL
+    same_host = host_of.get(source) == host_of.get(target)  # neither has one: both live in the launching process
+    if same_host and edge.transport in (AUTO, WITHIN):
+        return WITHIN
+    where, path = (f"line {edge.line}" if edge.line else ""), f"edge {edge}"
+    if edge.transport == AUTO:
+        for scheme in BETWEEN:
+            if scheme in available and available[scheme] is None:
+                return scheme
+        reasons = "; ".join(f"{scheme}: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN)
+        raise GraphError(where, path, f"no transport between processes works here ({reasons}); `processes: one` needs none")
+    if edge.transport == WITHIN:
+        raise GraphError(
+            where, path, f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
+        )
+    if edge.transport not in available:
+        raise GraphError(where, path, f"unknown transport {edge.transport!r}; known here: {', '.join(sorted({AUTO, *available}))}")
+    if (reason := available[edge.transport]) is not None:
+        raise GraphError(where, path, f"transport {edge.transport} cannot be used here: {reason}")
+    return edge.transport
+
+
+def _process_of(graph: Graph, node: str) -> str:
+    """The process of a node; the pseudo-nodes of a user's graph live with the gateway."""
+    return graph.nodes[node].process if node in graph.nodes else GATEWAY

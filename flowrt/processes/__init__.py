@@ -1,0 +1,1 @@
+"""OS processes: the fork server, exit locks, output tails and descriptors."""

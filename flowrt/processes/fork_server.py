@@ -1,0 +1,295 @@
+"""The starter: a small process that imports torch once, starts no thread, and forks the workers. `python -m flowrt.processes.fork_server`
+
+Here: both sides of the fork. Not here: who asks for it (forked.py, in the launching process) or what a worker does (any
+"module:function" by name; nothing of flowrt/workers is imported by this file). One thread, blocking calls, no event loop:
+what is forked is a process in which nothing else was going on.
+
+Who dies with whom: the kernel kills the starter when the launcher dies, and every worker when the starter dies (PDEATHSIG). When
+the launcher closes the line, the starter kills all it forked and all that those started, reaps them, and ends. Ctrl-C reaches
+none of them: they are a session of their own and ignore SIGINT; the launcher decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+from flowrt.errors import UserError
+from flowrt.observe import set_log_level
+from flowrt.processes.exit_lock import hold
+from flowrt.processes.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_request, send_blocking
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.stream import StreamChannel
+
+WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
+
+# A Submit of the longest prompt that the gateway takes (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
+# messages, not their headers: 32 of them keep what can lie on one line at 512 MiB, a prompt of 1000 ids each makes it 160 KiB.
+CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=32)
+ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_POLL_SECONDS = 0.05  # how often children are looked at where there is no pidfd
+
+
+def load_worker(name: str) -> WorkerMain:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    return cast("WorkerMain", getattr(importlib.import_module(module), function))
+
+
+@dataclass
+class _Child:
+    host: str
+    pid: int
+    pidfd: int | None
+
+
+@dataclass
+class _Starter:
+    line: socket.socket
+    library_fds: frozenset[int]  # opened by imported libraries for themselves: children keep them
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    children: dict[int, _Child] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        """Fork, signal and reap until the launcher closes the line. A pidfd that wakes the selector tells of a child's end."""
+        reader = FrameReader(self.line)
+        self.selector.register(self.line, selectors.EVENT_READ)
+        while True:
+            polling = any(child.pidfd is None for child in self.children.values())
+            ready = [key.fd for key, _ in self.selector.select(_POLL_SECONDS if polling else None)]
+            while self.reap():
+                pass
+            if self.line.fileno() in ready:
+                if not reader.feed():
+                    return
+                while (body := reader.next_body()) is not None:
+                    request = decode_request(body)
+                    if isinstance(request, Fork):
+                        self.fork(request, reader.take_fds(request.num_fds))
+                    else:
+                        self.kill(request)
+
+    def fork(self, request: Fork, fds: list[int]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        starter_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.report(NotForked(host=request.host, error=f"{type(error).__name__}: {error}"))
+            return
+        finally:
+            if os.getpid() == starter_pid:
+                for fd in fds:
+                    os.close(fd)
+        if pid == 0:
+            self.become_worker(request, fds, starter_pid)
+        child = _Child(request.host, pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
+        self.children[pid] = child
+        if child.pidfd is None:
+            self.report(Forked(host=child.host, pid=pid))
+        else:
+            self.selector.register(child.pidfd, selectors.EVENT_READ)
+            self.report(Forked(host=child.host, pid=pid, num_fds=1), [child.pidfd])
+
+    def kill(self, request: Kill) -> None:
+        for child in self.children.values():  # not reaped yet, so its number is still its own
+            if child.host == request.host:
+                os.kill(child.pid, request.signal)
+
+    def reap(self, options: int = os.WNOHANG) -> bool:
+        """Reap one process, a worker's orphan perhaps, and report it if we forked it. False: none has ended (or none is left)."""
+        try:
+            pid, status = os.waitpid(-1, options)
+        except ChildProcessError:
+            return False
+        if (child := self.children.pop(pid, None)) is not None:
+            if child.pidfd is not None:
+                self.selector.unregister(child.pidfd)
+                os.close(child.pidfd)
+            self.report(Exited(host=child.host, pid=child.pid, status=os.waitstatus_to_exitcode(status)))
+        return pid != 0
+
+    def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(ConnectionError):  # the launcher is gone: the next read of the line says so
+            send_blocking(self.line, frame, fds)
+
+    def end_all(self) -> None:
+        """Kill and reap every child and every process they started: a subreaper inherits its children's orphans."""
+        ended = False
+        while not ended:
+            for pid in self.children.keys() | _adopted():
+                os.kill(pid, signal.SIGKILL)
+            ended = not self.reap(options=0)
+
+    def become_worker(self, request: Fork, fds: list[int], starter_pid: int) -> NoReturn:
+        """The child's side of the fork: never returns into the starter's frames."""
+        status = 1
+        try:
+            _die_with(starter_pid)
+            os.dup2(fds[0], 1)
+            os.dup2(fds[0], 2)
+            self.selector.close()
+            self.line.close()
+            _close_all_but({0, 1, 2, *fds[1:], *self.library_fds})
+            if request.holds_life_lock:
+                hold(fds.pop())
+            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE}:
+                if signal.getsignal(number) is not None:  # None: reserved by the C library
+                    with contextlib.suppress(OSError):
+                        signal.signal(number, signal.SIG_DFL)
+            faulthandler.enable(file=2)  # a crash in native code leaves its last words too
+            _name_process(request.host)
+            _set_threads(request.threads)
+            set_log_level(request.log_level)
+            lines = [(name, socket.socket(fileno=fd)) for name, fd in zip(request.workers, fds[1:], strict=True)]
+            _run_loop(_host(load_worker(request.worker), lines))
+            status = 0
+        except BaseException as error:
+            if (fault := fault_of(error)) is not None:
+                traceback.print_exception(_only(fault))
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)  # no atexit, no joining of threads: a worker that has ended must not hang at the door
+
+
+async def _host(worker: WorkerMain, lines: list[tuple[str, socket.socket]]) -> None:
+    """Run one worker per control line. They share the process, so the first that fails takes the others along."""
+
+    async def run_one(line: socket.socket) -> None:
+        control = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity("gateway"))
+        async with control:
+            await worker(control, Seams(own_loop=len(lines) == 1))
+
+    async with asyncio.TaskGroup() as group:
+        for name, line in lines:
+            line.setblocking(False)
+            group.create_task(run_one(line), name=name)
+
+
+def _run_loop(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def fault_of(error: BaseException) -> BaseException | None:
+    """`error` without what the user can mend: that was told to the launcher, which says it in one line. None: nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(UserError)[1]
+    return None if isinstance(error, UserError) else error
+
+
+def _only(error: BaseException) -> BaseException:
+    """The error inside groups of one, so that last words are not spent on frames around it."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends. If it ended before we asked, end now."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _inherit_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _adopted() -> set[int]:
+    """The children of this process, where the system lists them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return {int(pid) for pid in file.read().split()}
+    except OSError:
+        return set()
+
+
+def shown_name(host: str) -> str:
+    """What `ps` shows of a host, "fr:attention.0". The kernel keeps 15 characters: of a longer name, the beginning and the number."""
+    return f"fr:{host}" if len(host) <= 12 else f"fr:{host[:7]}~{host[-4:]}"
+
+
+def _name_process(host: str) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, shown_name(host).encode(), 0, 0, 0)
+
+
+def _set_threads(count: int) -> None:
+    """Bound the compute threads of this process, whether torch is imported already or only later."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(count)
+
+
+def _open_fds() -> frozenset[int]:
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    return frozenset(int(name) for name in os.listdir(folder))
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for fd in _open_fds() - kept:
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
+            os.close(fd)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`arguments`: the line's descriptor, the launcher's pid, modules to import before the first fork."""
+    line_fd, launcher_pid, *preload = arguments
+    _die_with(int(launcher_pid))
+    _inherit_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher's thread may have blocked some
+    os.environ.pop("PYTHONPATH", None)
+    if (path := os.environ.pop(ORIGINAL_PATH, None)) is not None:
+        os.environ["PYTHONPATH"] = path
+    line = socket.socket(fileno=int(line_fd))
+    line.set_inheritable(False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    before = _open_fds()
+    gc.disable()  # importing makes hardly any garbage, and looking for it takes a tenth of the time
+    for module in preload:
+        importlib.import_module(module)
+    library_fds = _open_fds() - before
+    gc.freeze()  # what was imported stays shared memory: collections in workers do not touch it
+    gc.enable()
+    num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    starter = _Starter(line, library_fds)
+    starter.report(Loaded(num_threads=num_threads))
+    try:
+        starter.serve()
+    except Exception:
+        traceback.print_exc()  # now: end_all ends this process too
+    finally:
+        starter.end_all()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""The doctor's report."""
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+
+from flowrt.doctor import Check, collect, emulation_checks, leftover_check, products_check, report, rows_check, transport_checks
+from flowrt.graph.model import Edge, Emulation, Graph, Node
+from flowrt.processes.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
+
+
+def printed(checks: list[Check]) -> tuple[bool, str]:
+    out = io.StringIO()
+    fine = report(checks, Console(file=out, width=200))
+    return fine, out.getvalue()
+
+
+async def test_this_machine_can_run() -> None:
+    checks = {check.name: check for check in await collect()}
+    assert checks["python"].ok
+    assert checks["torch"].ok
+    assert checks["torch"].text.startswith("2.")
+    assert checks["transport auto"].ok
+    assert {"gpu", "cpus", "memory", "uvloop", "pidfd", "memfd", "transport inproc", "transport zmq", "leftovers"} <= set(checks)
+    fine, text = printed(list(checks.values()))
+    assert fine
+    assert text.splitlines()[-1] == "flowrt can run here"
+
+
+def test_what_auto_takes_and_why() -> None:
+    works = {"inproc": None, "shm": None, "zmq": None}
+    assert transport_checks(works)[-1].text == "takes shm between processes, and carries on over zmq when that breaks; inproc inside one"
+    checks = transport_checks(works | {"shm": "flowrt was installed without a C compiler"})
+    assert [check.ok for check in checks] == [True, False, True, True]
+    assert checks[1].text == "flowrt was installed without a C compiler"
+    assert checks[-1].text == "takes zmq between processes, because shm does not work; inproc inside one"
+    nothing = transport_checks({"inproc": None, "shm": "no compiler", "zmq": "not installed"})[-1]
+    assert (nothing.ok, nothing.needed) == (False, True)
+    assert nothing.remedy is not None
+
+
+def test_whether_what_lies_between_products_is_our_own() -> None:
+    assert rows_check(True).text == "norms, attention over pages, routing: our own"
+    not_built = rows_check(False)
+    assert not not_built.ok
+    assert "_rows.c was not built" in not_built.text
+    assert "gcc" in (not_built.remedy or "")
+
+
+def test_which_products_are_our_own() -> None:
+    assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
+    assert products_check([0]).text == "in panels: float32 (AVX-512)"
+    assert products_check([]).text == "the library's: this processor has no AVX-512"
+    not_built = products_check(None)
+    assert (not_built.ok, not_built.needed) == (False, False)
+    assert "gcc" in str(not_built.remedy)
+
+
+def test_the_report_names_what_is_missing_and_the_remedy() -> None:
+    fine, text = printed([Check("torch", False, "not installed [cpu]", "pip install torch", needed=True), Check("gpu", False, "none")])
+    assert not fine
+    assert text.splitlines() == [
+        "bad  torch  not installed [cpu]",
+        "            pip install torch",
+        "no   gpu    none",
+        "missing for a run: torch",
+    ]
+
+
+def test_the_smallest_dilation_by_link_and_for_a_graph() -> None:
+    own = "latency_seconds=0.0,bandwidth_bytes_per_second=1e9,message_seconds=1e-05"
+    nodes = {"a": Node("a", "ops:a", "left"), "b": Node("b", "ops:b", "right")}
+    graph = Graph(nodes, [Edge(0, "a", "y", "b", "x", link=own)], emulation=Emulation(100.0))
+    emulation, emulate = emulation_checks(50e-6, True, graph)
+    assert emulation.ok
+    assert "off by 50 us; smallest dilation: ub 67, nvlink 63," in emulation.text  # 20 x 50 us / 15 us, and 16 us
+    assert emulate.ok
+    assert emulate.text.startswith("100 is the smallest dilation for this graph")
+    too_small = emulation_checks(51e-6, True, graph)[1]
+    assert (too_small.ok, too_small.remedy) == (False, "write emulate: {dilation: 110, ..} or more")
+    assert emulation_checks(50e-6, True, replace(graph, emulation=None))[1].text == "the graph emulates nothing"
+    assert not emulation_checks(1e-3, False)[0].ok
+
+
+def test_leftovers_are_those_whose_launcher_is_gone() -> None:
+    alive, dead = Marked(71, "a", os.getpid(), "flowrt:one"), Marked(72, "b", 2**22 + 1, "flowrt:two")
+    assert leftover_check([alive]).ok
+    check = leftover_check([alive, dead])
+    assert not check.ok
+    assert check.remedy == "end them: kill -9 72"
+
+
+def test_a_marked_process_is_found() -> None:
+    environment = {**os.environ, MARKER: "cafe", PARENT_MARKER: "123"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as process:
+        try:
+            found = [marked for marked in marked_processes() if marked.run_id == "cafe"]
+        finally:
+            process.kill()
+    assert [(marked.pid, marked.launcher_pid) for marked in found] == [(process.pid, 123)]
+    assert [marked for marked in marked_processes() if marked.run_id == "cafe"] == []

@@ -1,0 +1,35 @@
+"""Completions put together from events: what is told of degraded tokens."""
+
+from __future__ import annotations
+
+from flowrt.actors.control import Ended, Token
+from flowrt.gateway.completion import Completion
+from flowrt.gateway.gateway import Gateway, Parameters, Placed, TokenEvent
+from flowrt.graph.model import GraphLimits
+
+
+def answer(*degraded: bool) -> Completion:
+    """To a request whose tokens are marked so."""
+    door = Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1)
+    placed = door.admit((1, 2), Parameters(max_tokens=len(degraded)))
+    assert isinstance(placed, Placed)
+    request = placed.request
+    for index, marked in enumerate(degraded):
+        door.on_token(Token(request.id, 0, index, (5,), degraded=marked))
+    door.on_ended(Ended(request.id, 0, "length", num_tokens=len(degraded)))
+    told = door.events(placed.index)
+    assert [event.degraded for event in told if isinstance(event, TokenEvent)] == list(degraded)
+    return Completion.of((1, 2), told)
+
+
+def test_a_completion_says_which_of_its_tokens_are_degraded() -> None:
+    completion = answer(False, True, True)
+    assert completion.degraded
+    assert completion.choices[0].degraded
+    assert completion.choices[0].degraded_tokens == (1, 2)
+
+
+def test_a_whole_completion_says_so() -> None:
+    completion = answer(False, False)
+    assert not completion.degraded
+    assert completion.choices[0].degraded_tokens == ()

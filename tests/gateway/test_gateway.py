@@ -1,0 +1,495 @@
+"""The gateway as tables of events: what is committed, what the client is told, what the workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.actors.control import Cancel, Ended, Logprobs, Sampling, Token
+from flowrt.engine.decision import Decision, Emit, End
+from flowrt.engine.engine import Engine
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.gateway.stop_strings import StopStrings
+from flowrt.graph.model import GraphLimits
+
+LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=20, max_num_batched_tokens=16)
+
+
+class Letters:
+    """Token n is the n-th letter; token 26 only shows with the token after it, as half a character would."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text = self._held + ("é" if token_id == 26 else chr(ord("a") + token_id))
+        self._held, text = (text, "") if token_id == 26 else ("", text)
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
+    seeds = iter(range(1000, 2000))
+    return Gateway(
+        groups, LIMITS, 64, draw_seed=lambda: next(seeds), new_detokenizer=Letters if text else None, eos_token_ids=(25,), **more
+    )
+
+
+def place(door: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
+    placed = door.admit(prompt, Parameters(**parameters))  # type: ignore[arg-type]
+    assert isinstance(placed, Placed)
+    return placed
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(ord(letter) - ord("a") for letter in text)
+
+
+def tell(placed: Placed, text: str, index: int = 0) -> Token:
+    return Token(placed.request.id, placed.request.attempt, index, letters(text))
+
+
+def test_a_request_is_placed_with_its_parameters() -> None:
+    door = gateway()
+    placed = place(door, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+    request = placed.request
+    assert (placed.group, placed.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
+    assert request.sampling == Sampling(temperature=0.5, top_k=4, top_p=0.9, seed=11)
+    assert (request.stop_token_ids, request.ignore_eos, request.committed_token_ids) == ((3,), True, ())
+
+
+def test_without_a_seed_one_is_drawn_and_kept() -> None:
+    door = gateway()
+    placed = place(door)
+    assert placed.request.sampling.seed == 1000
+    again = door.place_again(placed.index)
+    assert isinstance(again, Placed)
+    assert again.request.sampling.seed == 1000
+    assert place(door).request.sampling.seed == 1001
+    assert place(door, seed=0).request.sampling.seed == 0
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1), (200, 1)])
+def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
+    assert place(gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
+
+
+def test_tokens_become_events_and_the_end_comes_once() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.on_token(tell(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == door.on_token(tell(placed, "x", 2)) == door.cancel(0) == []
+    assert door.log(0).token_ids == [7, 8]
+    assert door.log(0).text == "hi"
+    assert door.events(0, 2) == [EndEvent(0, "length")]
+    assert door.num_unfinished == 0
+    door.forget(0)
+    with pytest.raises(KeyError):
+        door.log(0)
+
+
+def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
+    door = gateway()
+    placed = place(door)
+    door.on_token(tell(placed, "abc"))
+    assert door.on_token(tell(placed, "abc")) == []
+    assert door.on_token(tell(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
+    again = door.place_again(0)
+    assert isinstance(again, Placed)
+    assert (again.request.attempt, again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
+    assert door.on_token(tell(placed, "z", 4)) == [], "the older attempt"
+    assert door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+    assert door.on_token(tell(again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert door.on_ended(Ended(again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
+
+
+def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
+    door = gateway()
+    placed = place(door)
+    event, cancel = door.on_token(tell(placed, "x", 1))
+    assert isinstance(event, EndEvent)
+    assert (event.finish_reason, event.error) == ("error", "g0 sent token 1 of request-0 where 0 of 20 were committed")
+    assert cancel == SendCancel("g0", Cancel("request-0", 0))
+
+
+def test_the_log_is_bounded_by_max_tokens() -> None:
+    door = gateway()
+    placed = place(door, max_tokens=2)
+    *_, event, _ = door.on_token(tell(placed, "abc"))
+    assert isinstance(event, EndEvent)
+    assert event.finish_reason == "error"
+    assert len(door.log(0).events) == 3
+
+
+def test_a_failed_request_says_why() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "told", "texts", "text"),
+    [
+        (("lo",), "helloworld", ["h", "e", "", "l", ""], "hel"),
+        (("xyz",), "axyb", ["a", "", "", "xyb"], "axyb"),
+        (("ab", "bcd"), "xbcd", ["x", "", "", ""], "x"),
+        (("aab",), "aaab", ["", "", "a", ""], "a"),
+        (("abc", "b"), "ab", ["", "a"], "a"),
+        (("q",), "abq", ["a", "b", ""], "ab"),
+    ],
+)
+def test_stop_strings(stop: tuple[str, ...], told: str, texts: list[str], text: str) -> None:
+    door = gateway()
+    placed = place(door, stop=stop)
+    events: list[TokenEvent] = []
+    ends: list[EndEvent] = []
+    cancels: list[SendCancel] = []
+    for index, letter in enumerate(told):
+        for decision in door.on_token(tell(placed, letter, index)):
+            {TokenEvent: events, EndEvent: ends, SendCancel: cancels}[type(decision)].append(decision)  # type: ignore[index, arg-type]
+    if not ends:
+        ends = [event for event in door.on_ended(Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
+        assert ends[0].finish_reason == "length"
+        assert not cancels
+    else:
+        assert ends[0].finish_reason == "stop"
+        assert cancels == [SendCancel("g0", Cancel(placed.request.id, 0))]
+    assert len(ends) == 1
+    assert door.log(0).text == text
+    assert [event.text for event in events] == texts
+    assert door.log(0).token_ids == list(letters(told[: len(events)]))
+
+
+def test_text_held_back_comes_with_the_end() -> None:
+    door = gateway()
+    placed = place(door, stop=("bcd",))
+    events = door.on_token(Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
+    assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a", "", "", ""]
+    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
+
+
+@pytest.mark.parametrize(("parameters", "text"), [({}, "a"), ({"ignore_eos": True}, "az"), ({"stop_token_ids": (0,)}, "")])
+def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, object], text: str) -> None:
+    door = gateway()
+    placed = place(door, **parameters)
+    told = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
+    door.on_token(tell(placed, told))
+    door.on_ended(Ended(placed.request.id, 0, "stop"))
+    assert door.log(0).text == text
+    assert door.log(0).token_ids == list(letters(told))
+
+
+def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
+    door = gateway(text=False)
+    placed = place(door)
+    assert door.on_token(tell(placed, "a")) == [TokenEvent(0, 0, 0, "")]
+    refused = door.admit((1,), Parameters(stop=("x",)))
+    assert isinstance(refused, EndEvent)
+    assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
+
+
+def test_refused_requests_have_their_one_end_too() -> None:
+    door = gateway(max_requests=2)
+    empty = door.admit((1,), Parameters(stop=("",)))
+    assert empty == EndEvent(0, "error", "", "a stop string is empty, it needs at least one character")
+    assert door.refuse("no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
+    placed = place(door)
+    place(door)
+    assert door.full
+    assert door.admit((1,)) == EndEvent(4, "error", "", "2 requests are unfinished, more are not taken (max_requests: 2)")
+    assert [len(door.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
+    door.cancel(placed.index)
+    assert not door.full
+    with pytest.raises(ValueError, match="request 3 has not ended"):
+        door.forget(3)
+    with pytest.raises(ValueError, match="request 0 has ended"):
+        door.place_again(0)
+
+
+def test_cancelling_tells_client_and_worker_once() -> None:
+    door = gateway()
+    placed = place(door)
+    assert door.cancel(0) == [EndEvent(0, "cancelled"), SendCancel("g0", Cancel("request-0", 0))]
+    assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+
+
+def test_all_parameters_reach_the_group() -> None:
+    parameters = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    request = place(gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
+    assert (request.min_tokens, request.num_choices) == (2, 3)
+    assert request.sampling == Sampling(seed=1, num_logprobs=5, **parameters)
+
+
+def test_each_choice_has_its_tokens_text_and_end() -> None:
+    door = gateway()
+    placed = place(door, n=2, stop=("lo",))
+    name = placed.request.id
+    assert door.on_token(Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
+    assert door.on_token(Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
+    assert door.on_token(Token(name, 0, 1, letters("ox"))) == [
+        TokenEvent(0, 1, 14, ""),
+        ChoiceEvent(0, 0, "stop"),
+        SendCancel("g0", Cancel(name, 0, 0)),
+    ], "a stop string ends its choice, and what came behind it is dropped"
+    assert door.on_ended(Ended(name, 0, "cancelled", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
+    again = door.place_again(0)
+    assert isinstance(again, Placed)
+    assert (again.request.committed_token_ids, again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
+    assert door.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
+    assert door.log(0).text == ""
+    assert [choice.finish_reason for choice in door.log(0).choices] == ["stop", "length"]
+    assert door.num_unfinished == 0
+
+
+def test_cancelling_ends_every_choice_that_goes_on() -> None:
+    door = gateway()
+    placed = place(door, n=3)
+    door.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
+    ends = [ChoiceEvent(0, 0, "cancelled"), ChoiceEvent(0, 2, "cancelled"), EndEvent(0, "cancelled")]
+    assert door.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
+    failed = place(door, n=2)
+    assert door.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
+        ChoiceEvent(1, 0, "error"),
+        ChoiceEvent(1, 1, "error"),
+        EndEvent(1, "error", "", "too long"),
+    ]
+    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+
+
+def test_a_lost_last_token_is_an_error() -> None:
+    door = gateway()
+    placed = place(door)
+    door.on_token(tell(placed, "ab"))
+    event, cancel = door.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
+    assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
+    assert isinstance(cancel, SendCancel)
+
+
+@pytest.mark.parametrize("num_choices", [0, 129, 10**9])
+def test_impossible_numbers_of_choices_end_at_the_gateway(num_choices: int) -> None:
+    assert gateway().admit((1,), Parameters(n=num_choices)) == EndEvent(0, "error", "", f"n is {num_choices}, it must be from 1 to 128")
+
+
+def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
+    door = gateway()
+    placed = place(door, stop=("b",), min_tokens=2)
+    events = door.on_token(tell(placed, "abab"))
+    assert door.log(0).text == "aba"
+    assert isinstance(events[-2], EndEvent)
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    door = gateway()
+    placed = place(door, logprobs=2)
+    told = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
+    assert door.on_token(Token(placed.request.id, 0, 0, (1,), 0, (told,))) == [
+        TokenEvent(0, 0, 1, "b", 0, -0.25, ((1, -0.25), (2, -2.0))),
+    ]
+
+
+def test_requests_go_to_the_least_loaded_group() -> None:
+    door = gateway(("g0", "g1", "g2"))
+    placed = [place(door, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
+    assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
+    door.on_ended(Ended(placed[1].request.id, 0, "stop"))
+    assert place(door, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
+    again = door.place_again(placed[0].index, avoid=("g0", "g2"))
+    assert isinstance(again, Placed)
+    assert again.group == "g1"
+    door.end_all("cancelled")
+    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+
+
+def test_when_no_group_is_left_the_request_ends() -> None:
+    assert gateway(()).admit((1,)) == EndEvent(0, "error", "", "no attention group is left to serve the request")
+    door = gateway()
+    placed = place(door, stop=("bc",))
+    door.on_token(tell(placed, "ab"))
+    ended = door.place_again(0, avoid=("g0", "g1"))
+    assert ended == EndEvent(0, "error", "b", "no attention group is left to serve the request")
+    assert door.events(0)[-1] == ended
+    assert door.num_unfinished == 0
+
+
+def test_the_end_of_the_run_ends_every_request() -> None:
+    door = gateway()
+    for _ in range(3):
+        place(door)
+    door.cancel(1)
+    assert door.end_all("error", "attention.0 died") == [EndEvent(index, "error", "", "attention.0 died") for index in (0, 2)]
+    assert door.end_all("error") == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), pieces=st.lists(st.text("ab", max_size=5), max_size=8))
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pieces: list[str]) -> None:
+    watch = StopStrings(stops)
+    shown, stopped = "", False
+    for piece in pieces:
+        new, stopped = watch.push(piece)
+        shown += new
+        if stopped:
+            break
+    shown += watch.flush()
+    whole = "".join(pieces)
+    found = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    assert stopped == bool(found)
+    if stopped:
+        assert not any(stop in shown for stop in stops)
+        assert whole.startswith(shown)
+    else:
+        assert shown == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_groups=st.integers(1, 3))
+def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:
+    """Requests that are placed again, cancelled and told twice still have indexes 0..n-1, one end, and nothing left anywhere."""
+    names = [f"g{number}" for number in range(num_groups)]
+    door = gateway(names, max_requests=50)
+    engines = {name: Engine(LIMITS, 2, 64, 26) for name in names}
+    running: dict[str, list[tuple[int, int, list[int]]]] = {name: [] for name in names}
+    indexes: list[int] = []
+
+    def carry_out(decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
+                match decision:
+                    case Emit(token):
+                        answers = door.on_token(token)
+                    case End(ended):
+                        answers = door.on_ended(ended)
+                for answer in answers:
+                    if isinstance(answer, SendCancel):
+                        cancel = answer.cancel
+                        carry_out(engines[answer.group].cancel(cancel.request_id, cancel.attempt, cancel.choice))
+
+    def step(name: str) -> None:
+        for start in engines[name].next_steps():
+            # The token is a function of its place and of the seed, so a replay that goes wrong is seen.
+            tokens = [(each.sampling.seed * 7 + each.token_index * 3 + each.choice) % 25 for each in start.batch.samples]
+            running[name].append((start.lane, start.step, tokens))
+        if running[name]:
+            carry_out(engines[name].step_done(*running[name].pop(0)))
+
+    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "again", "cancel"]), max_size=50)):
+        alive = [index for index in indexes if door.log(index).end is None]
+        if event == "admit":
+            num_choices = data.draw(st.sampled_from([1, 1, 3]))
+            placed = place(door, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)), n=num_choices)
+            indexes.append(placed.index)
+            carry_out(engines[placed.group].submit(placed.request))
+        elif event == "step":
+            step(data.draw(st.sampled_from(names)))
+        elif alive and event == "cancel":
+            for decision in door.cancel(data.draw(st.sampled_from(alive))):
+                if isinstance(decision, SendCancel):
+                    carry_out(engines[decision.group].cancel(decision.cancel.request_id, decision.cancel.attempt))
+        elif alive:
+            again = door.place_again(data.draw(st.sampled_from(alive)))
+            assert isinstance(again, Placed)
+            carry_out(engines[again.group].submit(again.request))
+    for _ in range(2000):
+        if all(engine.idle for engine in engines.values()):
+            break
+        for name in names:
+            step(name)
+    assert door.num_unfinished == 0
+    for index in indexes:
+        log = door.log(index)
+        for choice in log.choices:
+            tokens = [each for each in log.events if isinstance(each, TokenEvent) and each.choice == choice.index]
+            assert [each.index for each in tokens] == list(range(len(choice.token_ids)))
+            assert choice.token_ids == [(log.seed * 7 + at * 3 + choice.index) % 25 for at in range(len(tokens))]
+            assert choice.finish_reason == "cancelled" or (choice.finish_reason, len(tokens)) == ("length", log.max_tokens)
+        ended = [each.choice for each in log.events if isinstance(each, ChoiceEvent)]
+        assert sorted(ended) == (list(range(len(log.choices))) if len(log.choices) > 1 else [])
+        assert log.end is not None
+        assert log.end.finish_reason in ("length", "cancelled")
+    assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
+    assert {load.num_sequences for load in door.loads.values()} <= {0}
+
+
+def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
+    door = gateway()
+    for prompt, parameters in (
+        ([1, 1 << 63], Parameters()),
+        ([-(1 << 63) - 1], Parameters()),
+        ([1], Parameters(seed=1 << 64)),
+        ([1], Parameters(max_tokens=10**40)),
+        ([1], Parameters(stop_token_ids=(1 << 70,))),
+        ([1] * ((1 << 20) + 1), Parameters()),
+    ):
+        ended = door.admit(prompt, parameters)
+        assert isinstance(ended, EndEvent)
+        assert ended.finish_reason == "error"
+    assert door.num_unfinished == 0
+    assert isinstance(door.admit([(1 << 63) - 1]), Placed), "what a message can hold is the engine's to refuse"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"temperature": "x"}, "temperature is 'x', it must be a number"),
+        ({"temperature": None}, "temperature is None, it must be a number"),
+        ({"temperature": True}, "temperature is True, it must be a number"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"stop": (1,)}, "stop is (1,), it must be a sequence of texts"),
+        ({"stop": 5}, "stop is 5, it must be a sequence of texts"),
+        ({"stop": ("\ud800",)}, "stop holds half a character"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,), it must be a sequence of whole numbers"),
+        ({"max_tokens": "5"}, "max_tokens is '5', it must be a whole number, or None"),
+        ({"max_tokens": True}, "max_tokens is True, it must be a whole number, or None"),
+        ({"max_tokens": None, "n": 10**5000}, "n of more than 64 bits"),
+        ({"seed": 1.5}, "seed is 1.5, it must be a whole number, or None"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, it must be True or False"),
+        ({"seed": "7" * 5000}, "seed is '7777"),
+    ],
+)
+def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], text: str) -> None:
+    door = gateway()
+    event = door.admit((1, 2), Parameters(**parameters))  # type: ignore[arg-type]
+    assert isinstance(event, EndEvent)
+    assert event.finish_reason == "error"
+    assert event.error is not None
+    assert event.error.startswith(text)
+    assert len(event.error) < 160
+    assert "\n" not in event.error
+    assert door.num_unfinished == 0
+    assert place(door).index == 1, "the next one is served"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([1.5], "prompt token 1.5 at position 0 is no whole number"),
+        ([1, True], "prompt token True at position 1 is no whole number"),
+        (["a"], "prompt token 'a' at position 0 is no whole number"),
+        (None, "the prompt is None, it must be a text or a sequence of token ids"),
+        (5, "the prompt is 5, it must be"),
+        (b"ab", "the prompt is b'ab', it must be"),
+        ({1: 2}, "the prompt is {1: 2}, it must be"),
+    ],
+)
+def test_a_prompt_that_is_no_token_ids_ends_that_request(prompt: object, text: str) -> None:
+    event = gateway().admit(prompt, Parameters())  # type: ignore[arg-type]
+    assert isinstance(event, EndEvent)
+    assert event.error is not None
+    assert event.error.startswith(text)
+
+
+def test_parameters_of_another_type_and_lists_for_tuples() -> None:
+    door = gateway()
+    refused = door.admit((1,), {"n": 2})  # type: ignore[arg-type]
+    assert refused == EndEvent(0, "error", "", "parameters is {'n': 2}, it must be of type Parameters")
+    placed = place(door, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
+    assert placed.request.stop_token_ids == (3,)
+    assert door.log(placed.index).parameters.stop == ("cd",)

@@ -1,0 +1,97 @@
+"""Workers without torch: what one does follows from the first part of its name ("echo.0", "hang.1")."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from flowrt.actors.control import (
+    Ask,
+    Connected,
+    Control,
+    Drain,
+    Drained,
+    Ended,
+    Failed,
+    LinkLost,
+    Listening,
+    Peers,
+    Progress,
+    Start,
+    Statistics,
+    Stop,
+    Submit,
+    Token,
+    Tokens,
+    as_message,
+    from_message,
+)
+from flowrt.observe import get_logger
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel
+
+
+async def run_worker(control: Channel, seams: Seams) -> None:
+    """Answers a request with its prompt, one token at a time."""
+
+    async def say(word: Control) -> None:
+        await control.send(as_message(word))
+
+    async def hear() -> Control:
+        return from_message(await control.recv())
+
+    start = await hear()
+    assert isinstance(start, Start)
+    assert len(start.key) == 32
+    role = start.name.split(".")[0]
+    if role == "hang":
+        get_logger(start.name).warning("about to hang")
+        get_logger(start.name).info("too quiet to be heard")
+        await asyncio.sleep(3600)
+    if role == "block":
+        time.sleep(3600)  # noqa: ASYNC251
+    if role == "leave":
+        return
+    if role == "raise":
+        print("first line\nsecond line", file=sys.stderr)
+        raise RuntimeError("out of tea")
+    if role == "bad":
+        await say(Failed("no such operator: teapot", user=True))
+        raise ValueError("no such operator: teapot")
+    if role == "chatty":
+        for number in range(200):
+            print(f"line {number}", file=sys.stderr)
+        os.write(2, b"unfinished")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if role == "parent":
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    await say(Progress("weights", 1, 2))
+    await say(Listening({"fake": f"fake://{start.name}"}, resident_bytes=1))
+    peers = await hear()
+    assert isinstance(peers, Peers)
+    assert peers.addresses[start.name] == {"fake": f"fake://{start.name}"}
+    assert peers.incarnations[start.name] == start.incarnation
+    await say(Connected())
+    while True:
+        match await hear():
+            case Submit(request):
+                if request.id == "who":
+                    facts = (os.getpid(), os.getppid(), len(os.listdir("/proc/self/fd")), int(os.environ["OMP_NUM_THREADS"]))
+                    await say(Tokens((Token("who", 0, 0, facts),)))
+                for index, token in enumerate(request.prompt_token_ids):
+                    await say(Tokens((Token(request.id, request.attempt, index, (token,)),)))
+                await say(Ended(request.id, request.attempt, "length"))
+                if role == "complain":
+                    await say(LinkLost("echo.1", "it closed"))
+            case Ask():
+                await say(Statistics(num_steps=7))
+            case Drain():
+                await say(Drained())
+            case Stop():
+                if role == "stubborn":
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    time.sleep(3600)  # noqa: ASYNC251
+                await say(Statistics(num_steps=8))
+                return

@@ -1,0 +1,137 @@
+"""Workers without torch whose deaths a run outlives: `client.N` tells what it hears of others, a server does as its name says."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from flowrt.actors.control import (
+    Ask,
+    Beat,
+    Condemned,
+    Connected,
+    Control,
+    Ended,
+    Failed,
+    Joined,
+    Late,
+    Left,
+    LinkLost,
+    Listening,
+    Peers,
+    Progress,
+    Start,
+    Statistics,
+    Stop,
+    Submit,
+    Suspected,
+    as_message,
+    from_message,
+)
+from flowrt.graph.json_form import from_json
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel
+
+
+def told(what: str, *words: str) -> Ended:
+    """What a worker has heard, and when on the machine's clock."""
+    return Ended(" ".join((what, *words)), 0, "told", str(time.monotonic()))
+
+
+def count_life(folder: str, name: str) -> int:
+    """Which life of `name` this is, from 1."""
+    with (Path(folder) / name).open("a") as file:
+        file.write("x")
+    return len((Path(folder) / name).read_text())
+
+
+async def run_worker(control: Channel, seams: Seams) -> None:
+    async def say(word: Control) -> None:
+        await control.send(as_message(word))
+
+    async def hear() -> Control:
+        return from_message(await control.recv())
+
+    start = await hear()
+    assert isinstance(start, Start)
+    role = start.name.split(".")[0]
+    life = count_life(from_json(start.graph).folder, start.name)
+    if role == "stillborn" or (role == "infant" and life <= 2):
+        os._exit(7)
+    if role == "mute" and life == 1:
+        await say(Progress("weights", 0, 2))
+        await asyncio.sleep(3600)
+    if role == "broken":
+        raise RuntimeError("no weights here")
+    if life > 1:
+        if role == "frail":
+            raise RuntimeError("never again")
+        if role == "slow":
+            await asyncio.sleep(3600)
+        if role == "shaky" and life == 2:
+            os._exit(7)
+    await say(Listening({"fake": f"fake://{start.name}/{life}"}))
+    peers = await hear()
+    assert isinstance(peers, Peers)
+    assert peers.incarnations[start.name] == start.incarnation
+    await say(told("peers", *(f"{name}={peers.addresses[name].get('fake', '')}" for name in sorted(peers.addresses))))
+    await say(Connected())
+    while True:
+        match await hear():
+            case Left(process, incarnation, _):
+                await say(told("left", process, incarnation))
+            case Joined(process, incarnation, addresses):
+                await say(told("joined", process, incarnation, addresses["fake"]))
+            case Submit(request):
+                match request.id.split():
+                    case ["fail"]:
+                        await say(Failed("broken teapot"))
+                        return
+                    case ["hang", "up"]:
+                        await control.aclose()
+                        await asyncio.sleep(3600)
+                    case ["lost", *words]:
+                        await say(LinkLost(words[0], "it broke", *words[1:]))
+                    case ["beat"]:
+                        await say(Beat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
+                    case ["late", process]:
+                        await say(Late(process, "whoever", 1.0, 0.1))
+                await say(told(f"done {request.id}"))
+            case Ask():
+                await say(Statistics(num_firings=10 * life))
+            case Stop():
+                await say(Statistics(num_firings=10 * life, resident_bytes=life))
+                return
+
+
+async def run_monitor(control: Channel, seams: Seams) -> None:
+    """Writes down what it is told; condemns and suspects whom the file `verdict` names."""
+
+    async def say(word: Control) -> None:
+        await control.send(as_message(word))
+
+    start = from_message(await control.recv())
+    assert isinstance(start, Start)
+    folder = Path(from_json(start.graph).folder)
+    life = count_life(str(folder), start.name)
+    await say(Listening({}))
+    while True:
+        match from_message(await control.recv()):
+            case Peers():
+                await say(Connected())
+            case Ask():
+                await say(Statistics())
+            case Beat() as beat if beat.process == "gateway":
+                if (folder / "verdict").exists():
+                    kind, process, incarnation = (folder / "verdict").read_text().split()
+                    (folder / "verdict").unlink()
+                    verdict = {"condemn": Condemned, "suspect": Suspected}[kind]
+                    await say(verdict(process, incarnation, "no sign of it"))
+            case Stop():
+                return
+            case other:
+                with (folder / f"heard {life}").open("a") as file:
+                    words = msgspec.json.encode(other).decode()
+                    file.write(f"{type(other).__name__} {words}\n")

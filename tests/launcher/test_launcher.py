@@ -1,0 +1,543 @@
+"""The life and death of a run's processes, with workers that compute nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import psutil
+import pytest
+import uvloop
+
+from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import STARTER, Graph, Node
+from flowrt.launcher import events
+from flowrt.launcher.launcher import Launcher, NotRunningError
+from flowrt.processes.fork_server import shown_name
+from flowrt.processes.leftover import marked_processes, processes_marked
+
+WORKER = "launcher.fake_workers:run_worker"
+AVAILABLE = {"inproc": None, "zmq": None}
+
+
+def graph_of(*names: str, processes: str | int = "many") -> Graph:
+    return Graph({name: Node(name, "source" if name.startswith("echo") else "nothing", name) for name in names}, (), processes=processes)
+
+
+class Run:
+    """A launcher with fake workers, and what it said."""
+
+    def __init__(self, *names: str, processes: str | int = "many", **options: object) -> None:
+        self.events: list[events.Event] = []
+        self.words: list[tuple[str, Control]] = []
+        self.lines: list[tuple[str, str]] = []
+        defaults: dict[str, object] = {"on_line": lambda name, line: self.lines.append((name, line))}
+        defaults |= {"worker": WORKER, "preload": ("launcher.fake_workers",), "available": AVAILABLE, "answer_seconds": 20.0}
+        defaults |= {"on_event": self.events.append, "on_control": lambda name, control: self.words.append((name, control))}
+        self.launcher = Launcher(
+            graph_of(*names, processes=processes),
+            **(defaults | options),
+        )
+
+    async def ask(self, name: str, request_id: str, tokens: tuple[int, ...] = ()) -> list[int]:
+        """Submit a request and wait for its end; the tokens that came."""
+        await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=tokens, max_tokens=1)))
+        while not any(isinstance(word, Ended) and word.request_id == request_id and who == name for who, word in self.words):
+            await asyncio.sleep(0.002)
+            if self.launcher.failure is not None:
+                raise self.launcher.failure
+        steps = [word.tokens for who, word in self.words if who == name and isinstance(word, Tokens)]
+        given = [word for step in steps for word in step if word.request_id == request_id]
+        return [token for word in given for token in word.token_ids]
+
+    async def failure(self, act: Callable[[Launcher], Awaitable[object]] | None = None) -> Exception:
+        """Start, do `act`, wait for the failure that ends the run, and leave with it."""
+
+        async def live() -> None:
+            async with self.launcher as launcher:
+                if act is not None:
+                    await act(launcher)
+                await launcher.wait_failed()
+
+        with pytest.raises((WorkerDiedError, UserError)) as caught:
+            await live()
+        return caught.value
+
+
+def starter_of(launcher: Launcher) -> int:
+    (pid,) = {psutil.Process(pid).ppid() for pid in launcher.pids.values()}
+    return pid
+
+
+@contextlib.contextmanager
+def held(launcher: Launcher) -> Iterator[None]:
+    """The starter is stopped meanwhile: it reaps nobody and tells nothing."""
+    starter = starter_of(launcher)
+    os.kill(starter, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(starter, signal.SIGCONT)
+
+
+def wait_dead(pid: int) -> None:
+    """Until the process has ended, without a turn of the loop. Its starter is held."""
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+
+
+def open_fds() -> set[tuple[str, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+def children() -> set[int]:
+    """Every child of this process, zombies too."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == os.getpid():
+                found.add(int(entry))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before, threads = children(), threading.active_count()
+    yield
+    assert children() == before
+    assert threading.active_count() == threads
+    assert [marked for marked in marked_processes() if marked.launcher_pid == os.getpid()] == []
+
+
+def on_loop(run: Callable[..., object], main: Callable[[], object]) -> None:
+    before = open_fds()
+    run(main())
+    assert open_fds() == before
+
+
+uvloop.run(asyncio.sleep(0))  # libuv opens a pipe at its first use and keeps it for the life of the process
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
+@LOOPS
+def test_six_workers_start_exchange_and_stop(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        names = [f"echo.{number}" for number in range(6)]
+        it = Run(*names)
+        async with it.launcher as launcher:
+            answers = await asyncio.gather(*(it.ask(name, "r", (1, 2, number)) for number, name in enumerate(names)))
+            assert answers == [[1, 2, number] for number in range(6)]
+            assert [psutil.Process(pid).name() for pid in launcher.pids.values()] == [f"fr:{name}" for name in names]
+            facts = [await it.ask(name, "who") for name in names]
+            assert [pid for pid, *_ in facts] == list(launcher.pids.values())
+            assert len(set(launcher.pids.values()) - {os.getpid()}) == 6
+            assert len({parent for _, parent, _, _ in facts}) == 1
+            assert len({num_fds for _, _, num_fds, _ in facts}) == 1, "the last forked holds no more than the first"
+            assert {threads for *_, threads in facts} == {max(1, len(os.sched_getaffinity(0)) // 6)}
+            assert {statistics.num_steps for statistics in (await launcher.statistics()).values()} == {7}
+            await launcher.drain()
+            last = await launcher.stop()
+            assert {name: statistics.num_steps for name, statistics in last.items()} == dict.fromkeys(names, 8)
+            with pytest.raises(NotRunningError):
+                await it.ask("echo.0", "late")
+        kinds = [type(event) for event in it.events]
+        assert kinds[0] is events.StarterReady
+        assert kinds[-1] is events.Ready
+        assert kinds.count(events.WorkerConnected) == 6
+        assert it.events[0] == events.StarterReady(num_threads=1)
+        assert it.lines == []
+
+    on_loop(run, main)
+
+
+def test_a_launch_works_in_a_thread() -> None:
+    done = []
+
+    async def main() -> None:
+        it = Run("echo.0")
+        async with it.launcher:
+            done.append(await it.ask("echo.0", "r", (5,)))
+
+    thread = threading.Thread(target=on_loop, args=(asyncio.run, main))
+    thread.start()
+    thread.join()
+    assert done == [[5]]
+
+
+def test_packed_workers_share_processes() -> None:
+    async def main() -> None:
+        names = [f"echo.{number}" for number in range(5)]
+        it = Run(*names, processes=2)
+        async with it.launcher as launcher:
+            for number, name in enumerate(names):
+                assert await it.ask(name, "r", (number,)) == [number]
+            assert len(set(launcher.pids.values())) == 2
+            assert launcher.pids["echo.0"] == launcher.pids["echo.2"] == launcher.pids["echo.4"]
+
+    on_loop(asyncio.run, main)
+
+
+@LOOPS
+def test_one_starts_no_process(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1", processes="one")
+        async with it.launcher as launcher:
+            assert await it.ask("echo.1", "r", (3, 4)) == [3, 4]
+            assert processes_marked(launcher.run_id) == []
+            await launcher.drain()
+            assert {statistics.num_steps for statistics in (await launcher.stop()).values()} == {8}
+        assert len(asyncio.all_tasks()) == 1
+
+    on_loop(run, main)
+
+
+def test_one_reports_a_worker_that_fails() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "raise.0", processes="one").failure()
+        assert str(error) == "raise.0 failed: RuntimeError: out of tea"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_hosted_worker_is_told_the_same() -> None:
+    from launcher.fake_workers import run_worker
+
+    async def main() -> None:
+        it = Run("echo.0", hosted={"gateway": run_worker})
+        async with it.launcher as launcher:
+            assert await it.ask("gateway", "r", (9,)) == [9]
+            assert launcher.pids["gateway"] == os.getpid()
+            assert await it.ask("echo.0", "r", (8,)) == [8]
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_failure_nobody_asked_about_is_raised_at_the_end() -> None:
+    async def main() -> None:
+        failed = asyncio.Event()
+        it = Run("echo.0", on_event=lambda event: failed.set() if isinstance(event, events.RunFailed) else None)
+
+        async def live() -> None:
+            async with it.launcher as launcher:
+                os.kill(launcher.pids["echo.0"], signal.SIGTERM)
+                await failed.wait()
+
+        with pytest.raises(WorkerDiedError, match=r"echo\.0 was killed by SIGTERM"):
+            await live()
+
+    on_loop(asyncio.run, main)
+
+
+@LOOPS
+def test_calls_after_a_death_raise_it_and_the_end_does_not_repeat_it(run: Callable[..., object]) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1")
+        async with it.launcher as launcher:
+            os.kill(launcher.pids["echo.0"], signal.SIGKILL)
+            with pytest.raises(WorkerDiedError, match=r"^echo\.0 was killed by SIGKILL$") as caught:
+                await launcher.wait_failed()
+            assert it.events[-1] == events.RunFailed(caught.value)
+            with pytest.raises(WorkerDiedError):
+                await it.ask("echo.0", "r")
+            with pytest.raises(WorkerDiedError):
+                await launcher.drain()
+            with pytest.raises(WorkerDiedError):
+                await launcher.stop()
+
+    on_loop(run, main)
+
+
+def test_an_error_of_the_owners_callback_is_told_and_raised_by_every_call() -> None:
+    async def main() -> None:
+        def refuse(name: str, control: Control) -> None:
+            raise KeyError(name)
+
+        it = Run("echo.0", on_control=refuse)
+        async with it.launcher as launcher:
+            await launcher.send("echo.0", Submit(Request(id="r", attempt=0, prompt_token_ids=(1,), max_tokens=1)))
+            for call in (launcher.wait_failed, launcher.statistics, launcher.drain, launcher.stop):
+                with pytest.raises(KeyError, match=r"echo\.0") as caught:
+                    await call()
+                assert caught.traceback[-1].name == "refuse"
+        assert it.events[-1] == events.RunFailed(caught.value)
+        assert launcher.failure is caught.value
+
+    on_loop(asyncio.run, main)
+
+
+def test_names_of_processes_are_told_apart() -> None:
+    hosts = ["attention.0", "attention.1", "experts.0", "experts.12", "experts.112", "attention.10+experts.1", "attention.10+experts.2"]
+    names = [shown_name(host) for host in hosts]
+    assert len(set(names)) == len(hosts)
+    assert max(map(len, names)) <= 15
+    assert names[3] == "fr:experts.12"
+
+
+@pytest.mark.parametrize("turns", [0, 20])
+def test_a_death_just_before_the_stop_is_told(turns: int) -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1")
+        async with it.launcher as launcher:
+            with held(launcher):
+                os.kill(launcher.pids["echo.1"], signal.SIGKILL)
+                wait_dead(launcher.pids["echo.1"])
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                stop = asyncio.ensure_future(launcher.stop())
+                await asyncio.sleep(0.05)  # the starter is held: how it ended is not known yet
+            with pytest.raises(WorkerDiedError, match=r"^echo\.1 was killed by SIGKILL$"):
+                await stop
+
+    on_loop(asyncio.run, main)
+
+
+def test_the_dead_are_named_before_those_who_miss_them() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "complain.0", "echo.1")
+
+        async def act(launcher: Launcher) -> None:
+            await it.ask("complain.0", "r")
+            os.kill(launcher.pids["echo.1"], signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "echo.1 was killed by SIGKILL"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_lost_link_between_the_living_ends_the_run() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "complain.0", "echo.1")
+        error = await it.failure(lambda launcher: it.ask("complain.0", "r"))
+        assert str(error) == "complain.0 failed: lost its link to echo.1: it closed"
+
+    on_loop(asyncio.run, main)
+
+
+def test_last_words_are_kept_and_go_to_stderr_under_the_workers_name(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        it = Run("raise.0", "echo.0", on_line=None)
+        error = await it.failure()
+        assert isinstance(error, WorkerDiedError)
+        assert (error.process, error.reason) == ("raise.0", "exited with status 1 without being told to")
+        assert error.last_words[:2] == ("first line", "second line")
+        assert error.last_words[-1] == "RuntimeError: out of tea"
+        assert capfd.readouterr().err.splitlines() == [f"[raise.0] {line}" for line in error.last_words]
+
+    on_loop(asyncio.run, main)
+
+
+def test_at_most_fifty_last_words_of_a_crash_in_native_code() -> None:
+    async def main() -> None:
+        error = await Run("chatty.0").failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.reason == "was killed by SIGSEGV"
+        assert len(error.last_words) == 50
+        assert any("Fatal Python error: Segmentation fault" in line for line in error.last_words)
+        assert any(line == "line 199" for line in error.last_words)
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_worker_that_leaves_unasked_ends_the_run() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "leave.0").failure()
+        assert str(error) == "leave.0 exited with status 0 without being told to"
+
+    on_loop(asyncio.run, main)
+
+
+@pytest.mark.parametrize("role", ["hang", "block"])
+def test_a_worker_that_never_answers_is_named(role: str) -> None:
+    async def main() -> None:
+        def be_quick(event: events.Event) -> None:
+            if isinstance(event, events.WorkerListening):  # the time to import everything on a busy machine is over
+                it.launcher._introduction.answer_seconds = 1.5
+
+        it = Run(f"{role}.0", "echo.0", on_event=be_quick)
+        error = await it.failure()
+        assert isinstance(error, WorkerDiedError)
+        assert str(error) == f"{role}.0 gave no word for 1.5 s while loading"
+        assert error.last_words == (("WARNING about to hang",) if role == "hang" else ())
+
+    on_loop(asyncio.run, main)
+
+
+def test_bad_input_found_by_a_worker_is_the_users() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", "bad.0").failure()
+        assert type(error) is UserError
+        assert str(error) == "no such operator: teapot"
+        assert error.exit_code == 2
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_module_that_cannot_be_imported_by_the_worker() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", worker="launcher.broken_worker:run_worker").failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.process == "echo.0"
+        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_module_that_cannot_be_imported_by_the_starter() -> None:
+    async def main() -> None:
+        error = await Run("echo.0", preload=("launcher.broken_worker",)).failure()
+        assert isinstance(error, WorkerDiedError)
+        assert error.process == STARTER
+        assert error.reason == "exited with status 1 while importing launcher.broken_worker"
+        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_killed_starter_takes_all_along() -> None:
+    async def main() -> None:
+        it = Run("echo.0", "echo.1")
+
+        async def act(launcher: Launcher) -> None:
+            os.kill(starter_of(launcher), signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert processes_marked(it.launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_starter_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        it = Run("echo.0")
+        looked: list[float] = []
+        poll = subprocess.Popen.poll
+
+        def poll_late(process: subprocess.Popen[bytes]) -> int | None:
+            looked.append(asyncio.get_running_loop().time())
+            return None if len(looked) < 4 else poll(process)
+
+        async def act(launcher: Launcher) -> None:
+            monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
+            os.kill(starter_of(launcher), signal.SIGKILL)
+
+        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert looked[0] < looked[1] < looked[2] < looked[3]
+
+    on_loop(asyncio.run, main)
+
+
+START = [None, events.StarterReady, events.WorkerStarted, events.WorkerListening, events.Ready]
+
+
+@pytest.mark.parametrize("after", START, ids=lambda kind: "nothing" if kind is None else kind.__name__)
+def test_cancelling_the_start_leaves_nothing(after: type[events.Event] | None) -> None:
+    async def main() -> None:
+        def cancel(event: events.Event) -> None:
+            if type(event) is after:
+                start.cancel()
+
+        it = Run("echo.0", "echo.1", on_event=cancel)
+        start = asyncio.ensure_future(it.launcher.__aenter__())
+        await asyncio.sleep(0)
+        if after is None:
+            start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert processes_marked(it.launcher.run_id) == []
+        assert len(asyncio.all_tasks()) == 1
+
+    on_loop(uvloop.run, main)
+
+
+def test_an_error_in_the_block_ends_the_run_at_once() -> None:
+    async def main() -> None:
+        it = Run("stubborn.0", "echo.0", stop_seconds=60.0)
+        with pytest.raises(KeyError):
+            async with it.launcher:
+                raise KeyError
+        assert processes_marked(it.launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_a_worker_that_does_not_stop_is_killed() -> None:
+    async def main() -> None:
+        it = Run("stubborn.0", "echo.0", "echo.1", stop_seconds=0.5)
+        async with it.launcher as launcher:
+            os.kill(launcher.pids["echo.0"], signal.SIGSTOP)
+        late = [event.name for event in it.events if isinstance(event, events.Straggler)]
+        assert late[:2] == ["stubborn.0", "echo.0"]
+        assert processes_marked(launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+def test_what_a_worker_started_ends_with_the_run() -> None:
+    async def main() -> None:
+        it = Run("parent.0")
+        async with it.launcher as launcher:
+            assert len(processes_marked(launcher.run_id)) == 3  # the starter, the worker, its child in a session of its own
+            assert os.getpgid(launcher.pids["parent.0"]) != os.getpgid(0), "the terminal's interrupt is not for workers"
+            os.kill(launcher.pids["parent.0"], signal.SIGINT)
+            assert await it.ask("parent.0", "r", (1,)) == [1]
+        assert processes_marked(launcher.run_id) == []
+
+    on_loop(asyncio.run, main)
+
+
+PARENT = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from launcher.test_launcher import Run
+async def main():
+    it = Run("echo.0", "echo.1", "echo.2")
+    async with it.launcher as launcher:
+        print(launcher.run_id, flush=True)
+        await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_parent_takes_every_child_along() -> None:
+    script = textwrap.dedent(PARENT.format(path=[entry for entry in sys.path if entry]))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        run_id = parent.stdout.readline().strip()
+        pids = processes_marked(run_id)
+        assert len(pids) == 4  # the starter and its workers
+        parent.kill()
+        parent.wait()
+        while processes_marked(run_id):  # the test's time limit is the bound
+            time.sleep(0.01)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # ours only where this process inherits orphans
+            os.waitpid(pid, 0)
+    assert processes_marked(run_id) == []
+
+
+def test_the_starter_imports_torch_without_starting_a_thread() -> None:
+    async def main() -> None:
+        it = Run("echo.0", preload=("torch", "launcher.fake_workers"), answer_seconds=60.0)
+        async with it.launcher:
+            assert await it.ask("echo.0", "r", (1,)) == [1]
+        assert it.events[0] == events.StarterReady(num_threads=1)
+
+    on_loop(asyncio.run, main)

@@ -1,0 +1,462 @@
+"""Servers that die while the run goes on: who is told what and in which order, who is started again and how often, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
+
+from flowrt.actors.control import Control, Ended, Request, Submit
+from flowrt.errors import WorkerDiedError
+from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
+from flowrt.launcher import events
+from flowrt.launcher import monitor_client as watching
+from flowrt.launcher import restarts as revival
+from flowrt.launcher.launcher import Launcher, NotRunningError
+
+__all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
+WORKER = "launcher.mortal_workers:run_worker"
+QUIET = ReliabilitySettings(detector=False)
+
+
+def graph_of(folder: Path, *servers: str, clients: int = 2, processes: str | int = "many", settings: ReliabilitySettings = QUIET) -> Graph:
+    """Every client asks every server, and nobody else anybody."""
+    names = [f"client.{number}" for number in range(clients)]
+    nodes = {name: Node(name, "source", name) for name in names} | {name: Node(name, "experts", name) for name in servers}
+    pairs = [(client, server) for client in names for server in servers]
+    edges = [Edge(number, client, "y", server, "x", transport="zmq") for number, (client, server) in enumerate(pairs)]
+    return Graph(nodes, edges, processes=processes, reliability=settings, folder=str(folder))
+
+
+class Run:
+    """A launcher with mortal workers, and what it said."""
+
+    def __init__(self, graph: Graph, **options: object) -> None:
+        self.events: list[events.Event] = []
+        self.told: list[tuple[str, str]] = []  # (worker, what it has heard)
+        self.lines: list[tuple[str, str]] = []
+        self.times: dict[tuple[str, str], float] = {}
+        self.on_event: Callable[[events.Event], None] = lambda event: None
+        defaults: dict[str, object] = {"worker": WORKER, "preload": ("launcher.mortal_workers",), "answer_seconds": 20.0}
+        self.launcher = Launcher(
+            graph,
+            available={"inproc": None, "zmq": None},
+            on_event=self._note,
+            on_control=self._hear,
+            on_line=lambda name, line: self.lines.append((name, line)),
+            **(defaults | options),  # type: ignore[arg-type]
+        )
+
+    def _note(self, event: events.Event) -> None:
+        self.events.append(event)
+        self.on_event(event)
+
+    def _hear(self, name: str, control: Control) -> None:
+        if isinstance(control, Ended):
+            self.told.append((name, control.request_id))
+            self.times[name, control.request_id] = float(control.error or 0)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> tuple[int, str]:
+        """The pid and incarnation of the life that it ended."""
+        pid, incarnation = self.launcher.pids[name], self.launcher.incarnations[name]
+        os.kill(pid, number)
+        return pid, incarnation
+
+    async def ask(self, name: str, request_id: str) -> None:
+        await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=(), max_tokens=1)))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+                if self.launcher.failure is not None:
+                    raise self.launcher.failure
+
+    async def until_back(self, name: str, times: int = 1) -> None:
+        await self.until(lambda: len(self.of(events.WorkerRestarted, name)) >= times)
+
+    def of(self, kind: type, name: str) -> list[events.Event]:
+        return [event for event in self.events if isinstance(event, kind) and getattr(event, "name", name) == name]
+
+    def heard(self, name: str, *words: str) -> list[str]:
+        return [what for who, what in self.told if who == name and what.split()[: len(words)] == list(words)]
+
+
+@LOOPS
+def test_a_killed_server_is_told_of_and_comes_back(run: Callable[..., object], tmp_path: Path) -> None:
+    async def main() -> None:
+        r = Run(graph_of(tmp_path, "server.0", "server.1"))
+        async with r.launcher as launcher:
+            pid, incarnation = r.kill("server.0")
+            await r.until_back("server.0")
+            assert launcher.pids["server.0"] != pid
+            again = launcher.incarnations["server.0"]
+            assert again != incarnation
+            await r.until(lambda: all(r.heard(client, "joined") for client in ("client.0", "client.1")))
+            for client in ("client.0", "client.1"):
+                notices = [what for who, what in r.told if who == client and what.split()[0] in ("left", "joined")]
+                assert notices == [f"left server.0 {incarnation}", f"joined server.0 {again} fake://server.0/2"]
+            assert not r.heard("server.1", "left")  # no edge with it
+            assert not r.heard("server.1", "joined")
+            peers = r.heard("server.0", "peers")[-1]
+            assert "server.0=fake://server.0/2" in peers
+            assert "client.1=fake://client.1/1" in peers
+            (lost,) = r.of(events.WorkerLost, "server.0")
+            assert lost == events.WorkerLost("server.0", "was killed by SIGKILL")
+            (back,) = r.of(events.WorkerRestarted, "server.0")
+            assert isinstance(back, events.WorkerRestarted)
+            assert back.pid == launcher.pids["server.0"]
+            await r.ask("server.0", "hello")
+            await r.until(lambda: r.heard("server.0", "done", "hello"))
+            found = await launcher.statistics()
+            assert (found["server.0"].num_firings, found["server.0"].num_restarts) == (20, 1)
+            assert (found["server.1"].num_firings, found["server.1"].num_restarts) == (10, 0)
+            r.kill("server.0")
+            await r.until_back("server.0", 2)
+            final = await launcher.stop()
+            assert (final["server.0"].num_firings, final["server.0"].num_restarts) == (20 + 30, 2)
+            assert final["server.0"].resident_bytes == 3  # of the last life
+        assert not r.of(events.Straggler, "server.0")
+
+    on_loop(run, main)
+
+
+async def test_left_is_told_while_the_starter_can_do_nothing(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher as launcher:
+        with held(launcher):
+            _, incarnation = r.kill("server.0")
+            await r.until(lambda: r.heard("client.0", "left", "server.0", incarnation) and r.heard("client.1", "left"))
+            assert not r.of(events.WorkerLost, "server.0")
+        await r.until_back("server.0")
+
+
+async def test_several_die_at_once(tmp_path: Path) -> None:
+    names = [f"server.{number}" for number in range(4)]
+    r = Run(graph_of(tmp_path, *names))
+    async with r.launcher as launcher:
+        dead = {name: r.kill(name)[1] for name in names}
+        for name in names:
+            await r.until_back(name)
+        await r.until(lambda: len(r.heard("client.0", "joined")) == len(names))
+        for name in names:
+            assert r.heard("client.0", "left", name) == [f"left {name} {dead[name]}"]
+            assert r.heard("client.0", "joined", name) == [f"joined {name} {launcher.incarnations[name]} fake://{name}/2"]
+
+
+async def test_a_death_during_a_restart(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "shaky.0", "server.1"))
+    async with r.launcher as launcher:
+        r.kill("shaky.0")
+        await r.until_back("shaky.0")  # its second life ended while it was loading
+        assert len(r.of(events.WorkerLost, "shaky.0")) == 2
+        await r.until(lambda: r.heard("client.0", "joined", "shaky.0", launcher.incarnations["shaky.0"]))
+
+        def kill_second(event: events.Event) -> None:
+            if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.1")) == 2:
+                r.kill("server.1")
+
+        r.on_event = kill_second
+        r.kill("server.1")
+        await r.until_back("server.1")
+        assert len(r.of(events.WorkerLost, "server.1")) == 2
+        await r.ask("server.1", "hello")
+        await r.until(lambda: r.heard("server.1", "done", "hello"))
+
+
+async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "frail.0", "server.1"))
+    async with r.launcher as launcher:
+        r.kill("frail.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "frail.0"))
+        (down,) = r.of(events.WorkerGivenUp, "frail.0")
+        assert events.news(down) == "frail.0 stays down: it was started again 3 times in 30 s; the next try is in 30 s"
+        assert len(r.of(events.WorkerLost, "frail.0")) == 4
+        with pytest.raises(NotRunningError, match=r"frail\.0 has stopped"):
+            await r.ask("frail.0", "hello")
+        assert (await launcher.statistics())["frail.0"].num_restarts == 0
+        await r.ask("server.1", "hello")  # the run goes on
+        await r.until(lambda: r.heard("server.1", "done", "hello"))
+        assert set(await launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
+    assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=1, restart_window_seconds=3.0)))
+
+    def kill_second(event: events.Event) -> None:
+        if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.0")) == 2:
+            r.kill("server.0")
+
+    r.on_event = kill_second
+    async with r.launcher as launcher:
+        r.kill("server.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
+        assert "server.0 is down, and its restarts are used up" in launcher.standing.health().warnings
+        await r.until_back("server.0")
+        assert launcher.standing.health().warnings == ()
+        await r.ask("server.0", "hello")
+        await r.until(lambda: r.heard("server.0", "done", "hello"))
+
+
+async def test_a_former_life_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=100)))
+    async with r.launcher:
+        held_then: list[int] = []
+        for times in range(1, 6):
+            r.kill("server.0")
+            await r.until_back("server.0", times)
+            held_then.append(len(open_fds()))
+            tasks = len(asyncio.all_tasks())
+            if times == 1:
+                first_tasks = tasks
+        assert len(set(held_then)) == 1
+        assert tasks == first_tasks
+
+
+async def test_a_budget_of_none(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=0)))
+    async with r.launcher:
+        r.kill("server.0")
+        await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
+        await r.until(lambda: r.heard("client.0", "left", "server.0"))
+
+
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [
+        ("client.0", {}),
+        ("server.0", {"settings": ReliabilitySettings(failover=False)}),
+        ("server.0", {"processes": 1}),  # shares its process with the clients
+    ],
+    ids=["a client", "no failover", "a process shared"],
+)
+async def test_other_deaths_end_the_run(tmp_path: Path, victim: str, options: dict[str, object]) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1", **options))  # type: ignore[arg-type]
+
+    async def live() -> None:
+        async with r.launcher as launcher:
+            r.kill(victim)
+            await launcher.wait_failed()
+
+    with pytest.raises(WorkerDiedError, match="was killed by SIGKILL"):
+        await live()
+    assert not r.of(events.WorkerLost, victim)
+
+
+async def test_servers_that_share_a_process_come_back_together(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1", "server.2", clients=1, processes=2))  # client.0 + server.1, server.0 + server.2
+    async with r.launcher as launcher:
+        pid, _ = r.kill("server.0")
+        await r.until_back("server.0")
+        await r.until_back("server.2")
+        assert launcher.pids["server.0"] == launcher.pids["server.2"] != pid
+        await r.until(lambda: len(r.heard("client.0", "left")) == len(r.heard("client.0", "joined")) == 2)
+
+
+async def test_stop_while_one_is_started_again(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "slow.0", "server.1"), stop_seconds=30.0)
+    async with r.launcher as launcher:
+        r.kill("slow.0")
+        await r.until(lambda: len(r.of(events.WorkerStarted, "slow.0")) == 2)
+        final = await launcher.stop()
+        assert final["server.1"].num_firings == 10
+    assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+@pytest.mark.parametrize("turns", range(0, 12, 2))
+async def test_stop_at_any_moment_of_a_death(tmp_path: Path, turns: int) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1"))
+    async with r.launcher as launcher:
+        r.kill("server.0")
+        await asyncio.sleep(turns * 0.002)
+        await launcher.stop()
+    assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+async def test_leaving_in_haste_while_one_is_started_again(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "slow.0"))
+
+    async def live() -> None:
+        async with r.launcher:
+            r.kill("slow.0")
+            await r.until(lambda: len(r.of(events.WorkerStarted, "slow.0")) == 2)
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        await live()
+
+
+async def test_one_that_fails_is_started_again_and_its_reason_told(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher:
+        await r.ask("server.0", "fail")
+        await r.until_back("server.0")
+        assert r.of(events.WorkerLost, "server.0") == [
+            events.WorkerLost("server.0", "failed: broken teapot; exited with status 0"),
+        ]
+
+
+async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher as launcher:
+        line = launcher.workers["server.0"]
+        heard = line.last_word_seconds
+        recv = line._control.recv
+
+        async def recv_late() -> object:
+            message = await recv()
+            await asyncio.sleep(0.1)
+            return message
+
+        monkeypatch.setattr(line._control, "recv", recv_late)
+        await r.ask("server.0", "beat")  # who listens already is in the recv of before
+        await r.until(lambda: line.last_word_seconds > heard)
+        await r.ask("server.0", "fail")
+        await r.until_back("server.0")
+        assert r.of(events.WorkerLost, "server.0") == [
+            events.WorkerLost("server.0", "failed: broken teapot; exited with status 0"),
+        ]
+
+
+async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0"))
+    async with r.launcher:
+        await r.ask("server.0", "hang up")
+        await r.until(lambda: r.heard("client.0", "left", "server.0"))
+        await r.until_back("server.0")
+        assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
+
+
+async def test_a_server_that_has_lost_a_client_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revival, "EXPLAINED_SECONDS", 0.05)
+    r = Run(graph_of(tmp_path, "server.0", "server.1"))
+    async with r.launcher as launcher:
+        former = launcher.incarnations["server.0"]
+        await r.ask("client.0", "lost server.0")
+        await r.until_back("server.0")
+        (lost,) = r.of(events.WorkerLost, "server.0")
+        assert isinstance(lost, events.WorkerLost)
+        assert lost.how == "has lost its link to client.0 (it broke); was killed by SIGKILL"
+        await r.ask("client.0", f"lost server.0 {former}")  # told late: of the life before
+        await r.ask("server.1", "lost client.1")
+        await r.until_back("server.1")
+        assert len(r.of(events.WorkerLost, "server.0")) == 1
+
+
+class Monitored(Run):
+    def __init__(self, folder: Path, *servers: str) -> None:
+        super().__init__(graph_of(folder, *servers, settings=ReliabilitySettings()))
+        self.folder = folder
+
+    def heard_by_monitor(self, life: int = 1) -> list[str]:
+        path = self.folder / f"heard {life}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    async def until_monitor_hears(self, *words: str, life: int = 1) -> str:
+        def found() -> list[str]:
+            return [line for line in self.heard_by_monitor(life) if all(word in line for word in words)]
+
+        await self.until(found)
+        return found()[0]
+
+
+@pytest.fixture
+def fake_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MONITOR_WORKER", "launcher.mortal_workers:run_monitor")
+
+
+@pytest.mark.usefixtures("fake_monitor")
+async def test_the_monitor_hears_of_lives_and_signs(tmp_path: Path) -> None:
+    r = Monitored(tmp_path, "server.0")
+    async with r.launcher as launcher:
+        for name in ("client.0", "client.1", "server.0"):
+            await r.until_monitor_hears("Joined", f'"{name}"', launcher.incarnations[name])
+        await r.ask("server.0", "beat")
+        beat = await r.until_monitor_hears("Beat", '"process":"server.0"', launcher.incarnations["server.0"])
+        assert '"lag_seconds":0.5' in beat
+        await r.ask("client.1", "late server.0")
+        await r.until_monitor_hears("Late", '"process":"server.0"', '"by":"client.1"')
+        _, incarnation = r.kill("server.0")
+        await r.until_monitor_hears("Left", '"server.0"', incarnation)
+        await r.until_back("server.0")
+        await r.until_monitor_hears("Joined", '"server.0"', launcher.incarnations["server.0"])
+        assert MONITOR not in await launcher.statistics()
+        assert not r.of(events.WorkerStarted, MONITOR)
+
+
+@pytest.mark.usefixtures("fake_monitor")
+async def test_whom_the_monitor_condemns_is_killed_in_that_life_only(tmp_path: Path) -> None:
+    r = Monitored(tmp_path, "server.0")
+    async with r.launcher as launcher:
+        former = launcher.incarnations["server.0"]
+        os.kill(launcher.pids["server.0"], signal.SIGSTOP)
+        (tmp_path / "verdict").write_text(f"condemn server.0 {former}")
+        await r.until_back("server.0")
+        await r.until(lambda: r.heard("client.0", "joined"))
+        assert r.heard("client.0", "left") == [f"left server.0 {former}"]
+        assert r.of(events.WorkerLost, "server.0") == [
+            events.WorkerLost("server.0", "was held for dead (no sign of it); was killed by SIGKILL"),
+        ]
+        (tmp_path / "verdict").write_text(f"condemn server.0 {former}")  # that is over: nothing follows
+        await r.until(lambda: not (tmp_path / "verdict").exists())
+        (tmp_path / "verdict").write_text(f"suspect server.0 {launcher.incarnations['server.0']}")
+        await r.until(lambda: r.of(events.WorkerSuspected, "server.0"))
+        (tmp_path / "verdict").write_text(f"condemn client.0 {launcher.incarnations['client.0']}")
+        await r.until(lambda: r.of(events.WorkerCondemned, "client.0"))
+        assert r.of(events.WorkerCondemned, "client.0") == [events.WorkerCondemned("client.0", "no sign of it", is_killed=False)]
+        await r.ask("client.0", "hello")
+        await r.until(lambda: r.heard("client.0", "done", "hello"))
+        assert len(r.of(events.WorkerLost, "server.0")) == 1
+
+
+@pytest.mark.usefixtures("fake_monitor")
+async def test_a_run_goes_on_without_its_monitor_which_learns_all_anew(tmp_path: Path) -> None:
+    r = Monitored(tmp_path, "server.0")
+    async with r.launcher as launcher:
+        await r.until_monitor_hears("Joined", '"server.0"')
+        r.kill(MONITOR)
+        await r.until_back(MONITOR)
+        for name in ("client.0", "client.1", "server.0"):
+            await r.until_monitor_hears("Joined", f'"{name}"', launcher.incarnations[name], life=2)
+        for times in (2, 3):
+            r.kill(MONITOR)
+            await r.until_back(MONITOR, times)
+        r.kill(MONITOR)
+        await r.until(lambda: r.of(events.WorkerGivenUp, MONITOR))
+        r.kill("server.0")
+        await r.until_back("server.0")
+        assert MONITOR not in await launcher.stop()
+    assert not r.of(events.RunFailed, MONITOR)
+
+
+@pytest.mark.usefixtures("fake_monitor")
+async def test_stop_while_the_monitor_is_started(tmp_path: Path) -> None:
+    r = Monitored(tmp_path, "server.0")
+    async with r.launcher as launcher:
+        await launcher.stop()
+    assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
+
+
+@pytest.mark.usefixtures("fake_monitor")
+@pytest.mark.parametrize("settings", [ReliabilitySettings(detector=False), ReliabilitySettings(failover=False)])
+async def test_no_monitor_where_none_is_wanted(tmp_path: Path, settings: ReliabilitySettings) -> None:
+    r = Run(graph_of(tmp_path, "server.0", settings=settings))
+    async with r.launcher as launcher:
+        assert set(launcher.pids) == {"client.0", "client.1", "server.0"}
+    assert not (tmp_path / MONITOR).exists()
+
+
+def test_news_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    events.tell(events.WorkerLost("experts.1", "was killed by SIGKILL"))
+    events.tell(events.WorkerStarted("experts.1", 3))
+    events.tell(events.WorkerRestarted("experts.1", 3, 0.612))
+    assert capsys.readouterr().err.splitlines() == [
+        "flowrt: experts.1 was killed by SIGKILL; the run goes on without it",
+        "flowrt: experts.1 is back after 0.61 s, pid 3",
+    ]

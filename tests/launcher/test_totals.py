@@ -1,0 +1,36 @@
+"""What a worker did in all its lives."""
+
+from __future__ import annotations
+
+from flowrt.actors.control import EdgeStatistics, Statistics
+from flowrt.launcher.totals import total
+
+
+def test_one_life_is_itself() -> None:
+    life = Statistics(edges=(EdgeStatistics(3, "shm", 5, 50),), num_firings=7, resident_bytes=9, strict_blocks="rows of 4")
+    assert total([life], 0) == life
+
+
+def test_counts_are_summed_and_states_are_the_last_ones() -> None:
+    first = Statistics(
+        edges=(EdgeStatistics(3, "shm", 5, 50), EdgeStatistics(4, "shm", 1, 10)),
+        num_firings=7,
+        compute_seconds=1.5,
+        inline_seconds=0.5,
+        num_steps=2,
+        late_wakeups=1,
+        resident_bytes=9,
+        fallbacks=("a: shm broke",),
+    )
+    last = Statistics(edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 1, 5)), num_firings=1, num_steps=1, resident_bytes=4)
+    assert total([first, Statistics(), last], 2) == Statistics(
+        edges=(EdgeStatistics(1, "zmq", 2, 20), EdgeStatistics(3, "zmq", 6, 55), EdgeStatistics(4, "shm", 1, 10)),
+        num_firings=8,
+        compute_seconds=1.5,
+        inline_seconds=0.5,
+        num_steps=3,
+        late_wakeups=1,
+        resident_bytes=4,
+        fallbacks=("a: shm broke",),
+        num_restarts=2,
+    )

@@ -1,0 +1,166 @@
+"""The lock of a process's life: told of its death, before the pidfd is; never told of a living process; no thread left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from flowrt.processes.exit_lock import LifeLock, hold
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="robust mutexes in a memfd are Linux's")
+
+MEMORY = 64 << 20
+
+
+def fork(then: Callable[[int], None], fd: int) -> int:
+    """A child that does `then(fd)`, says so, and sleeps."""
+    ready, said = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faulthandler.disable()  # it is killed on purpose: nobody wants to read where
+            then(fd)
+            os.write(said, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(said)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
+
+
+def hold_with_memory(fd: int) -> None:
+    hold(fd)
+    memory = bytearray(MEMORY)
+    for at in range(0, MEMORY, 4096):
+        memory[at] = 1
+
+
+def lives() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("life of")]
+
+
+async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] = hold) -> bool:
+    """Whether its pidfd still said nothing when the lock told of the death."""
+    pid = -1
+    pidfd = -1
+    loop = asyncio.get_running_loop()
+    was_first: asyncio.Future[bool] = loop.create_future()
+    lock = LifeLock("child", lambda: was_first.set_result(not select.select([pidfd], [], [], 0)[0]))
+    try:
+        pid = fork(then, lock.fd)
+        pidfd = os.pidfd_open(pid)
+        lock.given_away()
+        await asyncio.sleep(0.02)
+        assert not was_first.done()  # it lives
+        end(pid)
+        async with asyncio.timeout(30):
+            return await was_first
+    finally:
+        reap(pid)
+        os.close(pidfd)
+        lock.close()
+        assert not lives()
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def reap(pid: int) -> None:
+    os.waitpid(pid, 0)
+
+
+def test_a_death_is_told_before_the_dead_memory_is_given_back() -> None:
+    async def main() -> None:
+        for _ in range(20):  # a thread that finds no processor in time may come second
+            if await death_of_one(kill, hold_with_memory):
+                return
+        pytest.fail("the pidfd was first twenty times")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT])
+def test_every_death_is_told(number: int) -> None:
+    asyncio.run(death_of_one(lambda pid: os.kill(pid, number)))
+
+
+def test_who_dies_before_it_holds_is_waited_for_by_nobody() -> None:
+    async def main() -> None:
+        told: list[None] = []
+        lock = LifeLock("child", lambda: told.append(None))
+        pid = fork(os.close, lock.fd)
+        lock.given_away()
+        kill(pid)
+        reap(pid)
+        assert lives()
+        lock.close()
+        assert not lives()
+        await asyncio.sleep(0)
+        assert not told
+
+    asyncio.run(main())
+
+
+def test_a_death_that_is_known_is_not_told() -> None:
+    async def main() -> None:
+        told: list[None] = []
+        lock = LifeLock("child", lambda: told.append(None))
+        pid = fork(hold, lock.fd)
+        lock.given_away()
+        kill(pid)
+        reap(pid)
+        lock.close()
+        lock.close()
+        await asyncio.sleep(0.01)
+        assert not told
+        assert not lives()
+
+    asyncio.run(main())
+
+
+def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
+    async def main() -> None:
+        lock = LifeLock("child", lambda: None)
+        lock.close()
+        lock.given_away()
+        assert not lives()
+
+    asyncio.run(main())
+
+
+def test_without_descriptors_nobody_is_told_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        def refuse(name: str, flags: int) -> int:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        lock = LifeLock("child", lambda: None)
+        assert lock.fd == -1
+        lock.given_away()
+        lock.close()
+        assert not lives()
+
+    asyncio.run(main())
+
+
+def test_a_system_without_such_locks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr("flowrt.processes.exit_lock._library", lambda: None)
+        lock = LifeLock("child", lambda: None)
+        assert lock.fd == -1
+        lock.given_away()
+        lock.close()
+
+    asyncio.run(main())

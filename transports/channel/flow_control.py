@@ -1,0 +1,87 @@
+"""Flow control: how much may be on the way from one end of a channel to the other.
+
+Here: the two halves of a credit window, counted in messages and payload bytes. Not here: how the receiver's half tells the sender's
+(each scheme). Pure: numbers in, numbers out. Used by every scheme between processes.
+"""
+
+from __future__ import annotations
+
+from flowrt.transports.contract import Limits
+from flowrt.transports.wire.codec import WireError
+
+
+class SendWindow:
+    """The sender's half: what it has sent, and what the receiver has said to have taken."""
+
+    __slots__ = ("capacity_bytes", "capacity_messages", "sent_bytes", "sent_messages", "taken_bytes", "taken_messages")
+
+    def __init__(self, limits: Limits) -> None:
+        self.capacity_bytes = limits.capacity_bytes
+        self.capacity_messages = limits.capacity_messages
+        self.sent_bytes = self.sent_messages = self.taken_bytes = self.taken_messages = 0
+
+    def fits(self, payload_bytes: int) -> bool:
+        """Whether a message of `payload_bytes` may go now. One that is larger than the window goes when it is empty."""
+        on_the_way = self.sent_messages - self.taken_messages
+        return not on_the_way or (
+            on_the_way < self.capacity_messages and self.sent_bytes - self.taken_bytes + payload_bytes <= self.capacity_bytes
+        )
+
+    def add(self, payload_bytes: int) -> None:
+        """A message was sent."""
+        self.sent_messages += 1
+        self.sent_bytes += payload_bytes
+
+    def update(self, taken_messages: int, taken_bytes: int) -> None:
+        """The receiver's totals since the start. Raises WireError when they run backwards or exceed what was sent."""
+        if not (self.taken_messages <= taken_messages <= self.sent_messages and self.taken_bytes <= taken_bytes <= self.sent_bytes):
+            raise WireError(f"the peer says it has taken {taken_messages} messages of {self.sent_messages} sent")
+        self.taken_messages = taken_messages
+        self.taken_bytes = taken_bytes
+
+
+class ReceiveWindow:
+    """The receiver's half: what has arrived, what was taken by the user, and when it is worth telling the sender."""
+
+    __slots__ = (
+        "arrived_bytes",
+        "arrived_messages",
+        "limits",
+        "sender_waits",
+        "taken_bytes",
+        "taken_messages",
+        "told_bytes",
+        "told_messages",
+    )
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.arrived_bytes = self.arrived_messages = self.taken_bytes = self.taken_messages = self.told_bytes = self.told_messages = 0
+        self.sender_waits = False
+
+    def arrived(self, payload_bytes: int) -> None:
+        """A message arrived. Raises WireError when the peer had no credit for it."""
+        self.arrived_messages += 1
+        self.arrived_bytes += payload_bytes
+        on_the_way = self.arrived_messages - self.told_messages
+        if on_the_way > 1 and (
+            on_the_way > self.limits.capacity_messages or self.arrived_bytes - self.told_bytes > self.limits.capacity_bytes
+        ):
+            raise WireError("the peer sent more than the channel may hold")
+
+    def took(self, payload_bytes: int) -> bool:
+        """The user took a message. True when the sender should be told now (and `told` called)."""
+        self.taken_messages += 1
+        self.taken_bytes += payload_bytes
+        return (
+            self.sender_waits
+            or 2 * (self.taken_messages - self.told_messages) >= self.limits.capacity_messages
+            or 2 * (self.taken_bytes - self.told_bytes) >= self.limits.capacity_bytes
+        )
+
+    def told(self) -> tuple[int, int]:
+        """The totals to tell the sender, who from now on is taken to know them."""
+        self.told_messages = self.taken_messages
+        self.told_bytes = self.taken_bytes
+        self.sender_waits = False
+        return self.taken_messages, self.taken_bytes

@@ -1,0 +1,362 @@
+"""What every scheme's channel and listener do alike, so that each scheme only says how bytes move.
+
+Here: `Endpoint` (the line of waiting senders, the one receiver, the ways a channel ends) and `Backlog` (accepted channels waiting for
+`accept`). Not here: any medium. Called by inproc.py, stream.py, shared_memory.py, zeromq.py.
+
+A scheme's channel gives two synchronous functions, `_transmit` (send now or say no) and `_take` (next message or None), and calls
+`_wake_receiver` and `_wake_sender` when trying again may help. Nothing is handed over inside a future: a woken caller tries again, so
+a cancelled call loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from flowrt.transports.channel.message_windows import MessageWindows
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, RemoteWindow, Window
+from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
+from flowrt.transports.wire.message import Message
+
+YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
+
+
+class Endpoint(Channel):
+    """One end of a channel; subclasses move the bytes."""
+
+    _copying = False  # the message that was sent last is not copied yet: `send` must wait for that
+    windows_by_message = False  # whether arriving messages of the windows' kind are handed to `_message_windows`
+    yields = True  # whether a peer in another process can keep `recv` from ever waiting
+
+    def __init__(self, limits: Limits, peer: Identity) -> None:
+        self.peer = peer
+        self.limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._counters = ChannelStatistics()
+        self._closed = False  # by this side
+        self._broken: str | None = None  # by the world, and why
+        self._ended = False  # by the peer, in order
+        self._receiver: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None  # what the sender at the head of the line waits on
+        self._line_taken = False
+        self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
+        self._windows: MessageWindows | None = None
+        self._new_token: Callable[[], bytes] | None = None  # for keys of windows; None: the machine's chance
+        self._waiting: list[asyncio.Future[None]] = []  # for acknowledgements, flags, answers
+        self._gone: asyncio.Future[None] | None = None
+        self._streak = 0
+
+    # What a scheme gives.
+
+    @abstractmethod
+    def _transmit(self, message: Message) -> bool:
+        """Send `message` whole and now, or return False with nothing done. Raises LimitError, InvalidMessageError."""
+
+    @abstractmethod
+    def _take(self) -> Message | None:
+        """The next message that is here, else None."""
+
+    @abstractmethod
+    async def _shut(self) -> None:
+        """Tell the peer that this is the end and let go of everything; called once, must not fail."""
+
+    def _num_sent(self) -> int:
+        """How many messages have been sent, in the same count as `_num_taken`."""
+        return self._counters.messages_sent
+
+    def _num_taken(self) -> int:
+        """How many messages the peer's user has taken, as far as known; `_expect_room` asks to be woken when that changes."""
+        raise UnavailableError(f"{self.scheme} has no acknowledgements")
+
+    async def _settle(self) -> None:
+        """Wait until the tensors of the message sent last have been copied, even when cancelled. Only where `_copying` is ever true."""
+
+    def _advance(self, message: Message) -> bool:
+        """As `_transmit`, for the sender at the head of the line; it may send a message in parts over several calls."""
+        return self._transmit(message)
+
+    def _abandon(self) -> None:
+        """The sender at the head of the line gave up between two calls of `_advance`."""
+
+    def _hang_up(self) -> None:
+        """The channel is broken: let the peer notice now and not only when the user gets round to `aclose`."""
+
+    def _expect_message(self) -> bool:
+        """`recv` is about to wait. True when a message came meanwhile, so that it must not."""
+        return False
+
+    def _expect_room(self) -> bool:
+        """`send` is about to wait. True when room came meanwhile, so that it must not."""
+        return False
+
+    def abort(self, reason: str) -> None:
+        """End the channel as a fault of the world would, for both ends: `reason` is what BrokenChannelError says here."""
+        self._break(reason)
+
+    # The contract.
+
+    def send_nowait(self, message: Message) -> bool:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return not self._line_taken and self._transmit(message)
+
+    async def send(self, message: Message) -> None:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        if self._line_taken or not self._transmit(message):
+            await self._send_in_line(message)
+        if self._copying:
+            await self._settle()
+
+    async def send_acknowledged(self, message: Message) -> None:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        if self._line_taken or not self._transmit(message):
+            await self._send_in_line(message)
+        number = self._num_sent()
+        if self._copying:
+            await self._settle()
+        await self._until(lambda: self._num_taken() >= number, self._expect_room)
+
+    def recv_nowait(self) -> Message | None:
+        if self._receiver is not None:
+            raise BusyChannelError("another task is in recv of this channel")
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        message = self._take()
+        if message is None and (self._ended or self._broken is not None):
+            self._raise_unreceivable()
+        return message
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._message_windows().open(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return await self._message_windows().attach(key)
+
+    async def recv(self) -> Message:
+        if self._receiver is not None:
+            raise BusyChannelError("another task is in recv of this channel")
+        while True:
+            if self._streak >= YIELD_AFTER:
+                await self._yield()
+            if self._closed:
+                raise ClosedChannelError("this channel was closed")
+            message = self._take()
+            if message is not None:
+                self._streak += self.yields
+                return message
+            if self._ended or self._broken is not None:
+                self._raise_unreceivable()
+            if self._expect_message():
+                self._streak += YIELD_AFTER // 4
+                continue
+            self._streak = 0
+            future = self._receiver = self._loop.create_future()
+            try:
+                await future
+            finally:
+                self._receiver = None
+
+    async def aclose(self) -> None:
+        if self._gone is not None:
+            await asyncio.shield(self._gone)
+            return
+        self._gone = self._loop.create_future()
+        self._closed = True
+        self._wake_receiver()
+        self._wake_sender()
+        try:
+            if self._windows is not None:
+                await self._windows.close()
+            await self._shut()
+        finally:
+            self._gone.set_result(None)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._broken is not None
+
+    def statistics(self) -> ChannelStatistics:
+        return msgspec.structs.replace(self._counters)
+
+    # For schemes.
+
+    def _wake_receiver(self) -> None:
+        future = self._receiver
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _wake_sender(self) -> None:
+        future = self._room
+        if future is not None and not future.done():
+            future.set_result(None)
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _message_windows(self) -> MessageWindows:
+        """The windows that messages emulate. Raises UnavailableError when this scheme does not hand them over."""
+        if not self.windows_by_message:
+            raise UnavailableError(f"{self.scheme} has no windows")
+        if self._windows is None:
+            self._windows = MessageWindows(self, self._until, self._wake_sender, self._new_token)
+        return self._windows
+
+    async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:
+        """Wait until `ready`, which is looked at whenever `_wake_sender` is called. `expect` is called before each sleep, as
+        `_expect_room` is. Raises ClosedChannelError, and BrokenChannelError when the channel ends before."""
+        while True:
+            if self._closed:
+                self._raise_unsendable()
+            if ready():
+                return
+            if self._ended or self._broken is not None:
+                self._raise_unsendable()
+            if expect():
+                await asyncio.sleep(0)
+                continue
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(future)
+            try:
+                await future
+            finally:
+                self._waiting.remove(future)
+
+    def _end(self) -> None:
+        """The peer has closed in order; what it sent before may still be taken."""
+        if self._broken is None:
+            self._ended = True
+        self._wake_receiver()
+        self._wake_sender()
+
+    def _break(self, reason: str, nonsense: bool = False) -> None:
+        """The channel is broken; what had arrived whole may still be taken. The first reason holds. `nonsense`: counted as such."""
+        if self._broken is None and not self._ended:
+            self._broken = reason
+            self._counters.nonsense += nonsense
+            self._hang_up()
+        self._wake_receiver()
+        self._wake_sender()
+
+    # Inside.
+
+    async def _yield(self) -> None:
+        """Let the loop turn once, still counting as the one task in `recv`."""
+        self._streak = 0
+        self._receiver = self._loop.create_future()
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._receiver = None
+
+    async def _send_in_line(self, message: Message) -> None:
+        self._counters.sends_waited += 1
+        if self._line_taken:
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._turns.append(turn)
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._pass_turn()
+                else:
+                    self._turns.remove(turn)
+                raise
+        self._line_taken = True
+        try:
+            await self._send_at_head(message)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._pass_turn()
+
+    async def _send_at_head(self, message: Message) -> None:
+        while True:
+            if self._closed or self._ended or self._broken is not None:
+                self._raise_unsendable()
+            if self._advance(message):
+                return
+            if self._expect_room():
+                await asyncio.sleep(0)
+                continue
+            self._room = self._loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    def _pass_turn(self) -> None:
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._line_taken = False
+
+    def _raise_unsendable(self) -> None:
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        raise BrokenChannelError(self._broken or f"{self.peer.name or 'the peer'} has closed the channel")
+
+    def _raise_unreceivable(self) -> None:
+        if self._ended:
+            raise EndOfChannel(f"{self.peer.name or 'the peer'} has closed the channel")
+        raise BrokenChannelError(self._broken)
+
+
+class Backlog:
+    """Accepted channels waiting for `accept`; bounded by `capacity`."""
+
+    def __init__(self, capacity: int = 128, on_room: Callable[[], None] | None = None) -> None:
+        self.capacity = capacity
+        self._on_room = on_room
+        self.closed = False
+        self._channels: deque[Channel] = deque()
+        self._acceptor: asyncio.Future[None] | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self._channels) >= self.capacity
+
+    def put(self, channel: Channel) -> None:
+        """Add a channel; the caller has looked at `full`."""
+        self._channels.append(channel)
+        self._wake()
+
+    async def accept(self) -> Channel:
+        """See Listener.accept."""
+        if self._acceptor is not None:
+            raise BusyChannelError("another task is in accept of this listener")
+        while not self.closed:
+            if self._channels:
+                channel = self._channels.popleft()
+                if self._on_room is not None:
+                    self._on_room()
+                return channel
+            self._acceptor = asyncio.get_running_loop().create_future()
+            try:
+                await self._acceptor
+            finally:
+                self._acceptor = None
+        raise ClosedChannelError("this listener was closed")
+
+    async def aclose(self) -> None:
+        """Wake `accept` and close the channels that nobody has accepted."""
+        self.closed = True
+        self._wake()
+        while self._channels:
+            await self._channels.popleft().aclose()
+
+    def _wake(self) -> None:
+        if self._acceptor is not None and not self._acceptor.done():
+            self._acceptor.set_result(None)

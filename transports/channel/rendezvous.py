@@ -1,0 +1,382 @@
+"""Where two processes of one host meet: an authenticated socket, which then stays as the sign that the peer lives.
+
+Here: `SocketListener` and `meet` (sockets, time limits, peer credentials, the handshake), `Lifeline` (its end-of-file is the peer's
+death). Not here: what the channel is made of; shared_memory.py and zeromq.py pass that in. The connector makes everything that costs
+memory or descriptors, after the listener has proved the key, so that a stranger costs a listener one socket and some bytes.
+
+A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: nothing in the file system, gone with its last holder, and the
+kernel tells who is at the other end; another user's process is refused. `127.0.0.1:port` is TCP over loopback. Only a scheme that encrypts
+what follows may meet over any other address of TCP; of the handshake itself others may read names and limits, and can change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flowrt.transports.channel.queued import Backlog
+from flowrt.transports.contract import Channel, Identity, Limits, Listener
+from flowrt.transports.errors import AddressError, HandshakeError, TransportError, UnavailableError
+from flowrt.transports.wire.codec import WireError
+from flowrt.transports.wire.handshake import Handshake, RefusedError
+
+HANDSHAKE_SECONDS = 10.0  # how long a listener lets a caller take
+MAX_CALLERS = 64  # in the handshake at once
+MAX_DESCRIPTORS = 4
+_READY = b"\x01"
+_READ_BYTES = 4096
+_ADDRESS_AND_PORT = re.compile(r"(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):(\d{1,5})")
+_HOST_AND_PORT = re.compile(r".*:(\d{1,5}|\*)")
+_CONNECT_AGAIN_SECONDS = 0.005
+
+
+class Meeting(NamedTuple):
+    """Two processes have met: the socket between them, who the other is, the limits they agreed on, and what the connector brought."""
+
+    line: socket.socket
+    peer: Identity
+    limits: Limits
+    payload: bytes
+    descriptors: list[int]
+    handshake: Handshake
+
+
+def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
+    """The family and address of the socket for `name`. Raises AddressError for what is not on this host, unless there is
+    `encryption` for all that follows the handshake: the option that asks for it. Then only addresses of TCP are taken."""
+    if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
+        if match[1] == "0.0.0.0":
+            raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by")
+        return socket.AF_INET, (match[1], int(match[2]))
+    if encryption:
+        raise AddressError(f"{scheme}://{name}: {encryption} is for an IPv4 address and a port: {scheme}://10.0.0.5:7000?{encryption}")
+    if _HOST_AND_PORT.fullmatch(name):
+        raise AddressError(f"{scheme}://{name} is not on this host; only 127.0.0.1:port and plain names work without encryption")
+    if sys.platform != "linux":
+        raise AddressError(f"{scheme}://{name}: names need Linux; use {scheme}://127.0.0.1:port here")
+    path = f"\0flowrt/{scheme}/{name}"
+    if len(path.encode()) > 107:
+        raise AddressError(f"the name {name[:64]!r} is too long for a unix socket")
+    return socket.AF_UNIX, path
+
+
+def free_name() -> str:
+    """A name nobody uses."""
+    return secrets.token_hex(8) if sys.platform == "linux" else "127.0.0.1:0"
+
+
+class SocketListener(Listener):
+    """Listens on a socket; a caller that has proved the key becomes a channel through `make_channel`.
+
+    `make_channel` takes over the meeting's line and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        name: str,
+        limits: Limits,
+        key: bytes,
+        identity: Identity,
+        make_channel: Callable[[Meeting], Channel],
+        *,
+        encryption: str = "",
+    ) -> None:
+        family, address = socket_address(scheme, name, encryption)
+        self._loop = asyncio.get_running_loop()
+        self._backlog = Backlog(on_room=self._watch)
+        self._callers: set[_Caller] = set()
+        self._rejected = 0
+        self._make_channel = make_channel
+        self._handshake_arguments = (key, identity, limits, scheme)
+        self._new_handshake()  # a bad key or identity is the listener's own mistake: say so now
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setblocking(False)
+            self._socket.bind(address)
+            self._socket.listen(1024)
+        except OSError as error:
+            self._socket.close()
+            if error.errno == errno.EADDRINUSE:
+                raise AddressError(f"somebody listens at {scheme}://{name} already") from error
+            raise AddressError(f"cannot listen at {scheme}://{name}: {error.strerror}") from error
+        bound = self._socket.getsockname()
+        self.address = f"{scheme}://{name}" if family != socket.AF_INET else f"{scheme}://{bound[0]}:{bound[1]}"
+        self.address += f"?{encryption}" if encryption else ""
+        self._watching = False
+        self._watch()
+
+    async def accept(self) -> Channel:
+        return await self._backlog.accept()
+
+    @property
+    def rejected(self) -> int:
+        return self._rejected
+
+    async def aclose(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._unwatch()
+            self._socket.close()
+            for caller in self._callers:
+                caller.hang_up()
+            self._callers.clear()
+        await self._backlog.aclose()
+
+    def _new_handshake(self) -> Handshake:
+        key, identity, limits, scheme = self._handshake_arguments
+        return Handshake("listener", key, identity, limits, scheme=scheme)
+
+    def _watch(self) -> None:
+        """Take callers if there is room for more of them."""
+        room = len(self._callers) < MAX_CALLERS and not self._backlog.full
+        if room and not self._watching and self._socket.fileno() >= 0:
+            self._watching = True
+            self._loop.add_reader(self._socket.fileno(), self._on_call)
+        elif not room:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _on_call(self) -> None:
+        try:
+            line, _ = self._socket.accept()
+        except OSError:  # gone again, or no descriptor left: the caller may try later
+            return
+        line.setblocking(False)
+        if not _same_user(line):
+            self._rejected += 1
+            line.close()
+            return
+        self._callers.add(_Caller(self, line, self._new_handshake()))
+        self._watch()
+
+    def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
+        """A caller is through with its handshake, or has failed it."""
+        self._callers.discard(caller)
+        if meeting is None:
+            self._rejected += 1
+        else:
+            try:
+                channel = self._make_channel(meeting)
+            except (OSError, WireError, TransportError):
+                self._rejected += 1
+                _close_all(meeting.descriptors)
+                meeting.line.close()
+            else:
+                with contextlib.suppress(OSError):  # gone already: the channel will notice
+                    meeting.line.send(_READY)
+                self._backlog.put(channel)
+        self._watch()
+
+
+class _Caller:
+    """A connection in the handshake, seen from the listener. Callbacks only, so that a silent one costs no task."""
+
+    def __init__(self, listener: SocketListener, line: socket.socket, handshake: Handshake) -> None:
+        self._listener = listener
+        self._line = line
+        self._handshake = handshake
+        self._descriptors: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(HANDSHAKE_SECONDS, self._fail)
+        self._loop.add_reader(line.fileno(), self._on_readable)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._read()
+            if not data:
+                raise RefusedError("the caller hung up")
+            answer = self._handshake.receive(data)
+            if answer and self._line.send(answer) != len(answer):
+                raise RefusedError("the caller does not read")
+        except BlockingIOError:
+            return
+        except (OSError, HandshakeError) as error:
+            if isinstance(error, RefusedError) and error.reply:
+                with contextlib.suppress(OSError):
+                    self._line.send(error.reply)
+            self._fail()
+            return
+        if self._handshake.done:
+            self._leave()
+            shake = self._handshake
+            self._listener.settle(self, Meeting(self._line, shake.peer, shake.limits, shake.payload, self._descriptors, shake))
+
+    def _read(self) -> bytes:
+        if self._line.family == socket.AF_INET:
+            return self._line.recv(_READ_BYTES)
+        data, found, flags, _ = socket.recv_fds(self._line, _READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        self._descriptors += found
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
+            raise RefusedError("too many descriptors")
+        return data
+
+    def _leave(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._line.fileno())
+
+    def _fail(self) -> None:
+        self.hang_up()
+        self._listener.settle(self, None)
+
+    def hang_up(self) -> None:
+        self._leave()
+        _close_all(self._descriptors)
+        self._line.close()
+
+
+async def meet(
+    scheme: str,
+    name: str,
+    limits: Limits,
+    key: bytes,
+    identity: Identity,
+    bring: Callable[[Limits], tuple[bytes, list[int]]],
+    *,
+    encryption: str = "",
+    begin: Callable[[socket.socket, Handshake], None] | None = None,
+) -> Meeting:
+    """Call the listener at `name` and go through the handshake with it.
+
+    `bring` is called with the agreed limits once the listener has proved the key; it returns what to tell it and the descriptors to
+    pass, which stay the caller's own. `begin` is given the connected line and the handshake before that. Raises AddressError (nobody
+    there), HandshakeError, and whatever `bring` raises.
+    """
+    descriptors: list[int] = []
+
+    def payload(agreed: Limits) -> bytes:
+        told, given = bring(agreed)
+        descriptors.extend(given)
+        return told
+
+    handshake = Handshake("connector", key, identity, limits, scheme=scheme, payload=payload)
+    family, address = socket_address(scheme, name, encryption)
+    line = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        line.setblocking(False)
+        await _connect(line, address, f"{scheme}://{name}")
+        if not _same_user(line):
+            raise HandshakeError(f"{scheme}://{name} belongs to another user")
+        if begin is not None:
+            begin(line, handshake)
+        line.send(handshake.start())
+        while not handshake.done:
+            answer = handshake.receive(await _read(line))
+            if answer:
+                _send_with(line, answer, descriptors)
+        if await _read(line, len(_READY)) != _READY:  # no more: what follows belongs to the channel
+            raise HandshakeError("the listener answered nonsense at the end of the handshake")
+    except BaseException as error:
+        line.close()
+        if isinstance(error, OSError):
+            raise HandshakeError(f"{scheme}://{name} hung up in the handshake: {error.strerror}") from error
+        raise
+    return Meeting(line, handshake.peer, handshake.limits, handshake.payload, descriptors, handshake)
+
+
+class Lifeline:
+    """Keeps the socket of a meeting. `on_gone(None)` is called once when the peer's end is closed, `on_gone(reason)` when it misbehaves."""
+
+    def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
+        self._line = line
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(line.fileno(), self._on_readable)
+        self._watching = True
+
+    def close(self) -> None:
+        """Let go of the socket, which tells the peer. Idempotent."""
+        self._unwatch()
+        self._line.close()
+
+    def _unwatch(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_reader(self._line.fileno())
+
+    def _on_readable(self) -> None:
+        reason = None
+        try:
+            if self._line.recv(_READ_BYTES):
+                reason = "the peer spoke on a line that is only kept to see whether it lives"
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass  # reset: as gone as closed
+        self._unwatch()
+        self._on_gone(reason)
+
+
+async def _connect(line: socket.socket, address: str | tuple[str, int], shown: str) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            if line.family == socket.AF_INET:
+                await loop.sock_connect(line, address)
+            else:
+                line.connect(address)
+            return
+        except BlockingIOError:  # a unix socket's queue of callers is full
+            await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise AddressError(f"nobody listens at {shown}") from error
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise UnavailableError(f"cannot connect to {shown}: {error.strerror}") from error
+            raise AddressError(f"cannot connect to {shown}: {error.strerror}") from error
+
+
+async def _read(line: socket.socket, most: int = _READ_BYTES) -> bytes:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data = line.recv(most)
+        except (BlockingIOError, InterruptedError):
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(line.fileno(), _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(line.fileno())
+            continue
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise HandshakeError("the listener hung up in the handshake: it has another key, or refuses this process")
+        return data
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _send_with(line: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    sent = socket.send_fds(line, [data], descriptors) if descriptors else line.send(data)
+    if sent != len(data):
+        raise HandshakeError("the listener does not read")
+
+
+def _same_user(line: socket.socket) -> bool:
+    if line.family != socket.AF_UNIX:
+        return True  # the key decides
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.geteuid())
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()

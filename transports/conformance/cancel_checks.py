@@ -1,0 +1,184 @@
+"""The promises of the contract about cancellation, at every await: whatever call is cancelled, and after however many turns of the loop.
+
+Here: `CANCELLED_CHANNEL_CHECKS` (two connected ends) and `CANCELLED_TRANSPORT_CHECKS` (a scheme). Not here: cancellation in special
+places, which checks.py looks at one by one. Called through checks.py.
+
+Each check starts the call together with what ends it, and cancels it after 0, 1, 2 ... turns, so that every await of the call is hit
+in turn; beyond the first few, where only a slow medium is still at it, TURNS takes larger steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
+
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
+from flowrt.transports.conformance.kit import (
+    MakePair,
+    check_numbered,
+    expect,
+    expect_error,
+    num_descriptors,
+    numbered,
+    opened,
+    receive_all,
+    within,
+)
+from flowrt.transports.contract import Channel, Identity, Limits, Listener
+from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.message import Message
+
+ChannelCheck: TypeAlias = Callable[[MakePair], Coroutine[Any, Any, None]]
+TransportCheck: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
+
+TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200)
+_LAST = 10_000  # the number of a message that ends a round
+
+
+async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> asyncio.Task[Any]:
+    """`call` as a task that has ended, by itself or because it was cancelled after `turns` turns of the loop."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    return task
+
+
+async def check_recv_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A recv cancelled after any number of turns loses no message, small or in many pieces."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 16)
+    for nbytes in (100, 50_000, 200_000):
+        async with opened(make_pair, limits) as (one, two):
+            for number, turns in enumerate(TURNS * 2):
+                late = 2 * (number % 2)  # whether recv waits already when the message is sent
+                sending = asyncio.ensure_future(_send_after(late, one, numbered(number, nbytes)))
+                receiving = await cancelled_after(two.recv(), turns)
+                message = await within(two.recv(), "recv after a cancelled one") if receiving.cancelled() else receiving.result()
+                check_numbered(message, number, nbytes)
+                await within(sending, "send")
+
+
+async def _send_after(turns: int, channel: Channel, message: Message) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await channel.send(message)
+
+
+async def check_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A send cancelled after any number of turns has sent the whole message or nothing, while the peer makes room for it."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
+    for nbytes in (100, 30_000, 200_000):
+        async with opened(make_pair, limits) as (one, two):
+            for turns in TURNS:
+                count = 0
+                while one.send_nowait(numbered(count)):
+                    count += 1
+                receiving = asyncio.ensure_future(_until(two, _LAST))
+                sending = await cancelled_after(one.send(numbered(count, nbytes)), turns)
+                await within(one.send(numbered(_LAST)), "the send after a cancelled one")
+                messages = await within(receiving, "what was sent")
+                for number in range(count):
+                    check_numbered(messages[number], number)
+                rest = messages[count:-1]
+                expect(len(rest) <= 1, "a cancelled send does not send twice")
+                if rest:
+                    check_numbered(rest[0], count, nbytes)
+                else:
+                    expect(sending.cancelled(), "a send that returned has sent")
+
+
+async def _until(channel: Channel, last: int) -> list[Message]:
+    messages = [await channel.recv()]
+    while messages[-1].tag is None or messages[-1].tag.step != last:
+        messages.append(await channel.recv())
+    return messages
+
+
+async def check_aclose_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """An aclose that is cancelled has closed all the same: this side is closed, the peer learns of it, a second aclose returns."""
+    for turns in TURNS[:10]:
+        async with opened(make_pair) as (one, two):
+            await one.send(numbered(0))
+            await cancelled_after(one.aclose(), turns)
+            await within(one.aclose(), "a second aclose")
+            await expect_error(ClosedChannelError, one.recv(), "a cancelled aclose has closed")
+            await expect_end(two)
+
+
+async def expect_end(channel: Channel) -> None:
+    """That what is still here comes, and then an end of either kind."""
+    try:
+        while True:
+            await within(channel.recv(), "the end of the channel")
+    except (EndOfChannel, BrokenChannelError):
+        return
+
+
+async def check_connect_cancelled_at_every_turn(scheme: str) -> None:
+    """A connect cancelled after any number of turns leaves nothing, and the listener goes on serving others."""
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        await _meet(scheme, listener, 0)
+        before = num_descriptors()
+        for number, turns in enumerate(TURNS, 1):
+            abandoned = Identity("abandoned", str(number))
+            connecting = await cancelled_after(get_transport(scheme).connect(listener.address, SMALL, KEY, abandoned), turns)
+            if not connecting.cancelled():
+                await connecting.result().aclose()
+            await _meet(scheme, listener, number)
+        await _settled(lambda: num_descriptors() <= before + 2, "a cancelled connect leaves no descriptor behind")
+
+
+async def check_accept_cancelled_at_every_turn(scheme: str) -> None:
+    """An accept cancelled after any number of turns loses no connection."""
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        for number, turns in enumerate(TURNS):
+            connecting = asyncio.ensure_future(get_transport(scheme).connect(listener.address, SMALL, KEY, Identity("caller", str(number))))
+            accepting = await cancelled_after(listener.accept(), turns)
+            two = await within(listener.accept(), "accept after a cancelled one") if accepting.cancelled() else accepting.result()
+            one = await within(connecting, "connect")
+            async with one, two:
+                expect(two.peer == Identity("caller", str(number)), "a connection is accepted once, by whoever asks next")
+                await one.send(numbered(number))
+                await receive_all(two, number, number + 1)
+
+
+async def _meet(scheme: str, listener: Listener, number: int) -> None:
+    """A channel through `listener` works; those of callers who have given up may come first, and end."""
+    caller = Identity(THERE.name, f"caller {number}")
+    one = await within(get_transport(scheme).connect(listener.address, SMALL, KEY, caller), "connect")
+    async with one:
+        while True:
+            two = await within(listener.accept(), "accept")
+            async with two:
+                if two.peer == caller:
+                    await one.send(numbered(number, 100))
+                    await receive_all(two, number, number + 1, 100)
+                    return
+                try:
+                    await within(two.recv(), "the end of a caller who has given up")
+                except TransportError:
+                    continue
+                expect(False, "a caller who has given up sends nothing")
+
+
+async def _settled(condition: Callable[[], bool], promise: str) -> None:
+    """That `condition` holds soon; what the other side has to notice first takes a moment."""
+    for _ in range(100):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    expect(False, promise)
+
+
+CANCELLED_CHANNEL_CHECKS: tuple[ChannelCheck, ...] = (
+    check_recv_cancelled_at_every_turn,
+    check_send_cancelled_at_every_turn,
+    check_aclose_cancelled_at_every_turn,
+)
+CANCELLED_TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
+    check_connect_cancelled_at_every_turn,
+    check_accept_cancelled_at_every_turn,
+)

@@ -1,0 +1,383 @@
+"""The promises of the contract, executable: every transport is held to the same ones.
+
+Here: what holds for any two connected ends, and the lists of all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`). Not here: listening,
+keys, dead processes (checks_meeting.py, whose checks take a scheme), cancellation at every await (checks_cancel.py), sizes that take
+long (checks_long.py), running them all (checks_suite.py). Called by the tests, once per scheme and event loop.
+
+Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes.
+A broken promise is a BrokenPromiseError that says which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
+
+import msgspec
+
+from flowrt.transports.conformance.cancel_checks import CANCELLED_CHANNEL_CHECKS, CANCELLED_TRANSPORT_CHECKS
+from flowrt.transports.conformance.connection_checks import MEETING_CHECKS, PROCESS_CHECKS
+from flowrt.transports.conformance.kit import (
+    SMALL,
+    Header,
+    MakePair,
+    check_numbered,
+    expect,
+    expect_error,
+    numbered,
+    opened,
+    pattern,
+    receive_all,
+    received_bytes,
+    send_all,
+    soon,
+    within,
+)
+from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.errors import (
+    BrokenChannelError,
+    BusyChannelError,
+    ClosedChannelError,
+    EndOfChannel,
+    InvalidMessageError,
+    LimitError,
+    TransportError,
+)
+from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
+
+Check: TypeAlias = Callable[[MakePair], Coroutine[Any, Any, None]]
+
+
+async def check_order(make_pair: MakePair) -> None:
+    """Both directions at once, far more than the channel holds, of sizes that take different ways."""
+    async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
+        for sender, receiver in ((one, two), (two, one)):
+            group.create_task(_send_sizes(sender))
+            group.create_task(_receive_sizes(receiver))
+
+
+_SIZES = (0, 1, 63, 64, 65, 4096, 8191, 8192, 8193, 20001, 65536, 262144, 300001)
+
+
+async def _send_sizes(channel: Channel) -> None:
+    for number in range(20 * len(_SIZES)):
+        await channel.send(numbered(number, _SIZES[number * 5 % len(_SIZES)]))
+
+
+async def _receive_sizes(channel: Channel) -> None:
+    for number in range(20 * len(_SIZES)):
+        check_numbered(await within(channel.recv(), f"message {number}"), number, _SIZES[number * 5 % len(_SIZES)])
+
+
+async def check_tensors(make_pair: MakePair) -> None:
+    """Every dtype, odd counts, no bytes, no dimensions, eight dimensions, a slice of something larger, many in one message."""
+    limits = Limits(max_tensors=64, capacity_bytes=1 << 20)
+    shapes: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7, 3), (1, 2, 1, 2, 1, 2, 1, 3), (1021, 17)]
+    async with opened(make_pair, limits) as (one, two):
+        for shape in shapes:
+            tensors = []
+            for dtype in DTYPE_BYTES:
+                spec = TensorSpec(dtype, shape)
+                larger = memoryview(pattern(spec.nbytes + 13))
+                tensors.append(Tensor(spec, larger[5 : 5 + spec.nbytes]))
+            _, message = await within(asyncio.gather(one.send(Message("data", tensors=tuple(tensors))), two.recv()), "send and recv")
+            expect(tuple(tensor.spec for tensor in message.tensors) == tuple(tensor.spec for tensor in tensors), "specs arrive as sent")
+            for sent, received in zip(tensors, message.tensors, strict=True):
+                expect(received_bytes(received) == received_bytes(sent), f"a {sent.spec.dtype} tensor of shape {shape} arrives as sent")
+
+
+async def check_plain_messages(make_pair: MakePair) -> None:
+    """Nothing but a kind; a header that is forwarded undecoded; the largest and smallest numbers a tag may hold."""
+    tag = Tag("é" * 20, epoch=2**40, micro_batch=0, step=2**62, layer=-1)
+    raw = msgspec.msgpack.encode(Header(7, []))
+    async with opened(make_pair) as (one, two):
+        for message in (Message("bare"), Message("forwarded", tag, -1, raw)):
+            await one.send(message)
+            received = await within(two.recv(), "recv")
+            expect((received.kind, received.tag, received.edge) == (message.kind, message.tag, message.edge), "arrives as sent")
+            expect(received.tensors == () and received.header == message.header, "nothing is added")
+        expect(received.decode_header(Header) == Header(7, []), "a forwarded header is still the header")
+
+
+async def check_bounds(make_pair: MakePair) -> None:
+    """A full channel says no to send_nowait and makes send wait, by messages and by bytes; room lets it go on."""
+    by_bytes = Limits(capacity_messages=1000, capacity_bytes=1 << 20)
+    for limits, nbytes, most in ((SMALL, 16, 8), (by_bytes, 1 << 17, 8), (by_bytes, 5000, 209)):
+        async with opened(make_pair, limits) as (one, two):
+            sent = 0
+            while one.send_nowait(numbered(sent, nbytes)):
+                sent += 1
+                expect(sent <= most, f"at most {most} messages of {nbytes} bytes fit into {limits}")
+            expect(sent, "an empty channel takes a message")
+            waiting = asyncio.ensure_future(one.send(numbered(sent, nbytes)))
+            await soon(waiting)
+            expect(not waiting.done(), "send waits while the channel is full")
+            expect(not one.send_nowait(numbered(sent + 1)), "send_nowait does not overtake a waiting send")
+            expect(one.statistics().sends_waited == 1, "a send that waits is counted")
+            await receive_all(two, 0, 1, nbytes)
+            await within(waiting, "a waiting send goes on when there is room")
+            await receive_all(two, 1, sent + 1, nbytes)
+            expect(two.recv_nowait() is None, "recv_nowait says that nothing is there")
+
+
+async def check_larger_than_capacity(make_pair: MakePair) -> None:
+    """A message larger than all the channel holds travels alone; those around it keep their places."""
+    limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
+    sizes = [10, 1 << 21, 0, 3_000_001, 1 << 23, 5]
+    async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
+        group.create_task(_send_these(one, sizes))
+        for number, nbytes in enumerate(sizes):
+            check_numbered(await within(two.recv(), f"message {number}"), number, nbytes)
+
+
+async def _send_these(channel: Channel, sizes: list[int]) -> None:
+    for number, nbytes in enumerate(sizes):
+        await channel.send(numbered(number, nbytes))
+
+
+async def check_line_of_senders(make_pair: MakePair) -> None:
+    """Waiting senders are served in the order they came; one that is cancelled leaves nothing and holds up nobody."""
+    async with opened(make_pair) as (one, two):
+        number = 0
+        while one.send_nowait(numbered(number)):
+            number += 1
+        tasks = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(4)]
+        gone = asyncio.ensure_future(one.send(numbered(999)))
+        tasks += [asyncio.ensure_future(one.send(numbered(number + 4 + index))) for index in range(4)]
+        await soon(gone)
+        gone.cancel()
+        await asyncio.wait([gone])
+        expect(gone.cancelled(), "a waiting send can be cancelled")
+        await receive_all(two, 0, number + 8)
+        await within(asyncio.gather(*tasks), "all other sends end")
+        expect(two.recv_nowait() is None, "a cancelled send sends nothing")
+
+
+async def check_cancelled_at_the_head(make_pair: MakePair) -> None:
+    """Cancelling the first of the line, also at the moment its turn comes, passes the turn on."""
+    async with opened(make_pair) as (one, two):
+        for turns in range(6):
+            count = 0
+            while one.send_nowait(numbered(count)):
+                count += 1
+            first = asyncio.ensure_future(one.send(numbered(count)))
+            second = asyncio.ensure_future(one.send(Message("last")))
+            await soon(first)
+            check_numbered(await within(two.recv(), "recv"), 0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            await receive_all(two, 1, count + (not first.cancelled()))
+            expect((await within(two.recv(), "the next send in line")).kind == "last", "a cancelled send is sent whole or not at all")
+            await within(second, "the next send in line")
+
+
+async def check_cancelled_large_send(make_pair: MakePair) -> None:
+    """A send cancelled half-way through a message larger than the channel leaves nothing that the peer could see, or all of it."""
+    limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
+    async with opened(make_pair, limits) as (one, two):
+        for _ in range(3):
+            await one.send(numbered(0, 100_000))
+            sending = asyncio.ensure_future(one.send(numbered(1, 1 << 23)))
+            await soon(sending)
+            check_numbered(await within(two.recv(), "recv"), 0, 100_000)
+            receiving = asyncio.ensure_future(two.recv())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait([sending])
+            next_one = asyncio.ensure_future(one.send(numbered(2, 50_000)))
+            message = await within(receiving, "the message after a cancelled one")
+            if message.tensors[0].spec.shape == (1 << 23,):  # the cancelled one had just gone
+                check_numbered(message, 1, 1 << 23)
+                message = await within(two.recv(), "the message after one that was cancelled too late")
+            else:
+                expect(sending.cancelled(), "what was sent arrives")
+            check_numbered(message, 2, 50_000)
+            await within(next_one, "send")
+
+
+async def check_cancelled_recv(make_pair: MakePair) -> None:
+    """A recv that is cancelled, before or just as its message comes, loses nothing."""
+    async with opened(make_pair) as (one, two):
+        for number in range(40):
+            receiving = asyncio.ensure_future(two.recv())
+            await asyncio.sleep(0)
+            if number % 2:
+                await one.send(numbered(number, 100))
+            for _ in range(number % 5):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            if not number % 2:
+                await one.send(numbered(number, 100))
+            message = await within(two.recv(), "recv") if receiving.cancelled() else receiving.result()
+            check_numbered(message, number, 100)
+
+
+async def check_busy(make_pair: MakePair) -> None:
+    """A second task in recv is refused; the first goes on."""
+    async with opened(make_pair) as (one, two):
+        receiving = asyncio.ensure_future(two.recv())
+        await asyncio.sleep(0)
+        await expect_error(BusyChannelError, two.recv(), "one task may be in recv")
+        await one.send(numbered(1))
+        check_numbered(await within(receiving, "recv"), 1)
+
+
+async def check_close(make_pair: MakePair) -> None:
+    """Closing wakes this side's calls, ends the peer's after it has received everything, and may be done twice."""
+    async with opened(make_pair) as (one, two):
+        await send_all(one, 0, 5, 20_000)
+        receiving = asyncio.ensure_future(one.recv())
+        await asyncio.sleep(0)
+        await within(asyncio.gather(one.aclose(), one.aclose()), "aclose")
+        await one.aclose()
+        expect(one.closed, "closed is true after aclose")
+        await expect_error(ClosedChannelError, receiving, "aclose wakes recv")
+        for call in (one.recv(), one.send(numbered(1))):
+            await expect_error(ClosedChannelError, call, "a closed channel is closed")
+        await receive_all(two, 0, 5, 20_000)
+        for _ in range(2):
+            await expect_error(EndOfChannel, two.recv(), "after everything sent comes the end")
+        await expect_error(EndOfChannel, _nowait(two), "after everything sent comes the end")
+        await expect_error(BrokenChannelError, two.send(numbered(1)), "nobody will read what is sent to a closed peer")
+
+
+async def _nowait(channel: Channel) -> Message | None:
+    return channel.recv_nowait()
+
+
+async def check_close_under_pending_calls(make_pair: MakePair) -> None:
+    """The peer's pending recv and send wake when this side closes, and so do this side's own senders."""
+    for closer in (0, 1):
+        async with opened(make_pair) as pair:
+            one, two = pair
+            receiving = asyncio.ensure_future(one.recv())
+            number = 0
+            while one.send_nowait(numbered(number)):
+                number += 1
+            sending = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(3)]
+            await soon(sending[0])
+            await within(pair[closer].aclose(), "aclose")
+            own = closer == 0
+            await expect_error(ClosedChannelError if own else EndOfChannel, receiving, "closing wakes recv")
+            for task in sending:
+                await expect_error(ClosedChannelError if own else BrokenChannelError, task, "closing wakes every send")
+            if own:
+                await receive_all(two, 0, number)
+                await expect_error(EndOfChannel, two.recv(), "what had not been sent is not received")
+
+
+async def check_close_both(make_pair: MakePair) -> None:
+    """Both ends close at once, with messages on the way."""
+    async with opened(make_pair) as (one, two):
+        await send_all(one, 0, 3)
+        await send_all(two, 0, 3)
+        await within(asyncio.gather(one.aclose(), two.aclose()), "aclose from both ends")
+
+
+async def check_refused_messages(make_pair: MakePair) -> None:
+    """What is too large, or no message at all, is refused before a byte leaves; the channel goes on."""
+    limits = Limits(max_header_bytes=2048, max_tensors=2, max_message_bytes=4096, capacity_bytes=1 << 16)
+    tiny = Tensor(TensorSpec("uint8", (1,)), b"x")
+    refused: list[tuple[type[TransportError], Message]] = [
+        (LimitError, numbered(0, 4097)),
+        (LimitError, Message("many", tensors=(tiny, tiny, tiny))),
+        (LimitError, Message("header", header=bytes(5000))),
+        (InvalidMessageError, Message("dtype", tensors=(Tensor(TensorSpec("float7", (1,)), b"x"),))),
+    ]
+    async with opened(make_pair, limits) as (one, two):
+        for number, (kind, message) in enumerate(refused):
+            await expect_error(kind, one.send(message), f"{message.kind} is refused")
+            expect(not one.closed, "a refused message does not close the channel")
+            await one.send(numbered(number, 4096))
+            check_numbered(await within(two.recv(), "recv"), number, 4096)
+
+
+async def check_lifetime(make_pair: MakePair) -> None:
+    """A received tensor stays as it is while the channel goes on, and after both ends are closed; then nothing is held."""
+    async with opened(make_pair) as (one, two):
+        kept = []
+        for number in range(3):
+            await one.send(numbered(number, 50_000))
+            kept.append(await within(two.recv(), "recv"))
+        for number in range(3, 120):
+            await one.send(numbered(number, 100_000))
+            check_numbered(await within(two.recv(), "recv"), number, 100_000)
+        held = two.statistics().held_buffers
+        expect(held <= 4, f"only the three kept messages and the last may be held, not {held}")
+        await within(one.aclose(), "aclose")
+        await within(two.aclose(), "aclose")
+        for number, message in enumerate(kept):
+            check_numbered(message, number, 50_000)
+        del message
+        kept.clear()
+        expect(two.statistics().held_buffers == 0, "what nobody refers to is not held")
+
+
+async def check_holding_everything(make_pair: MakePair) -> None:
+    """A receiver that lets go of nothing does not stop the channel, and what it holds stays as it is."""
+    async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
+        group.create_task(send_all(one, 0, 60, 90_000))
+        kept = [await within(two.recv(), f"message {number} while all others are held") for number in range(60)]
+        for number, message in enumerate(kept):
+            check_numbered(message, number, 90_000)
+
+
+async def check_out_of_order_release(make_pair: MakePair) -> None:
+    """Received tensors may be let go of in any order, for ever."""
+    async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
+        group.create_task(send_all(one, 0, 200, 30_000))
+        kept: dict[int, Message] = {}
+        for number in range(200):
+            kept[number] = await within(two.recv(), f"message {number}")
+            for old in [old for old in kept if (old * 7 + number) % 5 == 0]:
+                check_numbered(kept.pop(old), old, 30_000)
+
+
+async def check_statistics(make_pair: MakePair) -> None:
+    """Both ends count the same messages and payload bytes."""
+    async with opened(make_pair) as (one, two):
+        for number in range(10):
+            await one.send(numbered(number, 1000 * number))
+            await within(two.recv(), "recv")
+        sent, received = one.statistics(), two.statistics()
+        expect((sent.messages_sent, sent.bytes_sent) == (10, 45_000), "what is sent is counted")
+        expect((received.messages_received, received.bytes_received) == (10, 45_000), "what is received is counted")
+
+
+async def check_sixty_four_mebibytes(make_pair: MakePair) -> None:
+    """A payload of 64 MiB through a channel of 4 MiB."""
+    size = 1 << 26
+    limits = Limits(max_message_bytes=size, capacity_bytes=1 << 22)
+    async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
+        group.create_task(one.send(numbered(0, size)))
+        check_numbered(await within(two.recv(), "64 MiB"), 0, size)
+
+
+CHANNEL_CHECKS: tuple[Check, ...] = (
+    check_order,
+    check_tensors,
+    check_plain_messages,
+    check_bounds,
+    check_larger_than_capacity,
+    check_line_of_senders,
+    check_cancelled_at_the_head,
+    check_cancelled_large_send,
+    check_cancelled_recv,
+    check_busy,
+    check_close,
+    check_close_under_pending_calls,
+    check_close_both,
+    check_refused_messages,
+    check_lifetime,
+    check_holding_everything,
+    check_out_of_order_release,
+    check_statistics,
+    check_sixty_four_mebibytes,
+    *CANCELLED_CHANNEL_CHECKS,
+)
+TRANSPORT_CHECKS = (*MEETING_CHECKS, *CANCELLED_TRANSPORT_CHECKS, *PROCESS_CHECKS)

@@ -1,0 +1,223 @@
+"""The promises of the contract about meeting and parting: listening, keys, identities, dead processes, nothing left behind.
+
+Here: `MEETING_CHECKS`, and `PROCESS_CHECKS` for schemes that reach other processes, each of which takes a scheme; `pair_maker`, and the
+other process that some of them need (`python -m flowrt.transports.conformance.peer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeAlias
+
+from flowrt.transports.conformance.kit import (
+    MakePair,
+    check_numbered,
+    expect,
+    expect_error,
+    num_descriptors,
+    numbered,
+    receive_all,
+    send_all,
+    within,
+)
+from flowrt.transports.contract import Channel, Identity, Limits, Listener
+from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, HandshakeError
+from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.handshake import KEY_BYTES
+
+TransportCheck: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
+
+KEY = bytes(range(KEY_BYTES))
+SMALL = Limits(max_message_bytes=1 << 18, capacity_messages=8, capacity_bytes=1 << 18)
+HERE, THERE = Identity("here", "1"), Identity("there", "2")
+NUM_CONNECTIONS = 300
+
+
+def pair_maker(scheme: str, address: str = "") -> MakePair:
+    """A maker of connected pairs over `scheme`, both ends in this process."""
+
+    async def make_pair(limits: Limits) -> tuple[Channel, Channel]:
+        async with await get_transport(scheme).listen(address or f"{scheme}://", limits, KEY, HERE) as listener:
+            return await connect_pair(scheme, listener, limits)
+
+    return make_pair
+
+
+async def connect_pair(scheme: str, listener: Listener, limits: Limits) -> tuple[Channel, Channel]:
+    """A new channel through `listener`: the connecting end, the accepted end."""
+    one = await within(get_transport(scheme).connect(listener.address, limits, KEY, THERE), "connect")
+    return one, await within(listener.accept(), "accept")
+
+
+@asynccontextmanager
+async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Channel, asyncio.subprocess.Process]]:
+    """This end of a channel to a new process that behaves as checks_peer.py says, and that process, gone at the end."""
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        peer = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "flowrt.transports.conformance.peer",
+            listener.address,
+            behaviour,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            async with await within(listener.accept(), "accept") as channel:
+                yield channel, peer
+        finally:
+            if peer.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(peer.pid, signal.SIGKILL)  # peer.kill() would reap one that has just died, before asyncio does: a warning
+            await peer.wait()
+
+
+def pause(peer: asyncio.subprocess.Process) -> None:
+    """Stop it, and return once it stands still: the signal alone leaves its threads running until each has been scheduled to see it."""
+    peer.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
+async def check_identities_and_limits(scheme: str) -> None:
+    """Each end knows who the other is; the smaller limit holds on both ends."""
+    wide = Limits(max_message_bytes=1 << 20, max_tensors=2, capacity_messages=50)
+    narrow = Limits(max_message_bytes=1 << 16, max_tensors=9, capacity_messages=2)
+    async with await get_transport(scheme).listen(f"{scheme}://", wide, KEY, HERE) as listener:
+        one, two = await connect_pair(scheme, listener, narrow)
+        async with one, two:
+            expect((one.peer, two.peer) == (HERE, THERE), "each end knows the other's identity")
+            for channel in (one, two):
+                sent = 0
+                while channel.send_nowait(numbered(sent)):
+                    sent += 1
+                expect(sent == 2, f"the smaller capacity_messages holds, {sent} fitted instead of 2")
+            expect(listener.rejected == 0, "nobody was rejected")
+
+
+async def check_wrong_key(scheme: str) -> None:
+    """A caller with another key gets HandshakeError, is counted, and costs the listener nothing else."""
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        for count in range(1, 4):
+            wrong = get_transport(scheme).connect(listener.address, SMALL, bytes(KEY_BYTES), THERE)
+            await expect_error(HandshakeError, wrong, "a wrong key is refused")
+            await asyncio.sleep(0.02)  # the listener learns of it a little later
+            expect(listener.rejected == count, "rejected callers are counted")
+        await expect_error(
+            HandshakeError, get_transport(scheme).connect(listener.address, SMALL, b"short", THERE), "a short key is refused"
+        )
+        one, two = await connect_pair(scheme, listener, SMALL)
+        async with one, two:
+            await one.send(numbered(1))
+            await receive_all(two, 1, 2)
+
+
+async def check_addresses(scheme: str) -> None:
+    """Nobody there, somebody there already, and what is no address of the scheme, are AddressErrors."""
+    transport = get_transport(scheme)
+    async with await transport.listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        address = listener.address
+        await expect_error(AddressError, transport.listen(address, SMALL, KEY, HERE), "an address serves one listener")
+    await expect_error(AddressError, transport.connect(address, SMALL, KEY, THERE), "nobody listens at a closed address")
+    async with await transport.listen(address, SMALL, KEY, HERE):
+        pass  # free again
+    for bad in ("", "no address", "other://x", f"{scheme}:/x"):
+        await expect_error(AddressError, transport.connect(bad, SMALL, KEY, THERE), f"{bad!r} is no address")
+        await expect_error(AddressError, transport.listen(bad, SMALL, KEY, HERE), f"{bad!r} is no address")
+
+
+async def check_listener(scheme: str) -> None:
+    """One accept at a time; closing wakes it, ends channels nobody accepted, and leaves the accepted ones alone."""
+    listener = await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE)
+    one, two = await connect_pair(scheme, listener, SMALL)
+    async with one, two:
+        accepting = asyncio.ensure_future(listener.accept())
+        await asyncio.sleep(0)
+        await expect_error(BusyChannelError, listener.accept(), "one task may be in accept")
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        async with await within(get_transport(scheme).connect(listener.address, SMALL, KEY, THERE), "connect") as forgotten:
+            await within(asyncio.gather(listener.aclose(), listener.aclose()), "aclose")
+            await expect_error(EndOfChannel, forgotten.recv(), "a channel nobody accepted ends")
+        await expect_error(ClosedChannelError, listener.accept(), "a closed listener is closed")
+        await one.send(numbered(1))
+        await receive_all(two, 1, 2)
+
+
+async def check_many_connections(scheme: str, count: int = NUM_CONNECTIONS) -> None:
+    """Hundreds of channels, opened and closed, each used; no descriptor is left."""
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        before = 0
+        for number in range(count):
+            one, two = await connect_pair(scheme, listener, SMALL)
+            async with one, two:
+                await one.send(numbered(number, 100))
+                await receive_all(two, number, number + 1, 100)
+            if number == 20:
+                before = num_descriptors()
+        after = num_descriptors()
+        expect(after <= before + 4, f"no descriptor is left behind: {before} after 20 connections, {after} after {count}")
+
+
+async def check_other_process(scheme: str) -> None:
+    """Echo through another process, then an orderly end from here."""
+    async with other_process(scheme, "echo") as (channel, peer):
+        sizes = [0, 1, 5000, 60_000, 250_000]
+        for number in range(40):
+            await channel.send(numbered(number, sizes[number % 5]))
+            check_numbered(await within(channel.recv(), "echo"), number, sizes[number % 5])
+        await within(channel.aclose(), "aclose")
+        expect(await within(peer.wait(), "the peer ends when the channel does") == 0, "the peer sees an orderly end")
+        expect(channel.statistics().late_wakeups == 0, "no wake-up is lost and found only by the bounded re-check")
+
+
+async def check_dead_peer(scheme: str) -> None:
+    """A killed peer is noticed: what it had sent arrives, then BrokenChannelError, for whoever waits too."""
+    async with other_process(scheme, "send five and hang") as (channel, peer):
+        check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
+        await asyncio.sleep(0.3)  # the other four are on their way
+        number = 0
+        while channel.send_nowait(numbered(number, 1000)):
+            number += 1
+        sending = asyncio.ensure_future(channel.send(numbered(number, 1000)))
+        peer.send_signal(signal.SIGKILL)
+        await receive_all(channel, 1, 5, 30_000)
+        await expect_error(BrokenChannelError, channel.recv(), "a dead peer is a broken channel")
+        await expect_error(BrokenChannelError, sending, "a dead peer wakes a waiting send")
+        await expect_error(BrokenChannelError, channel.send(numbered(1)), "a dead peer is a broken channel")
+        expect(channel.closed, "a broken channel is closed")
+    async with other_process(scheme, "hang") as (channel, peer):
+        receiving = asyncio.ensure_future(channel.recv())
+        await asyncio.sleep(0.01)
+        peer.send_signal(signal.SIGKILL)
+        await expect_error(BrokenChannelError, receiving, "a dead peer wakes recv")
+
+
+async def check_stopped_peer(scheme: str) -> None:
+    """A stopped peer only makes send wait; when it goes on, everything arrives. Closing does not wait for it for ever."""
+    async with other_process(scheme, "echo") as (channel, peer):
+        await channel.send(numbered(0, 1000))
+        check_numbered(await within(channel.recv(), "echo"), 0, 1000)
+        pause(peer)
+        sending = asyncio.ensure_future(send_all(channel, 1, 30, 30_000))
+        await asyncio.sleep(0.05)
+        expect(not sending.done(), "a stopped peer makes send wait")
+        peer.send_signal(signal.SIGCONT)
+        await receive_all(channel, 1, 30, 30_000)
+        await within(sending, "send goes on when the peer does")
+        pause(peer)
+        await within(channel.aclose(), "aclose with a stopped peer")
+        peer.send_signal(signal.SIGCONT)
+
+
+MEETING_CHECKS: tuple[TransportCheck, ...] = (
+    check_identities_and_limits,
+    check_wrong_key,
+    check_addresses,
+    check_listener,
+    check_many_connections,
+)
+PROCESS_CHECKS: tuple[TransportCheck, ...] = (check_other_process, check_dead_peer, check_stopped_peer)

@@ -1,0 +1,131 @@
+"""What the checks of the contract are written with.
+
+Here: numbered messages that can be told from each other, expectations, a pair of channels that is closed again. Not here: any
+promise (checks.py, checks_meeting.py, which call this).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.errors import TransportError
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
+
+MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
+
+PATIENCE_SECONDS = 20.0  # before something that must happen is said not to
+MANY_SECONDS = 0.02  # long enough for a message to arrive that must not
+SMALL = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 20)
+
+
+class BrokenPromiseError(AssertionError):
+    """A transport does not do what the contract says."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A header as the rooms above use them."""
+
+    number: int
+    words: list[str]
+
+
+def expect(condition: object, promise: str) -> None:
+    """Raise BrokenPromiseError unless `condition`."""
+    if not condition:
+        raise BrokenPromiseError(promise)
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """`nbytes` that differ from place to place and from seed to seed."""
+    block = _block(seed % 256)
+    return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+@cache
+def _block(seed: int) -> bytes:
+    return bytes((seed * 31 + index * 7 + index // 251) % 256 for index in range(4093))
+
+
+def numbered(number: int, nbytes: int = 0) -> Message:
+    """Message `number`, with one tensor of `nbytes` if any."""
+    tensors = (Tensor(TensorSpec("uint8", (nbytes,)), pattern(nbytes, number)),) if nbytes else ()
+    return Message("data", Tag("source@1", step=number), number % 3, Header(number, ["a", "b"]), tensors)
+
+
+def check_numbered(message: Message, number: int, nbytes: int = 0) -> None:
+    """That `message` is `numbered(number, nbytes)`."""
+    expect(message.tag is not None and message.tag.step == number, f"order: message {number} was due, {message.tag} came")
+    expect(message.kind == "data" and message.edge == number % 3, "kind and edge arrive as sent")
+    expect(message.decode_header(Header) == Header(number, ["a", "b"]), "the header arrives as sent")
+    received = [received_bytes(tensor) for tensor in message.tensors]
+    expect(received == ([pattern(nbytes, number)] if nbytes else []), f"the tensors of message {number} arrive as sent")
+
+
+def received_bytes(tensor: Tensor) -> bytes:
+    """A copy of what is in `tensor`."""
+    data: Any = tensor.data
+    return bytes(data)
+
+
+T = TypeVar("T")
+
+
+async def within(awaitable: Awaitable[T], what: str) -> T:
+    """The result of `awaitable`, which must come soon."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await awaitable
+    except TimeoutError:
+        raise BrokenPromiseError(f"{what}: nothing happened for {PATIENCE_SECONDS} s") from None
+
+
+async def expect_error(kind: type[TransportError], awaitable: Awaitable[object], promise: str) -> None:
+    """That `awaitable` raises `kind` soon."""
+    try:
+        await within(awaitable, promise)
+    except kind:
+        return
+    except TransportError as error:
+        raise BrokenPromiseError(f"{promise}: {kind.__name__} expected, {error!r} came") from error
+    raise BrokenPromiseError(f"{promise}: {kind.__name__} expected, nothing was raised")
+
+
+@asynccontextmanager
+async def opened(make_pair: MakePair, limits: Limits = SMALL) -> AsyncIterator[tuple[Channel, Channel]]:
+    """Two connected ends, closed at the end, neither of which may have been woken late."""
+    one, two = await within(make_pair(limits), "connect")
+    try:
+        yield one, two
+    finally:
+        for channel in (one, two):
+            await within(channel.aclose(), "aclose")
+    for channel in (one, two):
+        expect(channel.statistics().late_wakeups == 0, "no wake-up is lost and found only by the bounded re-check")
+
+
+async def send_all(channel: Channel, first: int, last: int, nbytes: int = 0) -> None:
+    for number in range(first, last):
+        await channel.send(numbered(number, nbytes))
+
+
+async def receive_all(channel: Channel, first: int, last: int, nbytes: int = 0) -> None:
+    for number in range(first, last):
+        check_numbered(await within(channel.recv(), f"message {number}"), number, nbytes)
+
+
+async def soon(task: asyncio.Task[Any]) -> None:
+    """Let `task`, and whatever carries messages, run for a while."""
+    await asyncio.wait([task], timeout=MANY_SECONDS)
+
+
+def num_descriptors() -> int:
+    """How many this process holds; 0 where the system does not tell."""
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

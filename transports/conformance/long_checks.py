@@ -1,0 +1,59 @@
+"""The promises of the contract at sizes that take minutes or gibibytes; the tests run the smaller forms of the same checks.
+
+Here: `LONG_CHANNEL_CHECKS`, `LONG_TRANSPORT_CHECKS`, and how much memory each check needs. Not here: any promise that the short suite
+does not have. Called by checks_suite.py in its full form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flowrt.transports.conformance.connection_checks import check_many_connections
+from flowrt.transports.conformance.kit import MakePair, check_numbered, expect, numbered, opened, pattern, within
+from flowrt.transports.contract import Limits
+from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
+
+ONE_GIBIBYTE = 1 << 30
+_SLICE_BYTES = 1 << 24
+NEEDED_BYTES = {"check_one_gibibyte": 6 << 30}  # sender's copy, receiver's, and what the medium and the libraries hold meanwhile
+
+
+async def check_one_gibibyte(make_pair: MakePair, size: int = ONE_GIBIBYTE) -> None:
+    """A payload of 1 GiB through a channel of 4 MiB, every byte of it looked at."""
+    limits = Limits(max_message_bytes=size, capacity_bytes=1 << 22)
+    payload = memoryview(pattern(size, 1))
+    async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
+        sent = Message("data", Tag("source@1"), 0, None, (Tensor(TensorSpec("uint8", (size,)), payload),))
+        group.create_task(one.send(sent))
+        async with asyncio.timeout(600):
+            message = await two.recv()
+        received = memoryview(message.tensors[0].data)  # type: ignore[arg-type]
+        expect(received.nbytes == size, "as many bytes arrive as were sent")
+        flat = received.cast("B") if received.format != "B" else received
+        for start in range(0, size, _SLICE_BYTES):
+            expect(flat[start : start + _SLICE_BYTES] == payload[start : start + _SLICE_BYTES], f"the bytes from {start} arrive as sent")
+
+
+async def check_hundred_thousand_messages(make_pair: MakePair, count: int = 100_000) -> None:
+    """100 000 messages through one channel, in order, and none is held at the end."""
+    async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
+
+        async def send() -> None:
+            for number in range(count):
+                await one.send(numbered(number, 9000 if number % 10 == 0 else 16))
+
+        group.create_task(send())
+        for number in range(count):
+            message = await within(two.recv(), f"message {number}")
+            check_numbered(message, number, 9000 if number % 10 == 0 else 16)
+        del message
+        expect(two.statistics().held_buffers == 0, "what nobody refers to is not held")
+
+
+async def check_ten_thousand_connections(scheme: str) -> None:
+    """10 000 channels, opened and closed, each used; no descriptor is left."""
+    await check_many_connections(scheme, 10_000)
+
+
+LONG_CHANNEL_CHECKS = (check_hundred_thousand_messages, check_one_gibibyte)
+LONG_TRANSPORT_CHECKS = (check_ten_thousand_connections,)

@@ -1,0 +1,182 @@
+"""The whole suite of checks for one scheme: each check in an event loop of its own, on each kind of loop, what it leaves behind counted.
+
+Here: `plan` (which checks, in order), `run_suite`, `Result`. Not here: the checks (checks.py and the files it names), the table that shows
+results (`flowrt check transport`). A transport from another package is held to the same promises as ours:
+
+    from flowrt.transports.conformance.suite import run_suite
+    assert all(result.ok for result in run_suite("its-scheme"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS, TRANSPORT_CHECKS
+from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS, pair_maker
+from flowrt.transports.conformance.kit import BrokenPromiseError, expect, num_descriptors
+from flowrt.transports.conformance.long_checks import LONG_CHANNEL_CHECKS, LONG_TRANSPORT_CHECKS, NEEDED_BYTES
+from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
+from flowrt.transports.registry import get_transport
+
+LoopKind = Literal["asyncio", "uvloop"]
+Verdict = Literal["kept", "broken", "not promised", "left out"]
+_SETTLE_SECONDS = 3.0  # for what ends by itself soon after a check: a killed process, a library's thread
+
+
+class Planned(NamedTuple):
+    """A check, ready to be called in a fresh loop."""
+
+    name: str
+    promise: str
+    needs_processes: bool
+    call: Callable[[], Coroutine[Any, Any, None]]
+
+
+class Result(NamedTuple):
+    """How a check went. `why` is empty when the promise was kept."""
+
+    name: str
+    promise: str
+    loop: LoopKind
+    verdict: Verdict
+    seconds: float
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict != "broken"
+
+
+class _Held(NamedTuple):
+    """Counts of what a check could forget to give back."""
+
+    descriptors: int
+    threads: int
+    mapped_memory: int
+    children: int
+
+
+def plan(scheme: str, *, full: bool = True) -> list[Planned]:
+    """Every check for `scheme`; `full` adds those that take minutes and gibibytes."""
+    on_channels = (*CHANNEL_CHECKS, *WINDOW_CHECKS, *(LONG_CHANNEL_CHECKS if full else ()))
+    on_schemes = (*TRANSPORT_CHECKS, *(LONG_TRANSPORT_CHECKS if full else ()))
+    planned = [Planned(check.__name__, _promise(check), False, _bound(check, pair_maker(scheme))) for check in on_channels]
+    planned += [Planned(check.__name__, _promise(check), check in PROCESS_CHECKS, _bound(check, scheme)) for check in on_schemes]
+    return planned
+
+
+def usable_loops() -> tuple[LoopKind, ...]:
+    """The kinds of event loop that are installed; workers use the last of them."""
+    return ("asyncio", "uvloop") if importlib.util.find_spec("uvloop") else ("asyncio",)
+
+
+def run_suite(
+    scheme: str, *, full: bool = True, loops: Sequence[LoopKind] | None = None, only: str = "", begin: Callable[[str], None] | None = None
+) -> Iterator[Result]:
+    """Run the checks of `scheme` whose names contain `only`, and give each one's result as it ends; `begin` is told a name before.
+
+    Call it outside any event loop. Raises AddressError for an unknown scheme, UnavailableError for one that does not work here.
+    """
+    capabilities = get_transport(scheme).capabilities
+    planned = [check for check in plan(scheme, full=full) if only in check.name]
+    for loop in loops or usable_loops():
+        with suppress(Exception):  # what libraries open once for all must not count; what fails here fails below by name
+            _in_new_loop(loop, plan(scheme, full=False)[0].call)
+        for check in planned:
+            if begin is not None:
+                begin(check.name)
+            if check.needs_processes and not capabilities.between_processes:
+                yield Result(check.name, check.promise, loop, "not promised", 0.0, "it stays within a process")
+            elif (lacking := NEEDED_BYTES.get(check.name, 0)) > _free_memory():
+                yield Result(check.name, check.promise, loop, "left out", 0.0, f"it takes {lacking >> 30} GiB of free memory")
+            else:
+                yield _run(check, loop)
+
+
+def _run(check: Planned, loop: LoopKind) -> Result:
+    before = _held()
+    start = time.perf_counter()
+    verdict: Verdict = "broken"
+    try:
+        _in_new_loop(loop, check.call)
+        _expect_nothing_left(before)
+        verdict, why = "kept", ""
+    except BrokenPromiseError as error:
+        why = str(error)
+    except Exception as error:  # whatever it raises that it must not
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        why = str(cause) if isinstance(cause, BrokenPromiseError) else f"{type(cause).__name__}: {cause}"
+    return Result(check.name, check.promise, loop, verdict, time.perf_counter() - start, why)
+
+
+def _in_new_loop(kind: LoopKind, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=_loop_factory(kind)) as runner:
+        runner.run(_and_no_task_left(call))
+
+
+async def _and_no_task_left(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await call()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=_SETTLE_SECONDS)
+    expect(not left, f"no task is left running: {left}")
+
+
+def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
+    if kind == "uvloop":
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return asyncio.new_event_loop
+
+
+def _expect_nothing_left(before: _Held) -> None:
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        gc.collect()
+        now = _held()
+        more = [f"{name} {was} -> {is_now}" for name, was, is_now in zip(_Held._fields, before, now, strict=True) if is_now > was]
+        if not more:
+            return
+        expect(time.monotonic() < deadline, f"nothing is left behind, but: {', '.join(more)}")
+        time.sleep(0.05)
+
+
+def _held() -> _Held:
+    if not sys.platform.startswith("linux"):
+        return _Held(0, 0, 0, 0)
+    tasks = os.listdir("/proc/self/task")
+    children = 0
+    for task in tasks:
+        with suppress(OSError):
+            children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
+    mapped = sum("/memfd:" in line or "/dev/shm/" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return _Held(num_descriptors(), len(tasks), mapped, children)
+
+
+def _free_memory() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _bound(check: Callable[[Any], Coroutine[Any, Any, None]], argument: object) -> Callable[[], Coroutine[Any, Any, None]]:
+    return lambda: check(argument)
+
+
+def _promise(check: Callable[..., object]) -> str:
+    return " ".join((check.__doc__ or check.__name__).split())

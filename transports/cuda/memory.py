@@ -1,0 +1,131 @@
+"""Device memory of a channel: which ranges are free, and what the receiver of a tensor holds.
+
+Here: `Ranges` (pure), `Area` (an allocation that lives as long as anybody refers to it), `DeviceBuffer`, `device_pointer`. Not here: the
+driver (cuda_driver.py), the protocol (cuda.py, which calls this).
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from flowrt.transports.cuda.driver import Driver, DriverError
+from flowrt.transports.errors import InvalidMessageError
+from flowrt.transports.wire.message import DTYPE_BYTES, Tensor
+
+ALIGNMENT = 256
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to what a device's memory is handed out in."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Ranges:
+    """Ranges of an area of `nbytes`, handed out first fit; neighbours that are free become one. The writer's half keeps one of these."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # start, end; in order, never touching
+        self._taken: dict[int, int] = {}
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a range of `nbytes`, or None when none is free in one piece."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= nbytes:
+                if end - start == nbytes:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + nbytes, end)
+                self._taken[start] = nbytes
+                return start
+        return None
+
+    def give_back(self, start: int) -> bool:
+        """The range that starts there is free. False when there is none."""
+        nbytes = self._taken.pop(start, None)
+        if nbytes is None:
+            return False
+        end = start + nbytes
+        index = bisect_left(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        insort(self._free, (start, end))
+        return True
+
+
+class Area:
+    """An allocation on the device, freed when nobody refers to it any more."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.pointer = driver.allocate(nbytes)
+        self.nbytes = nbytes
+        weakref.finalize(self, _free, driver, self.pointer).atexit = False
+
+
+class Held:
+    """A part of an area that received tensors lie in; `on_end` is called, perhaps on another thread, when the last of them is gone."""
+
+    def __init__(self, area: Area, on_end: Callable[[], None]) -> None:
+        self.area = area
+        weakref.finalize(self, on_end).atexit = False
+
+
+class DeviceBuffer:
+    """The bytes of one tensor on the device. torch.as_tensor, cupy.asarray and numba take it as it is, and keep it alive."""
+
+    def __init__(self, held: Held, pointer: int, nbytes: int) -> None:
+        self._held = held
+        self.nbytes = nbytes
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer if nbytes else 0, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,  # what it holds is there: nothing to wait for
+        }
+
+
+def _free(driver: Driver, pointer: int) -> None:
+    with suppress(DriverError):  # the device, or all of CUDA, is gone: so is the memory
+        driver.free(pointer)
+
+
+def device_pointer(tensor: Tensor) -> int | None:
+    """Where on the device the bytes of `tensor` lie; None when they lie on the host. InvalidMessageError when they do not fit its spec."""
+    interface: Any = getattr(tensor.data, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    shape, spec = tuple(interface["shape"]), tensor.spec
+    item = int(interface["typestr"][2:])
+    if spec.dtype not in DTYPE_BYTES:
+        raise InvalidMessageError(f"unknown dtype {spec.dtype[:32]!r}")
+    if interface.get("mask") is not None or not _is_contiguous(shape, interface.get("strides"), item):
+        raise InvalidMessageError("a tensor on a device must be contiguous and have no mask to be sent")
+    nbytes = item
+    for size in shape:
+        nbytes *= size
+    if nbytes != spec.nbytes:
+        raise InvalidMessageError(f"a {spec.dtype} tensor of shape {spec.shape} has {spec.nbytes} bytes, its buffer {nbytes}")
+    return int(interface["data"][0])
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, item: int) -> bool:
+    if strides is None or 0 in shape:
+        return True
+    expected = item
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,310 @@
+"""Payloads in device memory, between two processes of one host ("cuda"): CUDA IPC, which goes over NVLink where there is one.
+
+Here: the channel and its transport. Not here: the driver (cuda_driver.py), ranges and buffers (cuda_memory.py), the stream of frames that
+carries everything else (stream.py). Not run on a GPU yet: the tests that need one are marked, the others have a driver of their own.
+
+The socket of the meeting stays and becomes a stream channel: envelopes, tensors on the host, credits and the end go over it, and its
+end-of-file is the peer's death. Each end allocates an *area* on its device and tells the peer its handle in the first frame. A tensor
+whose buffer has `__cuda_array_interface__` is copied by the sender straight into a range of the receiver's area, and is there when its
+message is sent. The receiver owns that memory, so received tensors outlive the channel and the peer. When the last of a message's tensors
+is gone, and what the device had been asked to do with it is done, the range is given back in a frame of its own.
+
+A receiver that holds much has what comes next copied to memory of its own. When no range is free (or the area could not be opened: other
+devices, a container) the bytes go over the host: slower, never stuck, counted in `host_copies`.
+
+Two frames beside those of stream.py: AREA (uint64 bytes, 64 bytes handle), GIVEN_BACK (uint64 start). A message with tensors on the device
+is told from others by its kind, which begins with "@"; its header is what `_Placed` says.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from contextlib import suppress
+from typing import ClassVar
+
+import msgspec
+
+from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_name, meet
+from flowrt.transports.contract import Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from flowrt.transports.cuda import driver as cuda_driver
+from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
+from flowrt.transports.cuda.memory import ALIGNMENT, Area, DeviceBuffer, Held, Ranges, aligned, device_pointer
+from flowrt.transports.errors import InvalidMessageError, UnavailableError
+from flowrt.transports.stream import StreamChannel
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import Envelope, WireError, check_limits, encode, spec_bytes
+from flowrt.transports.wire.handshake import check_key
+from flowrt.transports.wire.message import Message, Tensor, TensorSpec
+
+GIVE_BACK_SECONDS = 0.001  # between two looks whether the device is done with what was let go of
+_FRAME = struct.Struct("<B3xI")  # as in stream.py
+_AREA_KIND, _GIVEN_BACK_KIND = 128, 129
+_AREA = struct.Struct(f"<Q{HANDLE_BYTES}s")
+_START = struct.Struct("<Q")
+_MARK = "@"
+
+
+class _Placed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The header of a message with tensors on the device: its own header, all its tensors, which are on the device, and where."""
+
+    header: bytes | None
+    tensors: tuple[TensorSpec, ...]
+    on_device: tuple[bool, ...]
+    start: int  # of the range in the receiver's area; -1: the bytes come over the host, as tensors of this message
+    nbytes: int
+
+
+_decode_placed = msgspec.msgpack.Decoder(_Placed).decode
+
+
+class CUDAChannel(StreamChannel):
+    """One end. Device memory is in order with torch's default stream (cuda_driver.py)."""
+
+    scheme: ClassVar[str] = "cuda"
+
+    def __init__(self, meeting: Meeting, driver: Driver, area: Area) -> None:
+        super().__init__(meeting.line, meeting.limits, meeting.peer)
+        self._driver = driver
+        self._capacity_bytes = meeting.limits.capacity_bytes
+        self._area = area
+        self._peer_area = 0  # where the peer's is mapped
+        self._ranges = Ranges(0)  # of the peer's area
+        self._held: dict[int, int] = {}  # start of a range -> bytes, of what the user holds of our area
+        self._let_go: deque[tuple[object, int, Area | None]] = deque()  # fence, range, and what was copied out of it
+        self._looking = False
+        self.host_copies = 0
+        self._loop.call_soon(self._tell_area)  # after the last word of the meeting
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = len(self._held)
+        return super().statistics()
+
+    def _tell_area(self) -> None:
+        if not self._closed and self._broken is None:
+            self._write([_FRAME.pack(_AREA_KIND, _AREA.size), _AREA.pack(self._area.nbytes, self._driver.export(self._area.pointer))])
+
+    # Sending.
+
+    def _transmit(self, message: Message) -> bool:
+        pointers = [device_pointer(tensor) for tensor in message.tensors]
+        if message.kind[:1] == _MARK:
+            raise InvalidMessageError(f"a kind must not begin with {_MARK}")
+        if all(pointer is None for pointer in pointers):
+            return super()._transmit(message)
+        total = message.payload_bytes
+        check_limits(message, total, self.limits)
+        if not self._sending.fits(total):
+            return False
+        try:
+            placed = self._place(message, pointers)
+        except DriverError as error:
+            raise InvalidMessageError(f"a tensor cannot be read from the device: {error}") from error
+        super()._transmit(placed)  # which has room for it: its bytes are part of the total
+        on_device = total - placed.payload_bytes
+        self._sending.sent_bytes += on_device
+        self._counters.bytes_sent += on_device
+        return True
+
+    def _place(self, message: Message, pointers: list[int | None]) -> Message:
+        """The message that goes over the stream; the device's tensors are in the peer's area, or in it as bytes."""
+        tensors = message.tensors
+        sizes = [aligned(tensor.spec.nbytes) for tensor, pointer in zip(tensors, pointers, strict=True) if pointer is not None]
+        start = self._ranges.take(max(sum(sizes), ALIGNMENT))
+        rest = []
+        offset = 0
+        try:
+            for tensor, pointer in zip(tensors, pointers, strict=True):
+                if pointer is None:
+                    rest.append(tensor)
+                elif start is None:
+                    copied = bytearray(tensor.spec.nbytes)
+                    self._driver.wait()
+                    self._driver.read(copied, pointer)
+                    rest.append(Tensor(tensor.spec, copied))
+                else:
+                    self._driver.copy(self._peer_area + start + offset, pointer, tensor.spec.nbytes)
+                    offset += aligned(tensor.spec.nbytes)
+            if start is not None:
+                self._driver.wait()
+            header = message.header if message.header is None or isinstance(message.header, bytes) else _encoded(message)
+            on_device = tuple(pointer is not None for pointer in pointers)
+            described = _Placed(header, tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes))
+            placed = Message(_MARK + message.kind, message.tag, message.edge, described, tuple(rest))
+            encode(placed, self._sending.sent_messages, self.limits)  # what would refuse it does so before the range is told
+        except BaseException:
+            if start is not None:
+                self._ranges.give_back(start)
+            raise
+        self.host_copies += start is None
+        return placed
+
+    # Receiving.
+
+    def _read_frame(self) -> None:
+        kind, length = _FRAME.unpack(self._frame_buffer)
+        if kind == _AREA_KIND and length == _AREA.size and not self._peer_area:
+            self._expect(bytearray(length), self._read_area)
+        elif kind == _GIVEN_BACK_KIND and length == _START.size:
+            self._expect(bytearray(length), self._read_given_back)
+        else:
+            super()._read_frame()
+
+    def _read_area(self) -> None:
+        nbytes, handle = _AREA.unpack(self._target)
+        if nbytes != self._area.nbytes:
+            raise WireError(f"an area of {nbytes} bytes on the device, {self._area.nbytes} were agreed on")
+        self._expect(self._frame_buffer, self._read_frame)
+        try:
+            self._peer_area = self._driver.open(handle)
+        except DriverError:
+            return  # over the host, then
+        self._ranges = Ranges(nbytes)
+
+    def _read_given_back(self) -> None:
+        (start,) = _START.unpack(self._target)
+        if not self._ranges.give_back(start):
+            raise WireError("the peer gives back memory that it did not have")
+        self._expect(self._frame_buffer, self._read_frame)
+
+    def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> None:
+        if envelope.kind[:1] != _MARK:
+            super()._deliver(envelope, buffers, payload_bytes)
+            return
+        try:
+            placed = _decode_placed(envelope.header or b"")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError(f"a message on the device that cannot be read: {error}") from error
+        total = self._check(placed, envelope)
+        window = self._receiving
+        window.arrived_bytes += total - payload_bytes
+        if window.arrived_messages - window.told_messages > 1 and window.arrived_bytes - window.told_bytes > self._capacity_bytes:
+            raise WireError("the peer sent more than the channel may hold")
+        try:
+            tensors: list[object] = self._pick_up(placed, buffers) if not self._closed else [b""] * len(placed.tensors)
+        except DriverError as error:
+            raise WireError(f"the device failed: {error}") from error
+        own = msgspec.structs.replace(envelope, kind=envelope.kind[1:], header=placed.header, tensors=placed.tensors)
+        super()._deliver(own, tensors, total)
+
+    def _check(self, placed: _Placed, envelope: Envelope) -> int:
+        """The payload's bytes, all told. Raises WireError when the message cannot be."""
+        if len(placed.tensors) != len(placed.on_device) or len(placed.tensors) > self.limits.max_tensors:
+            raise WireError(f"{len(placed.tensors)} tensors in a message on the device")
+        over_host = placed.start < 0
+        expected = tuple(spec for spec, on_device in zip(placed.tensors, placed.on_device, strict=True) if over_host or not on_device)
+        nbytes = sum(aligned(spec_bytes(spec)) for spec, on in zip(placed.tensors, placed.on_device, strict=True) if on)
+        total = sum(map(spec_bytes, placed.tensors))
+        if expected != envelope.tensors or nbytes != placed.nbytes or total > self.limits.max_message_bytes:
+            raise WireError("a message on the device whose tensors do not fit its parts")
+        if not over_host and (placed.start + nbytes > self._area.nbytes or placed.start in self._held):
+            raise WireError("a range that is not in the area, or is in use")
+        return total
+
+    def _pick_up(self, placed: _Placed, buffers: list[object] | list[bytearray]) -> list[object]:
+        """A buffer for each tensor: in our area, or in memory of its own when it came over the host or too much of the area is held."""
+        area, base, held = self._area, placed.start, None
+        if placed.start < 0 or sum(list(self._held.values())) + placed.nbytes > self._capacity_bytes:
+            area, base = Area(self._driver, placed.nbytes), 0
+            held = Held(area, lambda: None)
+            if placed.start >= 0:
+                self._driver.copy(area.pointer, self._area.pointer + placed.start, placed.nbytes)
+                self._let_go_of(placed.start, area)
+        else:
+            self._held[placed.start] = placed.nbytes
+            held = Held(area, lambda: self._on_dropped(placed.start))
+        rest = iter(buffers)
+        found: list[object] = []
+        offset = base
+        for spec, on_device in zip(placed.tensors, placed.on_device, strict=True):
+            if not on_device:
+                found.append(next(rest))
+                continue
+            nbytes = spec_bytes(spec)
+            if placed.start < 0:
+                self._driver.write(area.pointer + offset, memoryview(next(rest)))  # type: ignore[arg-type]
+            found.append(DeviceBuffer(held, area.pointer + offset, nbytes))
+            offset += aligned(nbytes)
+        return found
+
+    # Giving back.
+
+    def _on_dropped(self, start: int) -> None:
+        """The user has let go of a range, perhaps on another thread."""
+        self._held.pop(start, None)
+        with suppress(RuntimeError):  # the loop is closed, and so is the channel
+            self._loop.call_soon_threadsafe(self._let_go_of, start)
+
+    def _let_go_of(self, start: int, copied_to: Area | None = None) -> None:
+        """Give `start` back to the peer once the device is done with what it was asked before now."""
+        if self._closed or self._broken is not None:
+            return
+        self._let_go.append((self._driver.fence(), start, copied_to))
+        if not self._looking:
+            self._looking = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._let_go and not self._closed and self._driver.passed(self._let_go[0][0]):
+            start = self._let_go.popleft()[1]
+            self._write([_FRAME.pack(_GIVEN_BACK_KIND, _START.size), _START.pack(start)])
+        self._looking = bool(self._let_go) and not self._closed
+        if self._looking:
+            self._loop.call_later(GIVE_BACK_SECONDS, self._give_back)
+
+    async def _shut(self) -> None:
+        try:
+            await super()._shut()
+        finally:
+            self._ranges = Ranges(0)
+            with suppress(DriverError):
+                self._driver.wait()
+                while self._let_go:
+                    self._driver.passed(self._let_go.popleft()[0])
+                if self._peer_area:
+                    self._driver.close(self._peer_area)
+
+
+class CUDATransport(Transport):
+    """`cuda://name`, between processes of one user on one Linux host that see the same GPU."""
+
+    scheme: ClassVar[str] = "cuda"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, device_memory=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return cuda_driver.unavailable_reason()
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, lambda meeting: _channel(meeting, cuda_driver.load()))
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        driver = cuda_driver.load()
+        meeting = await meet(self.scheme, name, limits, key, identity, lambda _: (b"", []))
+        try:
+            return _channel(meeting, driver)
+        except BaseException:
+            meeting.line.close()
+            raise
+
+
+def _channel(meeting: Meeting, driver: Driver) -> CUDAChannel:
+    needed = _area_bytes(meeting.limits)
+    try:
+        area = Area(driver, needed)
+    except DriverError as error:
+        raise UnavailableError(f"cuda cannot take {needed} bytes of the device ({error}); lower the limits of its edges") from error
+    return CUDAChannel(meeting, driver, area)
+
+
+def _area_bytes(limits: Limits) -> int:
+    """Twice what may be on the way: a receiver may hold as much again."""
+    return 2 * aligned(limits.capacity_bytes)
+
+
+def _encoded(message: Message) -> bytes:
+    return bytes(message.header) if isinstance(message.header, (bytearray, memoryview)) else msgspec.msgpack.encode(message.header)

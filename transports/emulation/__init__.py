@@ -1,0 +1,1 @@
+"""Emulated links: channels that take the time of a link profile."""

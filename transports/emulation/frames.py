@@ -1,0 +1,58 @@
+"""What an emulated link says over the channel below it: stamped messages, and words about them.
+
+Here: the headers, the kinds of words, how the kind of a window's call is disguised. Not here: who says what when, and what is worked out
+from it (link.py, the only user).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from flowrt.transports.channel.message_windows import RESERVED
+from flowrt.transports.wire.message import Message
+
+PASSED = "link.passed"  # the sender tells when a message had passed its NIC
+ASK = "link.ask"  # the sender wants to know when this message is taken
+TAKEN = "link.taken"  # the receiver's user has taken it
+_DISGUISE = "link"
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """Wraps the header of a message: its number, when its service began, when that of the one before ended if that was not told yet."""
+
+    number: int
+    start_seconds: float
+    before_seconds: float | None
+    header: bytes | None
+
+
+class Passed(msgspec.Struct, frozen=True, array_like=True):
+    """Of all three words: it is so for message `number` and all before it, since then."""
+
+    number: int
+    seconds: float
+
+
+@dataclass
+class Held:
+    """A message on its way in: who has let it pass, and when."""
+
+    message: Message
+    number: int
+    size: int
+    start: float
+    work: float
+    moved: float = 0.0
+    sent: float | None = None  # passed the sender's NIC
+    received: float | None = None  # passed ours
+
+
+def disguised(kind: str) -> str:
+    """The kind on the channel below, which must not take a call of our window for one of its own windows."""
+    return _DISGUISE + kind if kind[:1] == RESERVED else kind
+
+
+def undisguised(kind: str) -> str:
+    return kind[len(_DISGUISE) :] if kind.startswith(_DISGUISE + RESERVED) else kind

@@ -1,0 +1,99 @@
+"""What one process has of one kind of link, in real time: a direction out and a direction in, shared by all its channels.
+
+Here: Nic, and the Timer it needs. Not here: how a direction is shared (link_model.py, pure), channels (link.py). A NIC belongs to one
+process and is paced by it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from flowrt.transports.emulation.nic_model import SharedLine
+from flowrt.transports.emulation.profiles import LinkProfile
+from flowrt.transports.errors import InvalidMessageError
+from flowrt.transports.wire.message import Message
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> object: ...
+
+
+class Timer(Protocol):
+    """A clock that all processes of the machine share, in seconds, and calls at its times, never early."""
+
+    def now(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[[], object]) -> Cancellable: ...
+
+
+Note = Callable[[float, float], None]  # of a message given out: how long it was to take, and by how much it was late; seconds
+
+
+class Nic:
+    """What one process has of one kind of link: a direction out and a direction in, each shared by all its channels.
+
+    Times are the profile's times `dilation`. `note` is told of every message received. Close it after its channels.
+    """
+
+    def __init__(self, profile: LinkProfile, timer: Timer, dilation: float = 1.0, note: Note | None = None) -> None:
+        self.profile = profile
+        self.timer = timer
+        self.latency_seconds = profile.latency_seconds * dilation
+        self.note = note or (lambda modelled_seconds, late_seconds: None)
+        self.sending, self.receiving = _Direction(timer), _Direction(timer)
+        self._dilation = dilation
+
+    def work(self, message: Message) -> float:
+        """Seconds, dilated, for which the message would keep a direction busy alone. Raises InvalidMessageError."""
+        try:
+            return self.profile.busy_seconds(message.payload_bytes) * self._dilation
+        except (KeyError, TypeError) as error:
+            raise InvalidMessageError(f"a tensor of unknown dtype or shape: {error}") from error
+
+    def close(self) -> None:
+        self.sending.close()
+        self.receiving.close()
+
+
+class _Direction:
+    """A SharedLine in real time. A flow is what to call with the exact time at which a message of it has passed."""
+
+    def __init__(self, timer: Timer) -> None:
+        self.line = SharedLine()
+        self._timer = timer
+        self._alarm: Cancellable | None = None
+        self._alarm_seconds = 0.0
+        self._looking = False
+
+    def add(self, flow: Callable[[float], None], begin: float, work: float) -> float:
+        moved = self.line.add(flow, begin, work)
+        if not self._looking:
+            self._look()
+        return moved
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _look(self) -> None:
+        self._looking = True
+        try:
+            while (passed := self.line.step(self._timer.now())) is not None:
+                time, flow = passed
+                flow(time)  # type: ignore[operator]
+        finally:
+            self._looking = False
+        self._arm(self.line.next_event())
+
+    def _arm(self, when: float | None) -> None:
+        if self._alarm is not None:
+            if when == self._alarm_seconds:
+                return
+            self.close()
+        if when is not None:
+            self._alarm, self._alarm_seconds = self._timer.call_at(when, self._wake), when
+
+    def _wake(self) -> None:
+        self._alarm = None
+        self._look()

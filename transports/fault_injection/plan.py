@@ -1,0 +1,106 @@
+"""Which message meets which fault. Pure: a plan and a message's number in, faults out; the same plan finds the same messages every time.
+
+Here: `Fault`, `FaultPlan`, `parse_plan` (the text form, as in `faulty+shm?drop@100`). Not here: doing it to a channel (faulty.py).
+
+The text form is a list of `[out.]KIND[:SECONDS]@WHEN` and `seed=N`, separated by commas; WHEN is a message's number from 0 (`@7`), every
+one from there on (`@7+`), or a share of all, drawn from the seed (`@1%`). Without `out.` it befalls what this end receives.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from typing import Literal, get_args
+
+import msgspec
+
+from flowrt.transports.errors import AddressError
+
+Direction = Literal["in", "out"]
+Kind = Literal["delay", "stall", "drop", "duplicate", "truncate", "flip", "cut"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TIMED: tuple[Kind, ...] = ("delay", "stall")
+_DEFAULT_SECONDS = {"delay": 0.01, "stall": 1.0}
+_RULE = re.compile(r"(?:(in|out)\.)?([a-z]+)(?::(\d+(?:\.\d+)?))?@(\d+(?:\.\d+)?)(\+|%)?")
+_EXAMPLE = "drop@100,out.delay:0.005@1%,seed=3"
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule of a plan. It befalls message `at`, with `onward` all from there on, or, without `at`, a share `rate` of all.
+
+    delay      the message and what is behind it come `seconds` later
+    stall      as delay, but nothing of its direction moves meanwhile, so a sender finds the channel full
+    drop       the connection breaks at this message, for both ends; the message is lost
+    duplicate  the message comes twice, as after a retry whose first try had arrived
+    truncate   its bytes end early: a receiver must call that broken
+    flip       one bit of its bytes is another: the channel breaks if that makes it no message, else the changed message comes
+    cut        from this message on this direction loses everything without a word; the other direction goes on
+    """
+
+    kind: Kind
+    direction: Direction = "in"
+    at: int | None = None
+    onward: bool = False
+    rate: float = 0.0
+    seconds: float = 0.0
+
+
+class FaultPlan(msgspec.Struct, frozen=True):
+    """All rules, and the seed of those that go by a rate."""
+
+    faults: tuple[Fault, ...] = ()
+    seed: int = 0
+
+    def concerns(self, direction: Direction) -> bool:
+        return any(fault.direction == direction for fault in self.faults)
+
+    def faults_of(self, channel: int, direction: Direction, number: int) -> list[Fault]:
+        """What befalls message `number` of one direction of the `channel`-th channel of this process, in the plan's order."""
+        return [
+            fault
+            for index, fault in enumerate(self.faults)
+            if fault.direction == direction and self._befalls(index, fault, (channel, direction, number))
+        ]
+
+    def drawn(self, *what: object) -> float:
+        """A number in [0, 1) that is the same for the same seed and `what`."""
+        digest = sha256(repr((self.seed, *what)).encode()).digest()
+        return int.from_bytes(digest[:7], "little") / (1 << 56)
+
+    def _befalls(self, index: int, fault: Fault, message: tuple[int, Direction, int]) -> bool:
+        number = message[2]
+        if fault.at is None:
+            return self.drawn(index, *message) < fault.rate
+        if fault.kind == "cut" or fault.onward:
+            return number >= fault.at
+        return number == fault.at
+
+
+def parse_plan(text: str) -> FaultPlan:
+    """The plan in `text`. Raises AddressError naming the rule that cannot be read."""
+    faults, seed = [], 0
+    for rule in filter(None, text.split(",")):
+        if re.fullmatch(r"seed=\d{1,18}", rule):
+            seed = int(rule[5:])
+        else:
+            faults.append(_parse_rule(rule))
+    return FaultPlan(tuple(faults), seed)
+
+
+def _parse_rule(rule: str) -> Fault:
+    match = _RULE.fullmatch(rule)
+    if match is None or match[2] not in KINDS:
+        raise AddressError(f"{rule[:60]!r} is no fault; kinds are {', '.join(KINDS)}, and a plan looks like {_EXAMPLE}")
+    direction: Direction = "out" if match[1] == "out" else "in"
+    kind: Kind = next(kind for kind in KINDS if kind == match[2])
+    if match[3] is not None and kind not in TIMED:
+        raise AddressError(f"{rule!r}: only {' and '.join(TIMED)} take seconds")
+    seconds = float(match[3]) if match[3] is not None else _DEFAULT_SECONDS.get(kind, 0.0)
+    number = float(match[4])
+    if match[5] == "%":
+        if number > 100 or kind == "cut":
+            raise AddressError(f"{rule!r}: " + ("a cut begins at a message, as in cut@100" if kind == "cut" else "at most 100%"))
+        return Fault(kind=kind, direction=direction, rate=number / 100, seconds=seconds)
+    if not number.is_integer():
+        raise AddressError(f"{rule!r}: a message's number is a whole one, a share ends with %")
+    return Fault(kind=kind, direction=direction, at=int(number), onward=match[5] == "+", seconds=seconds)

@@ -1,0 +1,337 @@
+"""A transport that misbehaves as planned, over any other: for tests and for chaos.
+
+Here: FaultyChannel, FaultyTransport (`faulty+SCHEME?PLAN`), and `injected`, the record of what was done. Not here: which message meets
+which fault (faulty_plan.py). `faulty+shm://` without a plan changes nothing, and keeps every promise of the contract.
+
+What one end does is enough: a fault of "in" befalls what this end receives, one of "out" what it sends. Bytes are those of the codec:
+a message to be truncated or to have a bit flipped is encoded, damaged and decoded as a receiver would do it, whatever the scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, NamedTuple
+
+from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
+from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
+from flowrt.transports.fault_injection.plan import TIMED, Direction, Fault, FaultPlan, parse_plan
+from flowrt.transports.wire.codec import Part, WireError, decode, encode
+from flowrt.transports.wire.message import Message
+
+PREFIX = "faulty+"
+_MOST_RECORDED = 10_000
+_MOST_LOGGED = 20  # per channel; the record has the rest
+log = logging.getLogger("flowrt.transports.faulty")
+
+
+class Injected(NamedTuple):
+    """A fault that was done: to message `number` of `direction` of the `channel`-th channel of this process over `scheme`."""
+
+    scheme: str
+    channel: int
+    direction: Direction
+    number: int
+    kind: str
+    detail: str = ""
+
+
+injected: deque[Injected] = deque(maxlen=_MOST_RECORDED)  # of this process, oldest first
+
+
+class FaultyChannel(Channel):
+    """One end over `inner`, which it owns. `number` tells the channels of a process apart in plan and record."""
+
+    def __init__(self, inner: Channel, plan: FaultPlan, limits: Limits, scheme: str, number: int = 0) -> None:
+        self.peer = inner.peer
+        self.scheme = scheme  # type: ignore[misc]  # a name of its own for each plan
+        self._inner = inner
+        self._plan = plan
+        self._limits = limits
+        self._number = number
+        self._loop = asyncio.get_running_loop()
+        self._faulty_out, self._faulty_in = plan.concerns("out"), plan.concerns("in")
+        self._num_out = self._num_in = 0
+        self._line = asyncio.Lock()
+        self._here: deque[Message] = deque()  # received, and not held back any more once `_due` is over
+        self._due = 0.0
+        self._sleeper: asyncio.Future[None] | None = None
+        self._receiving = False
+        self._failure: str | None = None
+        self._closed = False
+        self._num_logged = 0
+
+    # Out.
+
+    async def send(self, message: Message) -> None:
+        await self._send(message, self._inner.send)
+
+    async def send_acknowledged(self, message: Message) -> None:
+        await self._send(message, self._inner.send_acknowledged)
+
+    async def _send(self, message: Message, send: Callable[[Message], Awaitable[None]]) -> None:
+        if not self._faulty_out:
+            await send(message)
+            return
+        async with self._line:
+            self._raise_if_over()
+            faults = self._plan.faults_of(self._number, "out", self._num_out)
+            seconds = sum(fault.seconds for fault in faults)
+            if seconds:
+                self._note("out", self._num_out, faults[0].kind, f"{seconds} s")
+                await asyncio.sleep(seconds)
+                self._raise_if_over()
+            for each in self._befallen(message, "out", self._num_out, faults):
+                await send(each)
+            self._num_out += 1
+
+    def send_nowait(self, message: Message) -> bool:
+        if not self._faulty_out:
+            return self._inner.send_nowait(message)
+        self._raise_if_over()
+        if self._line.locked():
+            return False
+        faults = self._plan.faults_of(self._number, "out", self._num_out)
+        if any(fault.kind in TIMED for fault in faults):
+            return False
+        if not faults and not self._inner.send_nowait(message):
+            return False
+        if faults:
+            for each in self._befallen(message, "out", self._num_out, faults):
+                self._inner.send_nowait(each)  # one that does not fit is lost: that, too, is a fault
+        self._num_out += 1
+        return True
+
+    # In.
+
+    async def recv(self) -> Message:
+        if not self._faulty_in:
+            return await self._inner.recv()
+        if self._receiving:
+            raise BusyChannelError("another task is in recv of this channel")
+        self._receiving = True
+        try:
+            while True:
+                if self._closed:
+                    raise ClosedChannelError("this channel was closed")
+                if self._here:
+                    if (wait := self._due - self._loop.time()) <= 0:
+                        return self._here.popleft()
+                    await self._sleep(wait)
+                elif self._failure is not None:
+                    raise BrokenChannelError(self._failure)
+                else:
+                    self._admit(await self._inner.recv())
+        finally:
+            self._receiving = False
+
+    def recv_nowait(self) -> Message | None:
+        if not self._faulty_in:
+            return self._inner.recv_nowait()
+        if self._receiving:
+            raise BusyChannelError("another task is in recv of this channel")
+        while True:
+            if self._closed:
+                raise ClosedChannelError("this channel was closed")
+            if self._here:
+                return self._here.popleft() if self._due <= self._loop.time() else None
+            if self._failure is not None:
+                raise BrokenChannelError(self._failure)
+            message = self._inner.recv_nowait()
+            if message is None:
+                return None
+            self._admit(message)
+
+    def _admit(self, message: Message) -> None:
+        """Do to a received message what the plan says; 0, 1 or 2 messages are here then."""
+        number, self._num_in = self._num_in, self._num_in + 1
+        faults = self._plan.faults_of(self._number, "in", number)
+        seconds = sum(fault.seconds for fault in faults)
+        if seconds:
+            self._note("in", number, faults[0].kind, f"{seconds} s")
+            self._due = self._loop.time() + seconds
+        self._here.extend(self._befallen(message, "in", number, faults))
+
+    async def _sleep(self, seconds: float) -> None:
+        self._sleeper = self._loop.create_future()
+        timer = self._loop.call_later(seconds, _wake, self._sleeper)
+        try:
+            await self._sleeper
+        finally:
+            timer.cancel()
+            self._sleeper = None
+
+    # Windows are those of `inner`: no plan befalls what goes through them, but the end of the channel is theirs.
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        self._raise_if_over()
+        return self._inner.open_window(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        self._raise_if_over()
+        return await self._inner.attach_window(key)
+
+    # The faults that change what there is to send or receive.
+
+    def _befallen(self, message: Message, direction: Direction, number: int, faults: list[Fault]) -> list[Message]:
+        messages = [message]
+        for fault in faults:
+            if fault.kind in TIMED:
+                continue
+            detail = ""
+            if fault.kind == "drop":
+                messages = []
+                self._fail(f"the connection was dropped at message {number}")
+            elif fault.kind == "cut":
+                messages = []
+            elif fault.kind == "duplicate":
+                messages += messages[:1]
+            else:
+                messages, detail = self._damaged(messages, direction, number, fault)
+            self._note(direction, number, fault.kind, detail)
+        return messages
+
+    def _damaged(self, messages: list[Message], direction: Direction, number: int, fault: Fault) -> tuple[list[Message], str]:
+        if not messages:
+            return [], "lost already"
+        try:
+            parts: list[Part] = [bytearray(part) for part in encode(messages[0], number)]
+        except InvalidMessageError as error:
+            return messages, f"not done: {error}"
+        place = int(self._plan.drawn("place", self._number, direction, number) * sum(map(len, parts)))
+        if fault.kind == "truncate":
+            parts = _cut_off(parts, place)
+        else:
+            _flip(parts, place, 1 << int(8 * self._plan.drawn("bit", self._number, direction, number)))
+        try:
+            damaged, sequence = decode(parts, self._limits)
+            if sequence != number:
+                raise WireError(f"message {sequence} came where {number} was due")
+        except WireError as error:
+            self._fail(f"message {number} is damaged: {error}")
+            return [], f"byte {place}: the channel is broken"
+        return [damaged, *messages[1:]], f"byte {place}: another message"
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+        if isinstance(self._inner, Endpoint):
+            self._inner.abort(reason)
+
+    def _note(self, direction: Direction, number: int, kind: str, detail: str = "") -> None:
+        done = Injected(self.scheme, self._number, direction, number, kind, detail)
+        injected.append(done)
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
+            log.warning(
+                "%s, channel %d to %s, %s: %s at message %d %s", self.scheme, self._number, self.peer.name, direction, kind, number, detail
+            )
+
+    # Ends.
+
+    def _raise_if_over(self) -> None:
+        if self._closed:
+            raise ClosedChannelError("this channel was closed")
+        if self._failure is not None:
+            raise BrokenChannelError(self._failure)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._sleeper is not None:
+            _wake(self._sleeper)
+        self._here.clear()
+        await self._inner.aclose()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._failure is not None or self._inner.closed
+
+    def statistics(self) -> ChannelStatistics:
+        return self._inner.statistics()
+
+
+class _FaultyListener(Listener):
+    def __init__(self, inner: Listener, wrap: Callable[[Channel], Channel]) -> None:
+        self._inner = inner
+        self._wrap = wrap
+        self.address = PREFIX + inner.address
+
+    async def accept(self) -> Channel:
+        return self._wrap(await self._inner.accept())
+
+    @property
+    def rejected(self) -> int:
+        return self._inner.rejected
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class FaultyTransport(Transport):
+    """Subclasses name what they wrap; `faulty_transport` makes them."""
+
+    inner: ClassVar[type[Transport]]
+    plan: ClassVar[FaultPlan]
+    _num_channels = 0  # of this transport in this process
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return cls.inner.unavailable_reason()
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        listener = await self.inner().listen(self._inner_address(address), limits, key, identity)
+        return _FaultyListener(listener, lambda channel: self._wrap(channel, limits))
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        return self._wrap(await self.inner().connect(self._inner_address(address), limits, key, identity), limits)
+
+    def _wrap(self, channel: Channel, limits: Limits) -> Channel:
+        number, type(self)._num_channels = self._num_channels, self._num_channels + 1
+        return FaultyChannel(channel, self.plan, limits, self.scheme, number)
+
+    def _inner_address(self, address: str) -> str:
+        """`faulty+shm?drop@3://x` and `faulty+shm://x` both name shm://x."""
+        scheme, separator, rest = address.partition("://")
+        if not separator or scheme.partition("?")[0] != PREFIX + self.inner.scheme:
+            raise AddressError(f"{address[:80]!r} is not an address of {self.scheme}; one starts with {PREFIX}{self.inner.scheme}://")
+        return f"{self.inner.scheme}://{rest}"
+
+
+def faulty_transport(scheme: str, inner: type[Transport], plan: FaultPlan) -> type[FaultyTransport]:
+    """A transport of the name `scheme` that does to the channels of `inner` what `plan` says."""
+    members = {"scheme": scheme, "capabilities": inner.capabilities, "inner": inner, "plan": plan}
+    return type("FaultyTransport", (FaultyTransport,), members)
+
+
+def from_scheme(scheme: str, find: Callable[[str], type[Transport]]) -> type[Transport]:
+    """The class for `faulty+SCHEME` or `faulty+SCHEME?PLAN`; `find` gives that of SCHEME. Raises AddressError."""
+    name, _, plan = scheme.removeprefix(PREFIX).partition("?")
+    if name.startswith(PREFIX):
+        raise AddressError(f"{scheme[:64]!r}: one plan is enough; separate its faults with commas")
+    return faulty_transport(scheme, find(name), parse_plan(plan))
+
+
+def _cut_off(parts: list[Part], length: int) -> list[Part]:
+    """The first `length` bytes of `parts`."""
+    kept: list[Part] = []
+    for part in parts:
+        kept.append(part[:length])
+        length -= len(kept[-1])
+    return kept
+
+
+def _flip(parts: list[Part], place: int, bit: int) -> None:
+    for part in parts:
+        if place < len(part):
+            assert isinstance(part, bytearray)
+            part[place] ^= bit
+            return
+        place -= len(part)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,1 @@
+"""C modules of the transports: atomics, records, copy threads and memory loans."""

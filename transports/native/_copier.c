@@ -1,0 +1,267 @@
+/* Copies into shared memory that no event loop waits for: one thread per lane number and process, alive while any Lane uses it.
+ *
+ * Here: Lane, a queue of copies made in order, each announced to the peer in the lane's 32-byte field when it is done. Not here: what
+ * is worth it (bulk.py), what the field means (ring.py). The threads never touch Python: they copy, store, and write to eventfds.
+ * A source is kept alive by its buffer view, which the loop's thread lets go of in `collect` after the copy's completion was seen.
+ */
+#include "_words.h"
+#include <pthread.h>
+#include <signal.h>
+
+#define MAX_LANES 16
+
+struct Lane;
+
+typedef struct Job {
+    struct Job *next;
+    struct Lane *lane;
+    char *to;
+    size_t nbytes;
+    const char *from;
+    uint64_t event, chunk, tail;
+    int tell;
+    Py_buffer view;
+} Job;
+
+typedef struct {
+    pthread_t thread;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed; /* a job was queued, or done, or the thread shall stop */
+    Job *first, **last;
+    int users, stop;
+    pid_t process;
+} Worker;
+
+typedef struct Lane {
+    PyObject_HEAD
+    Memory *memory;
+    uint64_t *field, *flag;
+    int wake_fd, own_fd;
+    Worker *worker;
+    Py_ssize_t pending; /* these two under the worker's mutex */
+    Job *done;
+} Lane;
+
+static Worker workers[MAX_LANES];
+
+static void *work(void *argument)
+{
+    Worker *self = argument;
+    pthread_mutex_lock(&self->mutex);
+    for (;;) {
+        while (!self->first && !self->stop)
+            pthread_cond_wait(&self->changed, &self->mutex);
+        Job *job = self->first;
+        if (!job)
+            break;
+        if (!(self->first = job->next))
+            self->last = &self->first;
+        pthread_mutex_unlock(&self->mutex);
+
+        Lane *lane = job->lane;
+        if (job->nbytes)
+            memcpy(job->to, job->from, job->nbytes);
+        flowrt_store(lane->field, job->event);
+        flowrt_store(lane->field + 1, job->chunk);
+        if (flowrt_publish(lane->field + 2, job->tail, lane->flag))
+            flowrt_wake(lane->wake_fd);
+        int tell = job->tell ? lane->own_fd : -1;
+
+        pthread_mutex_lock(&self->mutex);
+        job->next = lane->done;
+        lane->done = job;
+        lane->pending--;
+        flowrt_wake(tell); /* under the mutex: the lane, and so its descriptor, is not closed before this is over */
+        pthread_cond_broadcast(&self->changed);
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return NULL;
+}
+
+/* One more user of the thread; starts it. 0, or an error number. */
+static int enter(Worker *self)
+{
+    if (self->process != getpid()) { /* a forked child has none of its parent's threads */
+        memset(self, 0, sizeof *self);
+        pthread_mutex_init(&self->mutex, NULL);
+        pthread_cond_init(&self->changed, NULL);
+        self->process = getpid();
+    }
+    if (!self->users) {
+        sigset_t all, before;
+        self->first = NULL;
+        self->last = &self->first;
+        self->stop = 0;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that know Python */
+        int failed = pthread_create(&self->thread, NULL, work, self);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        if (failed)
+            return failed;
+    }
+    self->users++;
+    return 0;
+}
+
+/* One user less; the last one ends the thread, which has nothing left to do. Under the interpreter's lock all along, as `enter` is. */
+static void leave(Worker *self)
+{
+    if (--self->users)
+        return;
+    pthread_mutex_lock(&self->mutex);
+    self->stop = 1;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+    pthread_join(self->thread, NULL);
+}
+
+static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"number", "memory", "field_offset", "flag_offset", "wake_fd", "own_fd", NULL};
+    int number, wake_fd, own_fd;
+    Memory *memory;
+    Py_ssize_t field, flag;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!nnii", names, &number, &MemoryType, &memory, &field, &flag, &wake_fd, &own_fd))
+        return NULL;
+    if (number < 0 || number >= MAX_LANES)
+        return PyErr_Format(PyExc_ValueError, "lane %d; there are %d", number, MAX_LANES);
+    if (!flowrt_word(memory, field) || !flowrt_word(memory, field + 24) || !flowrt_word(memory, flag))
+        return NULL;
+    Lane *self = (Lane *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    int failed = enter(&workers[number]);
+    if (failed) {
+        Py_DECREF(self);
+        errno = failed;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_INCREF(memory);
+    self->memory = memory;
+    self->field = (uint64_t *)(memory->base + field);
+    self->flag = (uint64_t *)(memory->base + flag);
+    self->wake_fd = wake_fd;
+    self->own_fd = own_fd;
+    self->worker = &workers[number];
+    return (PyObject *)self;
+}
+
+/* Let go of the sources of what is done; returns how many copies are not. */
+static Py_ssize_t collect(Lane *self)
+{
+    pthread_mutex_lock(&self->worker->mutex);
+    Job *job = self->done;
+    Py_ssize_t pending = self->pending;
+    self->done = NULL;
+    pthread_mutex_unlock(&self->worker->mutex);
+    while (job) {
+        Job *next = job->next;
+        PyBuffer_Release(&job->view);
+        PyMem_RawFree(job);
+        job = next;
+    }
+    return pending;
+}
+
+static void wait_for_all(Lane *self)
+{
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&self->worker->mutex);
+    while (self->pending)
+        pthread_cond_wait(&self->worker->changed, &self->worker->mutex);
+    pthread_mutex_unlock(&self->worker->mutex);
+    Py_END_ALLOW_THREADS
+    collect(self);
+}
+
+static PyObject *lane_copy(Lane *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!flowrt_expect(count, 8))
+        return NULL;
+    if (!self->worker)
+        return PyErr_Format(PyExc_ValueError, "a closed lane copies nothing");
+    Py_ssize_t at = PyLong_AsSsize_t(args[0]), begin = PyLong_AsSsize_t(args[2]), nbytes = PyLong_AsSsize_t(args[3]);
+    uint64_t event, chunk, tail;
+    if (PyErr_Occurred() || !flowrt_uint64(args[4], &event) || !flowrt_uint64(args[5], &chunk) || !flowrt_uint64(args[6], &tail))
+        return NULL;
+    Job *job = PyMem_RawMalloc(sizeof *job);
+    if (!job)
+        return PyErr_NoMemory();
+    if (PyObject_GetBuffer(args[1], &job->view, PyBUF_SIMPLE) < 0) {
+        PyMem_RawFree(job);
+        return NULL;
+    }
+    if (nbytes < 0 || begin < 0 || begin > job->view.len || nbytes > job->view.len - begin || at < 0 || at > self->memory->nbytes ||
+        nbytes > self->memory->nbytes - at) {
+        PyBuffer_Release(&job->view);
+        PyMem_RawFree(job);
+        return PyErr_Format(PyExc_ValueError, "no %zd bytes from %zd to %zd", nbytes, begin, at);
+    }
+    job->next = NULL;
+    job->lane = self;
+    job->to = self->memory->base + at;
+    job->from = (const char *)job->view.buf + begin;
+    job->nbytes = (size_t)nbytes;
+    job->event = event;
+    job->chunk = chunk;
+    job->tail = tail;
+    job->tell = PyObject_IsTrue(args[7]);
+    pthread_mutex_lock(&self->worker->mutex);
+    *self->worker->last = job;
+    self->worker->last = &job->next;
+    self->pending++;
+    pthread_cond_broadcast(&self->worker->changed);
+    pthread_mutex_unlock(&self->worker->mutex);
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_collect(Lane *self, PyObject *unused)
+{
+    return PyLong_FromSsize_t(self->worker ? collect(self) : 0);
+}
+
+static PyObject *lane_wait(Lane *self, PyObject *unused)
+{
+    if (self->worker)
+        wait_for_all(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_close(Lane *self, PyObject *unused)
+{
+    Worker *worker = self->worker;
+    if (worker && worker->process == getpid()) {
+        wait_for_all(self);
+        leave(worker);
+    }
+    self->worker = NULL;
+    Py_CLEAR(self->memory);
+    Py_RETURN_NONE;
+}
+
+static void lane_dealloc(Lane *self)
+{
+    Py_XDECREF(lane_close(self, NULL));
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef lane_methods[] = {
+    {"copy", (PyCFunction)(void (*)(void))lane_copy, METH_FASTCALL,
+     "copy(offset, source, begin, nbytes, event, chunk, tail, tell): later, on the lane's thread and in order: copy source[begin:][:nbytes] "
+     "to `offset`, store the field's words, wake the peer if it sleeps; and our own eventfd, when `tell`. The source must not change."},
+    {"collect", (PyCFunction)lane_collect, METH_NOARGS, "collect() -> int: let go of the sources of finished copies; how many are not."},
+    {"wait", (PyCFunction)lane_wait, METH_NOARGS, "wait(): block until all copies are done."},
+    {"close", (PyCFunction)lane_close, METH_NOARGS, "close(): wait, and let go of everything. Idempotent."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject LaneType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.Lane",
+    .tp_doc = "Lane(number, memory, field_offset, flag_offset, wake_fd, own_fd): copies into `memory` by thread `number` of this process. "
+              "The field is three words: event, chunk, tail.",
+    .tp_basicsize = sizeof(Lane),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = lane_new,
+    .tp_dealloc = (destructor)lane_dealloc,
+    .tp_methods = lane_methods,
+};

@@ -1,0 +1,348 @@
+"""Shared memory between two processes of one host ("shm").
+
+Here: the channel that sleeps and wakes around the two rings, and how the memory gets to the other process. Not here: the rings and
+their protocol (ring.py, ring_writer.py, ring_reader.py), the atomic words (_words.c), meeting and authentication (rendezvous.py).
+
+The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
+name, so there is nothing to leave behind or to squat on; its pages are allocated before anyone touches them, so that a full machine
+is an error and not a SIGBUS; SHRINK and GROW seals mean that neither side can pull it away under the other. Each side sleeps on its
+own eventfd, for messages and for room alike, and is woken with one system call only when its flag says that it sleeps. The socket
+stays open: its end-of-file is the peer's end, orderly if the ring says so too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sys
+from functools import cache
+from typing import ClassVar
+
+from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_name, meet
+from flowrt.transports.contract import (
+    Capabilities,
+    Channel,
+    ChannelStatistics,
+    Identity,
+    Limits,
+    Listener,
+    RemoteWindow,
+    Transport,
+    Window,
+)
+from flowrt.transports.errors import UnavailableError
+from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
+from flowrt.transports.shared_memory.ring_reader import RingReader
+from flowrt.transports.shared_memory.ring_writer import RingWriter
+from flowrt.transports.shared_memory.window import SEALS, SharedWindows, Sleeping, WindowLine
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import WireError
+from flowrt.transports.wire.handshake import check_key
+from flowrt.transports.wire.message import Message
+
+try:
+    from flowrt.transports.native._words import Ledger, Memory
+except ImportError as error:
+    _missing: str | None = str(error)
+else:
+    _missing = None
+
+RECHECK_SECONDS = 0.25  # a sleeping side looks by itself this often, and counts when that was needed
+PATIENT_LOOKS = 20  # looks for which a wake-up that the peer has promised may be on its way: the peer may be without a processor
+_CONNECTOR, _LISTENER = 0, 1
+
+
+class SharedMemoryChannel(Endpoint):
+    """One end. Owns the eventfds and the line; the mapping lives on under the received tensors that alias it."""
+
+    scheme: ClassVar[str] = "shm"
+
+    def __init__(self, side: int, meeting: Meeting, memory: Memory, layout: Layout, own_wake: int, peer_wake: int) -> None:
+        super().__init__(meeting.limits, meeting.peer)
+        incoming = 1 - side
+        self._own_wake = own_wake
+        self._peer_wake = peer_wake
+        self._ledger = Ledger(
+            memory,
+            layout.area(incoming),
+            layout.area_bytes,
+            layout.words(incoming) + RELEASED,
+            layout.words(incoming) + WRITER_SLEEPS,
+            peer_wake,
+        )
+        self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, peer_wake, own_wake)
+        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, peer_wake)
+        self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
+        self._unreadable = False
+        self._looks = 0  # in a row at which something was there that nobody had woken us for
+        self._lifeline = WindowLine(meeting.line, self._on_gone)
+        self._shared_windows = SharedWindows(
+            self._lifeline,
+            Sleeping(memory, layout.words(incoming), layout.words(side), peer_wake),
+            layout.lanes,
+            own_wake,
+            sealed_memory,
+            self._until,
+            self._wake_sender,
+        )
+        self._loop.add_reader(own_wake, self._on_wake)
+        self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = self._ledger.held
+        return super().statistics()
+
+    def send_nowait(self, message: Message) -> bool:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        try:
+            return not self._line_taken and self._writer.send(message)
+        except WireError as error:
+            return self._cannot_send(error)
+
+    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._shared_windows.open(nbytes, num_flags)
+
+    async def attach_window(self, key: bytes) -> RemoteWindow:
+        if self._closed or self._ended or self._broken is not None:
+            self._raise_unsendable()
+        return self._shared_windows.attach(key)
+
+    def _transmit(self, message: Message) -> bool:
+        writer = self._writer
+        try:
+            sent = writer.send(message, True)
+        except WireError as error:
+            return self._cannot_send(error)
+        self._copying = writer.copying
+        return sent
+
+    def _advance(self, message: Message) -> bool:
+        writer = self._writer
+        try:
+            sent = writer.advance(message)
+        except WireError as error:
+            return self._cannot_send(error)
+        self._copying = writer.copying
+        return sent
+
+    def _cannot_send(self, error: WireError) -> bool:
+        self._break(str(error), nonsense=True)
+        self._raise_unsendable()
+        return False
+
+    async def _settle(self) -> None:
+        writer = self._writer
+        self._copying = writer.copying = False
+        ticket = writer.ticket()
+        while not writer.settled(ticket):
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._settling.append(future)
+            try:
+                await future
+            except BaseException:
+                writer.settle()  # as long as a copy takes: the tensors are the caller's again when this returns
+                raise
+            finally:
+                self._settling.remove(future)
+
+    def _num_sent(self) -> int:
+        return self._writer.num_sent
+
+    def _num_taken(self) -> int:
+        return self._writer.num_taken()
+
+    def _abandon(self) -> None:
+        if not self._closed:
+            self._writer.abandon()
+
+    def _take(self) -> Message | None:
+        if self._unreadable:
+            return None
+        try:
+            return self._reader.take()
+        except WireError as error:
+            self._unreadable = True
+            self._break(str(error), nonsense=True)
+            return None
+
+    def _expect_message(self) -> bool:
+        return self._reader.expect_message()
+
+    def _expect_room(self) -> bool:
+        return self._writer.expect_room()
+
+    def _on_wake(self) -> None:
+        try:
+            os.eventfd_read(self._own_wake)
+        except BlockingIOError:
+            return
+        self._looks = 0
+        future = self._receiver
+        if future is not None and not future.done():
+            future.set_result(None)
+        if self._room is not None or self._waiting:
+            self._wake_sender()
+        for future in self._settling:
+            if not future.done():
+                future.set_result(None)
+
+    def _recheck(self) -> None:
+        """The bounded look of a sleeping side. Something there at two looks in a row was lost if the peer has not lowered our flag:
+        once may be the moment between its store and its look. A lowered flag is a promise to wake us, which is kept a long time."""
+        if self._broken is not None or self._ended:
+            return
+        self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
+        unread = self._receiver is not None and self._reader.has_something()
+        room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
+        flags = self._shared_windows.has_news()
+        self._looks = self._looks + 1 if unread or room or flags else 0
+        unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
+        if self._looks > (1 if unpromised else PATIENT_LOOKS):
+            self._counters.late_wakeups += 1
+            self._looks = 0
+            self._wake_receiver()
+            self._wake_sender()
+
+    def _on_gone(self, reason: str | None) -> None:
+        if reason is None and self._reader.peer_has_closed():
+            self._end()
+        else:
+            self._break(reason or f"{self.peer.name or 'the peer'} died", nonsense=reason is not None)
+
+    def _hang_up(self) -> None:
+        self._lifeline.close()
+
+    async def _shut(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._own_wake)
+        self._shared_windows.close()
+        self._writer.close(in_order=self._broken is None)
+        for future in self._settling:
+            if not future.done():
+                future.set_result(None)
+        self._reader.close()
+        self._lifeline.close()  # after the ring says that this is the end
+        os.close(self._own_wake)
+        os.close(self._peer_wake)
+
+
+class SharedMemoryTransport(Transport):
+    """`shm://name`, between processes of one user on one Linux host."""
+
+    scheme: ClassVar[str] = "shm"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, native_windows=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if sys.platform != "linux":
+            return "shm needs Linux (memfd, eventfd and abstract sockets); use zmq here"
+        if _missing is not None:
+            return (
+                f"shm needs the compiled file transports/native/_words.c, which is not there ({_missing}); install a C compiler and "
+                "the Python headers and install flowrt again, or use zmq"
+            )
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        made: list[int] = []
+
+        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            made.append(sealed_memory(Layout.of(agreed).total_bytes, by_parts=can_populate()))
+            made.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
+            return b"", made
+
+        try:
+            meeting = await meet(self.scheme, name, limits, key, identity, bring)
+            try:
+                layout = Layout.of(meeting.limits)
+                memory = Memory(made[0], layout.total_bytes)
+                memory.populate(0, PAGE_BYTES)  # what every message needs; slots and areas are allocated as they are used
+                for direction in range(2):
+                    memory.populate(layout.records(direction), layout.records_bytes)
+                channel = SharedMemoryChannel(_CONNECTOR, meeting, memory, layout, made[1], made[2])
+            except BaseException:
+                meeting.line.close()
+                raise
+        except BaseException as error:
+            for descriptor in made:
+                os.close(descriptor)
+            if isinstance(error, OSError):
+                raise UnavailableError(f"shm cannot be set up: {error.strerror}") from error
+            raise
+        os.close(made[0])
+        return channel
+
+
+def _accepted(meeting: Meeting) -> Channel:
+    """The listener's end. Whatever the connector passed is checked before it is used."""
+    layout = Layout.of(meeting.limits)
+    if len(meeting.descriptors) != 3:
+        raise WireError(f"{len(meeting.descriptors)} descriptors came instead of 3")
+    memfd, peer_wake, own_wake = meeting.descriptors
+    if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(memfd).st_size != layout.total_bytes:
+        raise WireError("the memory is not sealed, or not of the size agreed on")
+    for descriptor in (peer_wake, own_wake):
+        if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
+            raise WireError("a descriptor that is not a non-blocking eventfd")
+    channel = SharedMemoryChannel(_LISTENER, meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
+    os.close(memfd)
+    return channel
+
+
+@cache
+def can_populate() -> bool:
+    """Whether this kernel allocates mapped memory on demand and says no instead of killing who touches it (Linux 5.14)."""
+    memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memfd, PAGE_BYTES)
+        return Memory(memfd, PAGE_BYTES).populate(0, PAGE_BYTES)
+    except OSError:
+        return False
+    finally:
+        os.close(memfd)
+
+
+def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
+    """A memfd of `nbytes` that nobody can shrink or grow, all of them allocated, unless the caller will do that `by_parts`.
+
+    Raises UnavailableError when there is no memory.
+    """
+    available = _available_bytes()
+    if nbytes > available // 2:  # the kernel would take the machine's last page for it before it says no
+        raise UnavailableError(
+            f"no memory for {nbytes} bytes to share with another process, only {available} are available; lower the limits of the edges"
+        )
+    memfd = os.memfd_create("flowrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if by_parts:
+            os.ftruncate(memfd, nbytes)
+        else:
+            os.posix_fallocate(memfd, 0, nbytes)
+        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, SEALS)
+    except (OSError, OverflowError) as error:
+        os.close(memfd)
+        raise UnavailableError(
+            f"no memory for {nbytes} bytes to share with another process ({error}); lower the limits of the edges"
+        ) from error
+    return memfd
+
+
+def _available_bytes() -> int:
+    """What the kernel thinks can be allocated without swapping."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""The `ucx` transport: UCX endpoints between two processes, through ucxx."""

@@ -1,0 +1,171 @@
+"""UCX, through ucxx: one worker and one endpoint between two processes of a host.
+
+Here: everything that touches the library (`load`, `Link`). Not here: the protocol (ucx.py, which calls this), memory (ucx_blocks.py).
+
+The endpoints are made from worker addresses, because only those let UCX choose shared memory. These settings matter. `TLS=posix,cma`:
+small frames go through a ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network.
+`POSIX_ERROR_HANDLING` and `CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is
+dead or stopped cannot be closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21
+crashes when it cancels: `RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the death of a peer is noticed by
+the line of the meeting, not by UCX.
+
+ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive for ever (the requests refer to it, and it to them) until
+`Endpoint::getCancelingSize` is called, which its Python classes never do; `Link.close` calls it in the C++ library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from flowrt.transports.errors import UnavailableError
+from flowrt.transports.wire.codec import WireError
+
+_SETTINGS = {
+    "TLS": "posix,cma",
+    "POSIX_ERROR_HANDLING": "y",
+    "CMA_MEMORY_INVALIDATE": "y",
+    "RCACHE_ENABLE": "y",
+    "KEEPALIVE_INTERVAL": "inf",
+    "RNDV_THRESH": "8192",
+}
+# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of.
+_ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+_PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
+_CLOSING_TURNS = 16
+IN_PROGRESS = 1  # of a request's status
+
+
+class _Library:
+    """What is used of ucxx, and UCX's context: one per process, alive while any link of ours is."""
+
+    def __init__(self) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import libucxx  # type: ignore[import-untyped, unused-ignore]
+        from ucxx._lib import libucxx as api
+        from ucxx._lib.arr import Array
+
+        self.api: Any = api
+        self.array: Any = Array
+        self.full_mask: Any = api.UCXXTagMaskFull
+        self._context: Any = None
+        self._process = 0
+        self._users = 0
+        shared = ctypes.CDLL(os.path.join(os.path.dirname(libucxx.__file__), "lib64", "libucxx.so"))
+        self.purge: Any = getattr(shared, _PURGE)
+        self.purge.restype = ctypes.c_size_t
+        self.purge.argtypes = [ctypes.c_void_p]
+
+    def open_worker(self) -> Any:
+        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
+            self._context = self.api.UCXContext(dict(_SETTINGS), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
+            self._process = os.getpid()
+            self._users = 0
+        worker = self.api.UCXWorker(self._context)
+        self._users += 1
+        worker.init_blocking_progress_mode()
+        return worker
+
+    def worker_closed(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._context = None
+
+
+@cache
+def _library() -> _Library:
+    return _Library()
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """None when UCX works here; found out by opening a worker once."""
+    if sys.platform != "linux":
+        return "ucx needs Linux; use zmq here"
+    try:
+        library = _library()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"ucx needs the package ucxx ({_one_line(error)}); install it with: pip install 'flowrt[ucx]' (Linux, x86-64 or ARM)"
+    try:
+        Link().close()
+    except UnavailableError as error:
+        return str(error)
+    return None if library else ""
+
+
+class Link:
+    """A worker and, once `connect` was called, its endpoint to the peer's worker.
+
+    `progress()` lets UCX work. `arm()` is True when nothing is left to do: then `descriptor` becomes readable when there is again.
+    `send(array, tag)` starts to send memory, which must stay as it is until the request is completed. `receive(array, tag)` waits for
+    the next message of `tag`. `receive_probed(array, probed)` starts to receive what `probe` has found into an array as long.
+    Requests have `status`: IN_PROGRESS, 0 when all is well, anything else when not (longer than the array, cancelled, peer gone).
+    """
+
+    def __init__(self) -> None:
+        self._library = _library()
+        try:
+            self._worker = self._library.open_worker()
+        except Exception as error:
+            raise UnavailableError(
+                f"ucx cannot open a worker: {_one_line(error)}; is a UCX_... variable set in the environment?"
+            ) from error
+        self._endpoint: Any = None
+        self.descriptor = int(self._worker.epoll_file_descriptor)
+        self.array: Any = self._library.array  # what UCX wants for a buffer; keeps it alive
+        self.progress: Any = self._worker.progress
+        self.arm: Any = self._worker.arm
+        self.send: Any = None
+        self.receive: Any = self._worker.tag_recv
+        self.receive_probed: Any = self._worker.tag_recv_with_handle
+
+    def address(self) -> bytes:
+        """What the peer needs to connect to this worker."""
+        return bytes(self._worker.address.tobytes())
+
+    def connect(self, address: bytes) -> None:
+        """Make the endpoint. Raises WireError when nothing can be reached with `address`."""
+        try:
+            peer = self._library.api.UCXAddress.create_from_buffer(address)
+            self._endpoint = self._library.api.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
+        except Exception as error:
+            raise WireError(f"UCX cannot reach the peer: {_one_line(error)}") from error
+        self.send = self._endpoint.tag_send
+
+    def tag(self, number: int) -> Any:
+        """`number` (64 bits) as the library wants it."""
+        return self._library.api.UCXXTag(number)
+
+    def probe(self, tag: Any) -> Any:
+        """The next message of `tag` that is here, as something with `matched`, `length`, and then `receive_probed` must follow."""
+        return self._worker.tag_probe(tag, self._library.full_mask, True)
+
+    def close(self) -> None:
+        """End everything, whatever the peer does: all requests are completed when this returns, and UCX looks at no memory of ours."""
+        worker, endpoint = self._worker, self._endpoint
+        self._worker = self._endpoint = self.progress = self.arm = self.send = self.receive = self.receive_probed = None
+        if endpoint is not None:
+            endpoint.close_blocking()
+            for _ in range(_CLOSING_TURNS):
+                worker.progress()
+            self._library.purge(endpoint.ucxx_ptr)
+        del endpoint, worker
+        self._library.worker_closed()
+
+
+class LostError(WireError):
+    """The peer is gone: no nonsense of its own."""
+
+
+def check_status(status: int) -> None:
+    """Raise LostError when a completed request did not end well."""
+    if status:
+        raise LostError(f"UCX could not finish (status {int(status)}): the peer died or cut the connection")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,177 @@
+"""The bulk lane of a UCX channel: regions, cut into pieces.
+
+Here: `RegionSender` (cut, send ahead, let go), `RegionReceiver` (take memory, ask for pieces, hand out what is whole), `region_layout`,
+`cuts`. Not here: the frames that announce a region, and what happens to a message (ucx.py, which calls this).
+
+A region is the tensors of a message. Nobody copies them into place: the receiver, who knows their sizes from the envelope that came ahead,
+takes one block for them, each at a multiple of 64 bytes, and UCX reads every piece from where it lies in the sender's memory straight into
+that block. The received tensors lie there. Pieces bound how long one read keeps the receiver's loop.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flowrt.transports.ucx.blocks import Block, BlockPool
+from flowrt.transports.ucx.endpoint import IN_PROGRESS, Link, LostError, check_status
+from flowrt.transports.wire.codec import Envelope, Part, WireError
+
+PIECE_BYTES = 1 << 20
+PIECES_AHEAD = 32  # that the peer has not read yet; each takes a slot of UCX's ring, of which there are 256
+PIECES_AT_ONCE = 4  # asked for by a receiver
+ALIGNMENT = 64
+
+
+def region_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor of a region begins, all aligned, and the region's size."""
+    starts = []
+    end = 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a tensor begin and end. The last one takes what is left, less than twice as much as the others."""
+    begin = 0
+    while begin < nbytes:
+        end = nbytes if nbytes - begin < 2 * PIECE_BYTES else begin + PIECE_BYTES
+        yield begin, end
+        begin = end
+
+
+class RegionSender:
+    """One end's outgoing regions."""
+
+    def __init__(self, link: Link, tag: Any) -> None:
+        self._link = link
+        self._tag = tag
+        self._waiting: deque[Any] = deque()
+        self.sent: deque[tuple[Any, Any]] = deque()  # what UCX still reads: requests, and the memory, which they do not keep
+
+    def send(self, tensors: Sequence[Part]) -> None:
+        """Let each piece be read from where it lies; the memory is kept until it was."""
+        for tensor in tensors:
+            view = memoryview(tensor)
+            self._waiting.extend(self._link.array(view[begin:end]) for begin, end in cuts(len(view)))
+        self._go_on()
+
+    def look(self) -> None:
+        """Let go of what UCX has completed, and send more. Raises WireError."""
+        sent = self.sent
+        while sent and (status := sent[0][0].status) != IN_PROGRESS:
+            check_status(status)
+            sent.popleft()
+        self._go_on()
+
+    def clear(self) -> None:
+        """Forget all; only once the link is closed."""
+        self._waiting.clear()
+        self.sent.clear()
+
+    def _go_on(self) -> None:
+        while self._waiting and len(self.sent) < PIECES_AHEAD:
+            array = self._waiting.popleft()
+            self.sent.append((self._link.send(array, self._tag), array))
+
+
+class Arrival:
+    """A message on its way in, or behind one that is: complete when `missing_bytes` is 0. Without an envelope: the peer's CLOSE."""
+
+    __slots__ = ("block", "envelope", "missing_bytes", "payload_bytes", "pieces", "sizes", "tensors")
+
+    def __init__(self, payload_bytes: int = 0, envelope: Envelope | None = None, tensors: Sequence[object] = ()) -> None:
+        self.payload_bytes = payload_bytes
+        self.envelope = envelope
+        self.tensors = list(tensors)
+        self.block: Block | None = None
+        self.sizes: Sequence[int] = ()
+        self.pieces: deque[tuple[int, int]] = deque()  # of the block, that must still be asked for
+        self.missing_bytes = 0
+
+
+class RegionReceiver:
+    """One end's incoming regions."""
+
+    def __init__(self, link: Link, pool: BlockPool, tag: Any, line: socket.socket) -> None:
+        self._link = link
+        self._pool = pool
+        self._tag = tag
+        self._line = line
+        self._announced: deque[Arrival] = deque()  # for which pieces must still be asked
+        self._asked: deque[tuple[Any, Arrival, int]] = deque()
+
+    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> Arrival:
+        """Take memory for an announced region that has been checked, and ask for its pieces from now on."""
+        arrival = Arrival(sum(sizes), envelope)
+        arrival.sizes = sizes
+        arrival.missing_bytes = arrival.payload_bytes
+        if not arrival.payload_bytes:
+            arrival.tensors = [bytearray() for _ in sizes]
+            return arrival
+        starts, region_bytes = region_layout(sizes)
+        arrival.block = self._pool.take(region_bytes)
+        arrival.pieces.extend((start + begin, start + end) for start, size in zip(starts, sizes, strict=True) for begin, end in cuts(size))
+        self._announced.append(arrival)
+        return arrival
+
+    def look(self) -> list[Arrival]:
+        """The regions that have become whole. Raises WireError."""
+        whole = self._progressed()
+        if whole and not self._line_is_open():  # looked at after the last piece: a sender keeps a region while its line is open
+            raise LostError("the peer died, or has closed, before what it sent was read")
+        return whole
+
+    def _progressed(self) -> list[Arrival]:
+        asked = self._asked
+        whole: list[Arrival] = []
+        while True:
+            while asked and (status := asked[0][0].status) != IN_PROGRESS:
+                check_status(status)
+                _, arrival, nbytes = asked.popleft()
+                arrival.missing_bytes -= nbytes
+                if not arrival.missing_bytes:
+                    whole.append(arrival)
+            if not self._announced or len(asked) >= PIECES_AT_ONCE:
+                return whole
+            probed = self._link.probe(self._tag)
+            if not probed.matched:
+                return whole
+            arrival = self._announced[0]
+            start, end = arrival.pieces.popleft()
+            if not arrival.pieces:
+                self._announced.popleft()
+            assert arrival.block is not None
+            target = self._link.array(memoryview(arrival.block)[start:end])
+            if probed.length != end - start:
+                raise WireError(f"a piece of {probed.length} bytes, {end - start} were due")
+            asked.append((self._link.receive_probed(target, probed), arrival, end - start))
+
+    def open(self, arrival: Arrival, wanted: bool) -> None:
+        """Fill in the tensors of a whole region; its memory is let go of unless they are `wanted`."""
+        block, arrival.block = arrival.block, None
+        assert block is not None
+        if wanted:
+            lease = self._pool.lease(block)
+            starts, _ = region_layout(arrival.sizes)
+            arrival.tensors = [lease[start : start + size] for start, size in zip(starts, arrival.sizes, strict=True)]
+        else:
+            arrival.tensors = [bytearray() for _ in arrival.sizes]
+            self._pool.give_back(block)
+
+    def _line_is_open(self) -> bool:
+        try:
+            return bool(self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def clear(self) -> None:
+        """Forget all; only once the link is closed."""
+        self._asked.clear()
+        self._announced.clear()

@@ -1,0 +1,396 @@
+"""UCX between two processes of one host ("ucx").
+
+Here: the channel's protocol over one UCX link, and its transport. Not here: the library (ucx_link.py), large payloads
+(ucx_regions.py), meeting and authentication (rendezvous.py), flow control in messages and bytes (windowed.py).
+
+Nothing of UCX is touched before the key is proved: the connector tells its worker's address under its proof, the listener answers over
+UCX itself with its own and a second proof. Both tags are secrets of that handshake. The socket of the meeting stays: its end-of-file is
+the peer's death. UCX's descriptor is in the event loop, armed when nothing is left to do, so nothing spins.
+
+Two lanes, one tag each. *Regions* (ucx_regions.py) carry what is large. *Frames* are small, so that UCX copies them into the peer's ring
+at once, and credits never wait behind payload:
+
+    uint8 kind, 3 zero bytes, uint32 envelope bytes, uint64 a, uint64 b, uint64 frames read so far; then the body
+    MESSAGE   the envelope and the tensors                    TAKEN                        a: messages, b: bytes, as in stream.py
+    REGION    the envelope; the tensors go the other lane     WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
+    ENVELOPE  what a REGION's frame has no room for, ahead
+
+The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD): a full one could only be waited for by spinning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import struct
+from collections import deque
+from typing import Any, ClassVar
+
+from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
+from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from flowrt.transports.errors import HandshakeError
+from flowrt.transports.ucx.blocks import BlockPool
+from flowrt.transports.ucx.endpoint import IN_PROGRESS, Link, LostError, check_status, unavailable_reason
+from flowrt.transports.ucx.regions import Arrival, RegionReceiver, RegionSender
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, encode, is_repeat
+from flowrt.transports.wire.handshake import check_key
+from flowrt.transports.wire.message import Message
+
+FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
+FRAMES_AHEAD = 96  # that the peer has not said to have read; UCX's ring has 256 slots
+READ_EVERY = 32  # frames, then the peer is told
+TURNS = 16  # of progress before the loop gets its turn
+_HEAD = struct.Struct("<B3xIQQQ")
+_HEAD_BYTES = _HEAD.size
+_READ_SO_FAR = struct.Struct("<Q")  # the head's last field
+_MESSAGE, _REGION, _TAKEN, _WAITING, _CLOSE, _CLOSED, _READ, _GREETING, _ENVELOPE = range(1, 10)
+_BODY_BYTES = FRAME_BYTES - _HEAD_BYTES
+_PROOF_BYTES = 32
+_CONNECTOR, _LISTENER = "connector", "listener"
+
+
+class UCXChannel(WindowedEndpoint):
+    """One end: a UCX link, and the line of the meeting."""
+
+    scheme: ClassVar[str] = "ucx"
+
+    def __init__(self, side: str, meeting: Meeting, link: Link) -> None:
+        super().__init__(meeting.limits, meeting.peer)
+        self._side = side
+        self._link = link
+        secret = meeting.handshake.session_key("ucx tags")
+        self._tag = link.tag(int.from_bytes(secret[:8], "little"))
+        bulk_tag = link.tag(int.from_bytes(secret[8:16], "little"))
+        self._proof = meeting.handshake.session_key("ucx greeting")
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
+        self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
+        self._regions_out = RegionSender(link, bulk_tag)
+        self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
+        self._arrivals: deque[Arrival] = deque()  # those that are not whole, and what came after them
+        self._envelope = b""  # what came ahead of a region's frame
+        self._outbox: deque[bytes] = deque()  # frames for which there is no slot yet; bounded by the window
+        self._frames_sent = self._frames_told = 0  # told: how many the peer has said to have read
+        self._frames_read = self._frames_acknowledged = 0
+        self._sent_frames: deque[tuple[Any, bytearray]] = deque()  # whose bytes UCX still needs
+        self._out = bytearray(FRAME_BYTES)
+        self._out_arrays: dict[int, Any] = {}  # what the library wants for the first n bytes of _out
+        self._in = memoryview(bytearray(FRAME_BYTES))
+        self._in_array = link.array(self._in)
+        self._in_request = link.receive(self._in_array, self._tag)
+        self._scheduled = False
+        self._open = True
+        self._loop.add_reader(link.descriptor, self._turn)
+        self._lifeline = Lifeline(meeting.line, self._on_gone)
+        if side == _LISTENER:
+            self.greeted.set_result(None)
+            address = link.address()
+            self._write(_GREETING, envelope_bytes=len(address), body=self._proof + address)
+        self._turn_soon()
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = self._pool.num_leases
+        return super().statistics()
+
+    # Sending.
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        envelope = parts[0]
+        size = sum(map(len, parts)) - len(envelope)
+        if not self._sending.fits(size):
+            return False
+        self._count_sent(size)
+        if _HEAD_BYTES + len(envelope) + size <= FRAME_BYTES:
+            self._write(_MESSAGE, len(envelope), 0, 0, envelope if len(parts) == 1 else b"".join(parts))
+        else:
+            while len(envelope) > _BODY_BYTES:
+                self._write(_ENVELOPE, _BODY_BYTES, body=envelope[:_BODY_BYTES])
+                envelope = envelope[_BODY_BYTES:]
+            self._write(_REGION, len(envelope), body=envelope)
+            self._regions_out.send(parts[1:])
+            self._turn_soon()
+        return True
+
+    def _write(self, kind: int, envelope_bytes: int = 0, a: int = 0, b: int = 0, body: Part = b"") -> None:
+        """Send a frame, or put it into the line of those that wait for a slot in the peer's ring."""
+        if not self._open:
+            return
+        if self._outbox or self._frames_sent - self._frames_told >= FRAMES_AHEAD:
+            self._outbox.append(_HEAD.pack(kind, envelope_bytes, a, b, 0) + body)
+            return
+        self._frames_sent += 1
+        end = _HEAD_BYTES + len(body)
+        _HEAD.pack_into(self._out, 0, kind, envelope_bytes, a, b, self._frames_read)
+        self._out[_HEAD_BYTES:end] = body
+        self._send_out(end)
+
+    def _send_out(self, nbytes: int) -> None:
+        """Send the frame in `_out`."""
+        self._frames_acknowledged = self._frames_read
+        array = self._out_arrays.get(nbytes)
+        if array is None:
+            array = self._out_arrays[nbytes] = self._link.array(memoryview(self._out)[:nbytes])
+        request = self._link.send(array, self._tag)
+        status = request.status
+        if not status:
+            return
+        if status == IN_PROGRESS:  # only until the link is up
+            self._sent_frames.append((request, self._out))
+            self._out = bytearray(FRAME_BYTES)
+            self._out_arrays = {}
+            self._turn_soon()
+        else:
+            self._fail(f"UCX could not send (status {int(status)})")
+
+    def _empty_outbox(self) -> None:
+        while self._outbox and self._frames_sent - self._frames_told < FRAMES_AHEAD:
+            frame = self._outbox.popleft()
+            self._frames_sent += 1
+            self._out[: len(frame)] = frame
+            _READ_SO_FAR.pack_into(self._out, _HEAD_BYTES - _READ_SO_FAR.size, self._frames_read)
+            self._send_out(len(frame))
+
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write(_TAKEN, 0, messages, payload_bytes)
+
+    def _say_waiting(self) -> None:
+        self._write(_WAITING)
+
+    # Progress.
+
+    def _turn_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Let UCX work and take what has come, until nothing is left to do and its descriptor will tell of more."""
+        self._scheduled = True
+        link = self._link
+        try:
+            for _ in range(TURNS):
+                if not self._open:
+                    return
+                link.progress()
+                self._look()
+                if self._open and link.arm():  # False may mean only that a signal was taken: UCX must work before it is asked again
+                    self._scheduled = False
+                    return
+        except WireError as error:
+            self._fail(str(error), nonsense=not isinstance(error, LostError))
+            return
+        self._loop.call_soon(self._turn)
+
+    def _look(self) -> None:
+        """What has come, and what UCX has completed. Raises WireError."""
+        while (status := self._in_request.status) != IN_PROGRESS:
+            if status:
+                raise WireError(f"a frame that cannot be read (status {int(status)})")  # longer than there can be
+            self._read_frame()
+            if not self._open:
+                return
+        if self._arrivals:
+            self._read_regions()
+        if self._regions_out.sent:
+            self._regions_out.look()
+        while self._sent_frames and (status := self._sent_frames[0][0].status) != IN_PROGRESS:
+            check_status(status)
+            self._sent_frames.popleft()
+        if self._frames_read - self._frames_acknowledged >= READ_EVERY:
+            _HEAD.pack_into(self._out, 0, _READ, 0, 0, 0, self._frames_read)
+            self._send_out(_HEAD_BYTES)  # beside the count: what makes room must not wait for room
+
+    # Receiving.
+
+    def _read_frame(self) -> None:
+        kind, envelope_bytes, a, b, read = _HEAD.unpack_from(self._in)
+        if not self._frames_told <= read <= self._frames_sent:
+            raise WireError(f"the peer says it has read {read} frames of {self._frames_sent} sent")
+        self._frames_told = read
+        if kind == _MESSAGE:
+            self._frames_read += 1
+            self._read_message(envelope_bytes)
+        else:
+            self._frames_read += kind != _READ
+            nbytes = envelope_bytes + _PROOF_BYTES * (kind == _GREETING)
+            body = bytes(self._in[_HEAD_BYTES : _HEAD_BYTES + nbytes]) if envelope_bytes else b""
+            self._in_request = self._link.receive(self._in_array, self._tag)
+            self._read_control(kind, envelope_bytes, a, b, body)
+        if self._outbox:
+            self._empty_outbox()
+
+    def _read_control(self, kind: int, envelope_bytes: int, a: int, b: int, body: bytes) -> None:
+        if kind == _GREETING or not self.greeted.done():
+            self._read_greeting(kind, envelope_bytes, body)
+        elif kind == _REGION:
+            envelope, sizes = decode_envelope(self._envelope + body, self.limits)
+            self._envelope = b""
+            self._receiving.arrived(sum(sizes))  # before memory is taken for it
+            self._arrivals.append(self._regions_in.expect(envelope, sizes))
+            self._hand_over_whole()  # one without bytes
+        elif kind == _ENVELOPE:
+            self._envelope += body
+            if not body or len(self._envelope) > self.limits.max_header_bytes:
+                raise WireError(f"an envelope of more than {self.limits.max_header_bytes} bytes")
+        elif kind == _TAKEN:
+            self._hear_taken(a, b)
+        elif kind == _WAITING:
+            self._hear_waiting()
+        elif kind == _CLOSE:
+            self._arrivals.append(Arrival())
+            self._hand_over_whole()
+        elif kind == _CLOSED:
+            self._finish()
+        elif kind != _READ:
+            raise WireError(f"a frame of kind {kind}")
+
+    def _read_greeting(self, kind: int, address_bytes: int, body: bytes) -> None:
+        if kind != _GREETING or self.greeted.done() or not hmac.compare_digest(body[:_PROOF_BYTES], self._proof):
+            raise WireError("somebody else than the peer of the handshake speaks")
+        self._link.connect(body[_PROOF_BYTES : _PROOF_BYTES + address_bytes])
+        self.greeted.set_result(None)
+
+    def _read_message(self, envelope_bytes: int) -> None:
+        start = _HEAD_BYTES + envelope_bytes
+        envelope, sizes = decode_envelope(bytes(self._in[_HEAD_BYTES:start]), self.limits)
+        payload_bytes = sum(sizes)
+        if start + payload_bytes > FRAME_BYTES:
+            raise WireError(f"tensors of {payload_bytes} bytes were announced, they do not fit a frame")
+        buffers: list[object] = []
+        for size in sizes:
+            buffers.append(bytearray(self._in[start : start + size]))
+            start += size
+        self._in_request = self._link.receive(self._in_array, self._tag)
+        if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
+            self._receiving.arrived(payload_bytes)
+        if self._arrivals:
+            self._arrivals.append(Arrival(payload_bytes, envelope, buffers))
+        else:
+            self._deliver(envelope, buffers, payload_bytes)
+
+    def _read_regions(self) -> None:
+        for arrival in self._regions_in.look():
+            self._regions_in.open(arrival, wanted=not self._closed)
+        self._hand_over_whole()
+
+    def _hand_over_whole(self) -> None:
+        while self._arrivals and not self._arrivals[0].missing_bytes:
+            arrival = self._arrivals.popleft()
+            if arrival.envelope is not None:
+                self._deliver(arrival.envelope, arrival.tensors, arrival.payload_bytes)
+            else:  # the peer's CLOSE
+                self._write(_CLOSED)
+                self._end()
+                self._finish()
+
+    # The end.
+
+    def _on_gone(self, reason: str | None) -> None:
+        """The line of the meeting is closed. What the peer had put into our ring is still there."""
+        try:
+            read = -1
+            while self._open and read != self._frames_read:
+                read = self._frames_read
+                self._link.progress()
+                self._look()
+        except WireError as error:
+            reason = reason or str(error)
+        if not self._ended:
+            self._fail(reason or f"{self.peer.name or 'the peer'} died")
+        self._finish()
+
+    def _fail(self, reason: str, nonsense: bool = False) -> None:
+        self._break(reason, nonsense)
+        self._stop()
+        self._finish()
+        if not self.greeted.done():
+            self.greeted.set_exception(HandshakeError(reason))
+            self.greeted.exception()  # seen, even if nobody waits
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+    def _stop(self) -> None:
+        """No more turns, whatever UCX has to say."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._link.descriptor)
+
+    def _hang_up(self) -> None:
+        self._lifeline.close()
+
+    async def _shut(self) -> None:
+        try:
+            self._inbox.clear()
+            if not self._ended and self._broken is None and self.greeted.done():
+                self._write(_CLOSE)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await self._finished
+        finally:
+            self._stop()
+            self._lifeline.close()  # before the memory goes that the peer may be reading
+            self._in_request = None  # which takes it back
+            self._link.close()
+            self._regions_out.clear()
+            self._regions_in.clear()
+            self._sent_frames.clear()
+            self._arrivals.clear()
+            self._outbox.clear()
+            self._inbox.clear()
+            self._pool.close()
+
+
+class UCXTransport(Transport):
+    """`ucx://name`, between processes of one user on one Linux host."""
+
+    scheme: ClassVar[str] = "ucx"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return unavailable_reason()
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name = expect_scheme(address, self.scheme) or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name = expect_scheme(address, self.scheme)
+        links: list[Link] = []
+
+        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            links.append(Link())
+            return links[0].address(), []
+
+        try:
+            meeting = await meet(self.scheme, name, limits, key, identity, bring)
+        except BaseException:
+            if links:
+                links[0].close()
+            raise
+        channel = UCXChannel(_CONNECTOR, meeting, links[0])
+        try:
+            await asyncio.shield(channel.greeted)
+        except BaseException:
+            await channel.aclose()
+            raise
+        return channel
+
+
+def _accepted(meeting: Meeting) -> Channel:
+    """The listener's end: connects to the worker whose address the connector told under its proof."""
+    link = Link()
+    try:
+        link.connect(meeting.payload)
+        return UCXChannel(_LISTENER, meeting, link)
+    except WireError:
+        link.close()
+        raise

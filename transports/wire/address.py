@@ -1,0 +1,42 @@
+"""Addresses of transports: `scheme://rest`.
+
+Here: splitting and joining them. Not here: what `rest` means, which each scheme decides. Called by registry.py and the schemes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from flowrt.transports.errors import AddressError
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+MAX_ADDRESS_CHARACTERS = 512
+
+
+class Address(NamedTuple):
+    """`scheme` and what follows `://`, possibly empty (any free address on this host)."""
+
+    scheme: str
+    rest: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.rest}"
+
+
+def parse_address(text: str) -> Address:
+    """Split `scheme://rest`. Raises AddressError naming what is wrong."""
+    scheme, separator, rest = text.partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        raise AddressError(f"{text[:80]!r} is not an address; one looks like scheme://rest, for example inproc://gate")
+    if len(text) > MAX_ADDRESS_CHARACTERS or not rest.isprintable():
+        raise AddressError(f"address {text[:80]!r} must be printable and at most {MAX_ADDRESS_CHARACTERS} characters")
+    return Address(scheme, rest)
+
+
+def expect_scheme(text: str, scheme: str) -> str:
+    """The rest of `text`, which must be an address of `scheme`; AddressError otherwise."""
+    address = parse_address(text)
+    if address.scheme != scheme:
+        raise AddressError(f"{text!r} is not an address of {scheme}; one starts with {scheme}://")
+    return address.rest

@@ -1,0 +1,205 @@
+"""Two processes prove to each other that they belong to the same run.
+
+Here: a pure state machine, bytes in and bytes out, for any medium that carries bytes in order (message boundaries are not needed).
+Not here: sockets, time-outs, who is allowed to connect (rendezvous.py). Pattern: challenge and response with HMAC-SHA256 on both
+sides (as in SASL SCRAM or WireGuard's pre-shared key, without their password and key exchange parts, which a random 32-byte key
+does not need); both hellos, and so both nonces, identities, limits and the protocol version, are under both proofs.
+
+    connector                                 listener
+    hello(version, nonce, identity, limits)  ->
+                                             <-  hello(...), proof("listener")
+    proof("connector"), payload              ->
+
+Each frame is `uint32 length, uint8 kind, body`, little-endian; a hello's body starts with the magic word and the version, in every
+version, so that a mismatch can name both. The payload is what the scheme wants to say first (an endpoint, sizes); it is under the
+proof as well. Nothing above MAX_FRAME_BYTES is ever stored for a peer that has proved nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Literal
+
+import msgspec
+
+from flowrt.transports.contract import PROTOCOL_VERSION, Identity, Limits
+from flowrt.transports.errors import HandshakeError
+
+KEY_BYTES = 32
+NONCE_BYTES = 32
+MAX_FRAME_BYTES = 2048
+MAX_NAME_CHARACTERS = 256
+MAX_PAYLOAD_BYTES = 1024
+_MAGIC = b"flowrt"
+_FRAME = struct.Struct("<IB")
+_HELLO, _PROOF = 1, 2
+_VERSION = struct.Struct("<6sH")
+
+Role = Literal["connector", "listener"]
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    scheme: str
+    nonce: bytes
+    name: str
+    incarnation: str
+    limits: tuple[int, int, int, int, int, int]  # as in Limits, in its order
+
+
+_decode_hello = msgspec.msgpack.Decoder(_Hello).decode
+
+
+class Handshake:
+    """One side of one handshake. Feed it what arrives with `receive`, send what it returns, until `done`.
+
+    A connector's `payload` is called with the agreed limits once the listener has proved the key. After the end `peer` is who the
+    other side is, `limits` the smaller of both sides' limits field by field, `payload` (listener) what the connector said with its
+    proof, and `session_key(label)` a secret both share and nobody else can know.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        key: bytes,
+        identity: Identity,
+        limits: Limits,
+        *,
+        scheme: str,
+        payload: Callable[[Limits], bytes] | None = None,
+        nonce: bytes | None = None,
+    ) -> None:
+        if len(key) != KEY_BYTES:
+            raise HandshakeError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+        if len(identity.name) > MAX_NAME_CHARACTERS or len(identity.incarnation) > MAX_NAME_CHARACTERS:
+            raise HandshakeError(f"an identity's name and incarnation have at most {MAX_NAME_CHARACTERS} characters each")
+        self.role = role
+        self.done = False
+        self.peer = Identity("")
+        self.limits = limits
+        self.payload = b""
+        self._make_payload = payload
+        self._key = key
+        self._scheme = scheme
+        self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        body = msgspec.msgpack.encode(_Hello(scheme, self._nonce, identity.name, identity.incarnation, msgspec.structs.astuple(limits)))
+        self._hello = _VERSION.pack(_MAGIC, PROTOCOL_VERSION) + body
+        self._peer_hello = b""
+        self._buffer = bytearray()
+
+    def start(self) -> bytes:
+        """What to send before anything has arrived: the connector's hello, nothing for a listener."""
+        return _frame(_HELLO, self._hello) if self.role == "connector" else b""
+
+    def receive(self, data: bytes) -> bytes:
+        """Take bytes from the peer, return bytes to send to it (perhaps none).
+
+        Raises HandshakeError when the peer is refused; its attribute `reply`, if not empty, should still be sent, so that a peer of
+        another version learns why.
+        """
+        self._buffer += data
+        self._expect_no_more()
+        answer = b""
+        while not self.done and len(self._buffer) >= _FRAME.size:
+            size, kind = _FRAME.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES:
+                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; is the peer flowrt at all?")
+            if len(self._buffer) < _FRAME.size + size:
+                break
+            body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
+            del self._buffer[: _FRAME.size + size]
+            answer += self._take(kind, body)
+        self._expect_no_more()
+        return answer
+
+    def session_key(self, label: str) -> bytes:
+        """32 bytes that only the two ends of this very handshake can compute. Only after `done`."""
+        if not self.done:
+            raise HandshakeError("there is no session key before the end of the handshake")
+        return self._mac("session " + label)
+
+    def _expect_no_more(self) -> None:
+        if self.done and self._buffer:
+            raise refused("bytes after the end of the handshake")
+
+    def _take(self, kind: int, body: bytes) -> bytes:
+        if kind == _HELLO and not self._peer_hello:
+            self._read_hello(body)
+            if self.role == "listener":
+                return _frame(_HELLO, self._hello) + _frame(_PROOF, self._mac("listener"))
+            return b""
+        if kind == _PROOF and self._peer_hello:
+            proof, payload = body[: sha256().digest_size], body[sha256().digest_size :]
+            other: Role = "listener" if self.role == "connector" else "connector"
+            if not hmac.compare_digest(proof, self._mac(other, payload)):
+                raise refused("the peer does not know the key of this run")
+            self.done = True
+            if self.role == "connector":
+                self.payload = self._make_payload(self.limits) if self._make_payload else b""
+                if len(self.payload) > MAX_PAYLOAD_BYTES:
+                    raise HandshakeError(f"a handshake carries at most {MAX_PAYLOAD_BYTES} bytes of payload, not {len(self.payload)}")
+                return _frame(_PROOF, self._mac("connector", self.payload) + self.payload)
+            if len(payload) > MAX_PAYLOAD_BYTES:
+                raise refused("too much payload in a handshake")
+            self.payload = payload
+            return b""
+        raise refused(f"handshake frame of kind {kind} out of turn")
+
+    def _read_hello(self, body: bytes) -> None:
+        magic, version = _VERSION.unpack_from(body) if len(body) >= _VERSION.size else (b"", 0)
+        if magic != _MAGIC:
+            raise refused("the peer does not speak flowrt's protocol")
+        if version != PROTOCOL_VERSION:
+            reply = _frame(_HELLO, self._hello) if self.role == "listener" else b""
+            raise refused(f"the peer speaks version {version} of the protocol, this process version {PROTOCOL_VERSION}", reply)
+        try:
+            hello = _decode_hello(body[_VERSION.size :])
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise refused(f"a hello that cannot be read: {error}") from error
+        if len(hello.nonce) != NONCE_BYTES or hello.nonce == self._nonce:
+            raise refused("a hello with a bad nonce")
+        if max(len(hello.name), len(hello.incarnation)) > MAX_NAME_CHARACTERS or min(hello.limits) < 0:
+            raise refused("a hello with an impossible identity or limits")
+        if hello.scheme != self._scheme:
+            raise refused(f"the peer speaks {hello.scheme[:32]!r} here, this process {self._scheme!r}")
+        self._peer_hello = body
+        self.peer = Identity(hello.name, hello.incarnation)
+        self.limits = Limits(
+            **{
+                name: min(ours, theirs)
+                for name, ours, theirs in zip(Limits.__struct_fields__, msgspec.structs.astuple(self.limits), hello.limits, strict=True)
+            }
+        )
+
+    def _mac(self, label: str, payload: bytes = b"") -> bytes:
+        hellos = (self._hello, self._peer_hello) if self.role == "connector" else (self._peer_hello, self._hello)
+        mac = hmac.new(self._key, digestmod=sha256)
+        for field in (label.encode(), *hellos, payload):
+            mac.update(struct.pack("<I", len(field)))
+            mac.update(field)
+        return mac.digest()
+
+
+class RefusedError(HandshakeError):
+    """A HandshakeError with what may still be told to the peer before hanging up."""
+
+    def __init__(self, text: str, reply: bytes = b"") -> None:
+        super().__init__(text)
+        self.reply = reply
+
+
+def refused(text: str, reply: bytes = b"") -> RefusedError:
+    return RefusedError(text, reply)
+
+
+def check_key(key: bytes) -> None:
+    """Raise HandshakeError unless `key` has the right size."""
+    if len(key) != KEY_BYTES:
+        raise HandshakeError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    return _FRAME.pack(len(body), kind) + body

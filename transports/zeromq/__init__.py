@@ -1,0 +1,1 @@
+"""The `zmq` transport: ZeroMQ sockets between two processes."""

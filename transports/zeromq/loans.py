@@ -1,0 +1,83 @@
+"""Memory lent to libzmq: large frames leave from where they lie.
+
+Here: `Lender`. Not here: which frames are large and whose they are (zeromq.py, which calls this). pyzmq lends memory as well
+(`copy=False`), but hears of its return in a Python thread with a context of its own: for each frame that thread needs the interpreter,
+which costs more than copying a mebibyte, and nothing ends it with the last channel. So a loan's end is one word in memory, written by
+libzmq's I/O thread (_loans.c) and looked at when something is lent, and libzmq is called by ctypes. Without the C module nothing is lent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+if TYPE_CHECKING:
+    from flowrt.transports.native._words import Loan
+
+_MESSAGE_BYTES = 64  # zmq_msg_t
+_LOOK_AROUND = 16  # loans, then those behind one that a stopped peer holds up are looked at, too
+
+
+class Lender:
+    """What one process has lent. Make it only where `available()`."""
+
+    def __init__(self) -> None:
+        library = _library()
+        assert library is not None
+        self._library, self._loan_type = library
+        self._lent: deque[Loan] = deque()
+
+    @property
+    def num_lent(self) -> int:
+        """How many frames libzmq still reads."""
+        self._lent = deque(loan for loan in self._lent if not loan.returned)
+        return len(self._lent)
+
+    def send(self, pair: zmq.Socket[bytes], part: bytes | bytearray | memoryview, flags: int) -> None:
+        """As `pair.send(part, flags)`, but nothing is copied: the memory is kept until libzmq is done with it. Raises zmq.ZMQError."""
+        self.collect()
+        loan = self._loan_type(part)
+        message, library = ctypes.create_string_buffer(_MESSAGE_BYTES), self._library
+        if library.zmq_msg_init_data(message, *loan.terms()) < 0:
+            raise zmq.ZMQError(zmq.zmq_errno())
+        self._lent.append(loan)
+        while library.zmq_msg_send(message, pair.underlying, flags) < 0:
+            number = zmq.zmq_errno()
+            if number != errno.EINTR:  # a signal came between: as pyzmq does, once more
+                library.zmq_msg_close(message)  # which ends the loan
+                raise zmq.Again(number) if number == errno.EAGAIN else zmq.ZMQError(number)
+
+    def collect(self) -> None:
+        """Let go of what has come back."""
+        lent = self._lent
+        while lent and lent[0].returned:
+            lent.popleft()
+        if len(lent) >= _LOOK_AROUND and any(loan.returned for loan in lent):
+            self._lent = deque(loan for loan in lent if not loan.returned)
+
+
+@cache
+def _library() -> tuple[Any, type[Loan]] | None:
+    """The libzmq that pyzmq uses, with what is called of it, and the C module's part."""
+    try:
+        from zmq.backend.cython import _zmq
+
+        from flowrt.transports.native._words import Loan
+
+        library: Any = ctypes.CDLL(_zmq.__file__)
+        library.zmq_msg_init_data.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+        library.zmq_msg_send.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        library.zmq_msg_close.argtypes = [ctypes.c_void_p]
+    except (ImportError, OSError, AttributeError):
+        return None
+    return library, Loan
+
+
+def available() -> bool:
+    """Whether memory can be lent here: pyzmq with its compiled backend, and the C module."""
+    return _library() is not None

@@ -1,0 +1,203 @@
+"""libzmq's context and sockets for one channel, and who may speak to them.
+
+Here: `SharedContext`, `pair_and_monitor` and `bind` (a channel's two sockets), `CurveKeys` and the authenticator behind encrypted ones. Not
+here: what is said over the sockets (zeromq.py, which alone calls this).
+
+Encryption is CURVE. No key is distributed for it: both ends derive both key pairs of a channel from the session key of the handshake,
+which only they can know, so each channel has keys of its own. libzmq asks a handler (ZAP) whether a client's key may connect; without
+a handler it would let in every key, and does so again when the handler dies. So each channel's server names a domain of its own and
+enforces it (ZAP_ENFORCE_DOMAIN): no answer is a refusal. The handler admits to a domain the one key of the channel's other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from flowrt.transports.contract import Limits
+from flowrt.transports.wire.handshake import Handshake
+
+try:
+    import zmq
+except ImportError as error:
+    missing: str | None = str(error)
+else:
+    from flowrt.transports.zeromq.loans import Lender, available
+
+    missing = None
+
+FRAME_BYTES = 8  # before the envelope, in the first frame of a message
+INLINE_BYTES = 8192
+_NEVER = 7 * 24 * 3600 * 1000  # ms; told not to reconnect at all (-1), libzmq throws away what it has read when the connection is lost
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"this key belongs to no peer of this process")
+_FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps signals waiting: pyzmq gives up making a monitor, and ending a context, when one comes."""
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FATAL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
+class CurveKeys(NamedTuple):
+    """Secret keys of a channel's two sockets, 32 bytes each."""
+
+    server: bytes  # of the connector, which binds
+    client: bytes
+
+    @classmethod
+    def derive(cls, handshake: Handshake) -> CurveKeys:
+        """Both ends derive the same ones, after the end of their handshake."""
+        return cls(handshake.session_key("zmq curve server"), handshake.session_key("zmq curve client"))
+
+
+def public_key(secret: bytes) -> bytes:
+    """The public key, in libzmq's text form, of a secret one."""
+    made: bytes = zmq.curve_public(_text(secret))
+    return made
+
+
+def _text(key: bytes) -> bytes:
+    from zmq.utils import z85
+
+    text: bytes = z85.encode(key)
+    return text
+
+
+class Authenticator:
+    """Answers libzmq whether a key may connect to a domain. Bound while any encrypted server socket of the process lives."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.admitted: dict[bytes, bytes] = {}  # domain -> the one public key, as raw bytes
+        self.refused = 0
+        self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._answer)
+
+    def close(self) -> None:
+        self._loop.remove_reader(int(self._socket.get(zmq.FD)))
+        self._socket.close(0)
+
+    def _answer(self) -> None:
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            request = self._socket.recv_multipart(zmq.NOBLOCK)
+            status, text = self._judge(request)
+            number = request[1] if len(request) > 1 else b""
+            self._socket.send_multipart([b"1.0", number, status, text, b"", b""], zmq.NOBLOCK)
+
+    def _judge(self, request: list[bytes]) -> tuple[bytes, bytes]:
+        if len(request) == 7 and request[0] == b"1.0" and request[5] == b"CURVE":
+            admitted = self.admitted.get(request[2])
+            if admitted is not None and secrets.compare_digest(admitted, request[6]):
+                return _ADMITTED
+        self.refused += 1
+        return _REFUSED
+
+
+class SharedContext:
+    """libzmq's context and I/O thread: one per process, alive while any socket of ours is."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._process = 0
+        self._users = 0
+        self.authenticator: Authenticator | None = None
+        self.lender: Lender | None = None  # None: nothing can be lent here, all is copied
+
+    def socket(self, limits: Limits) -> zmq.Socket[bytes]:
+        """A new PAIR socket; give it back with `close`."""
+        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, 60000)
+            self._process = os.getpid()
+            self._users = 0
+            self.authenticator = None
+            self.lender = Lender() if available() else None
+        self._users += 1
+        made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        made.set(zmq.LINGER, 0)
+        made.set(zmq.SNDHWM, 0)  # the window bounds them
+        made.set(zmq.RCVHWM, 0)
+        made.set(zmq.RECONNECT_IVL, _NEVER)
+        made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
+        return made
+
+    def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+        """Close one user's sockets; the last one takes the context along."""
+        self._forget(pair)
+        pair.disable_monitor()  # first: libzmq's I/O thread waits for ever when it has news for a monitor that is closed
+        pair.close(0)
+        monitor.close(0)
+        self._users -= 1
+        if self.lender is not None:
+            self.lender.collect()
+        if not self._users and self._context is not None:
+            context, self._context = self._context, None
+            with _undisturbed():
+                context.term()  # all that was lent is back
+            self.lender = None
+
+    def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
+        """`pair`, not bound yet, serves the client of `keys` and nobody else."""
+        assert self._context is not None
+        if self.authenticator is None:
+            self.authenticator = Authenticator(self._context)
+        domain = secrets.token_hex(16)
+        from zmq.utils import z85
+
+        self.authenticator.admitted[domain.encode()] = z85.decode(public_key(keys.client))
+        pair.set(zmq.CURVE_SERVER, 1)
+        pair.set(zmq.CURVE_SECRETKEY, _text(keys.server))
+        pair.set_string(zmq.ZAP_DOMAIN, domain)
+        pair.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def encrypt_client(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
+        """`pair`, not connected yet, speaks to the server of `keys` and nobody else."""
+        pair.set(zmq.CURVE_SERVERKEY, public_key(keys.server))
+        pair.set(zmq.CURVE_SECRETKEY, _text(keys.client))
+        pair.set(zmq.CURVE_PUBLICKEY, public_key(keys.client))
+
+    def _forget(self, pair: zmq.Socket[Any]) -> None:
+        if self.authenticator is None or not pair.get(zmq.CURVE_SERVER):
+            return
+        domain = pair.get(zmq.ZAP_DOMAIN)
+        self.authenticator.admitted.pop(domain if isinstance(domain, bytes) else str(domain).encode(), None)
+        if not self.authenticator.admitted:
+            self.authenticator.close()
+            self.authenticator = None
+
+
+shared_context = SharedContext()
+
+
+def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
+    """A PAIR for a channel, and what libzmq tells about its connection."""
+    pair = shared_context.socket(limits)
+    events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+    refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    with _undisturbed():
+        return pair, pair.get_monitor_socket(events | refusals)
+
+
+def bind(pair: zmq.Socket[bytes], host: str | None) -> str:
+    """Bind to an endpoint that only the peer will know: TCP at `host`, or a name on this host; returns it."""
+    if host is not None:
+        pair.bind(f"tcp://{host}:*")
+        bound = pair.get(zmq.LAST_ENDPOINT)
+        return (bound if isinstance(bound, bytes) else bytes(str(bound), "ascii")).decode("ascii").rstrip("\0")
+    endpoint = f"ipc://@flowrt/zmq-data/{secrets.token_hex(16)}"
+    pair.set(zmq.IPC_FILTER_UID, os.geteuid())
+    pair.bind(endpoint)
+    return endpoint

@@ -1,0 +1,393 @@
+"""ZeroMQ between two processes ("zmq").
+
+Here: the channel over one PAIR socket, and its transport. Not here: libzmq's context, sockets and encryption (zeromq_sockets.py), meeting
+and authentication (rendezvous.py), flow control (windowed.py). The data goes over an abstract ipc endpoint where both sides are on one
+Linux host, because that is ZeroMQ's fastest way there and leaves no file behind; over TCP where the address says so. What leaves this
+host is encrypted: `zmq://10.0.0.5:7000?curve`. Any address but loopback without `?curve` is refused before anything is bound.
+
+The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
+a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other; a process
+that comes back under an old name is another incarnation with sockets of its own. The first message each way proves that the session
+is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit window bounds what can be in them. A
+connection is never made anew: a lost one is a broken channel, and the socket's monitor tells.
+
+Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
+more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
+(the proof) and CLOSED (the answer to CLOSE, after which nothing is left in any queue). A tensor of LENT_BYTES or more is not copied on
+its way out: libzmq's I/O thread writes it into the kernel from where it lies, and it is kept until libzmq is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import socket
+import struct
+import weakref
+from functools import partial
+from typing import Any, ClassVar
+
+from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
+from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from flowrt.transports.errors import AddressError, HandshakeError, UnavailableError
+from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, encode, is_repeat
+from flowrt.transports.wire.handshake import Handshake, check_key
+from flowrt.transports.wire.message import Message
+from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
+
+if missing is None:
+    import zmq
+
+_missing = missing
+LENT_BYTES = 1 << 17  # from here on a frame is lent and not copied: below, lending takes longer
+DEATH_SECONDS = 0.5  # after the end of the line, or of libzmq's connection, how long the other one's end may take to be told
+_FRAME = struct.Struct("<B3xI")
+_TAKEN = struct.Struct("<QQ")
+_MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
+_ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
+CURVE = "curve"  # the one option of an address
+_MESSAGES_AT_ONCE = 64  # read, then the loop turns
+_CONNECTOR, _LISTENER = "connector", "listener"
+
+
+class ZeroMQChannel(WindowedEndpoint):
+    """One end: a PAIR socket, its monitor, and the line of the meeting."""
+
+    scheme: ClassVar[str] = "zmq"
+
+    def __init__(self, side: str, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+        super().__init__(meeting.limits, meeting.peer)
+        self._side = side
+        self._pair = pair
+        self._monitor = monitor
+        self._frames: list[zmq.Frame] = []
+        self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
+        self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
+        self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
+        self._reading_soon = False
+        self._connections: set[int] = set()  # libzmq's descriptors, as the monitor names them
+        self._disconnected = self._line_gone = False
+        self._death: asyncio.TimerHandle | None = None
+        self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
+        self._loop.add_reader(self._descriptors[0], self._read)
+        self._loop.add_reader(self._descriptors[1], self._read_monitor)
+        self._lifeline = Lifeline(meeting.line, self._on_gone)
+        if side == _LISTENER:
+            self._write(_GREETING_KIND, self._own_greeting)
+        self._read_soon()
+        self._loop.call_soon(self._read_monitor)  # its descriptor, too, tells of changes only
+
+    def statistics(self) -> ChannelStatistics:
+        self._counters.held_buffers = len(self._held)
+        return super().statistics()
+
+    # Sending.
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        size = sum(map(len, parts)) - len(parts[0])
+        if not self._sending.fits(size):
+            return False
+        self._count_sent(size)
+        head = _FRAME.pack(_MESSAGE_KIND, len(parts[0]))
+        if size <= INLINE_BYTES:
+            self._send_frames([b"".join((head, *parts))])
+        else:
+            self._send_frames([head + parts[0], *parts[1:]])
+        return True
+
+    def _send_frames(self, frames: list[Part]) -> None:
+        """Give the frames to libzmq, which copies the small ones and is lent the large ones."""
+        last = len(frames) - 1
+        lender = shared_context.lender
+        try:
+            for index, frame in enumerate(frames):
+                flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
+                if len(frame) < LENT_BYTES or lender is None:
+                    self._pair.send(frame, flags)
+                else:
+                    lender.send(self._pair, frame, flags)
+        except zmq.Again:  # there is no connection any more, but what the peer had sent is read first
+            if self._broken is None:
+                self._loop.call_soon(self._disconnect)
+            return
+        except zmq.ZMQError as error:
+            self._fail(f"the connection is lost: {error}")
+            return
+        if not self._reading_soon:
+            self._read_soon()
+
+    def _write(self, kind: int, body: bytes = b"") -> None:
+        self._send_frames([_FRAME.pack(kind, 0) + body])
+
+    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
+
+    def _say_waiting(self) -> None:
+        self._write(_WAITING_KIND)
+
+    # Receiving.
+
+    def _read_soon(self) -> None:
+        """Look at the socket in the loop's next turn. Its descriptor tells of changes only, and any call on it may eat one."""
+        self._reading_soon = True
+        self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._reading_soon = False
+        if self._pair.closed:
+            return
+        try:
+            for _ in range(_MESSAGES_AT_ONCE):
+                events = int(self._pair.get(zmq.EVENTS))
+                if not events & zmq.POLLIN:
+                    if self._disconnected and not events & zmq.POLLOUT:
+                        self._fail(f"{self.peer.name or 'the peer'} died")
+                    return
+                self._read_message()
+        except (zmq.ZMQError, WireError) as error:
+            self._fail(str(error), nonsense=isinstance(error, WireError))
+            return
+        self._read_soon()
+
+    def _read_message(self) -> None:
+        """One whole message; libzmq hands over all its frames or none."""
+        frames = self._frames
+        frames.clear()
+        more = True
+        while more:
+            frame = self._pair.recv(zmq.NOBLOCK, copy=False)
+            more = frame.more
+            if len(frames) <= self.limits.max_tensors:
+                frames.append(frame)
+            elif not more:
+                raise WireError("a message of too many frames")
+        body = frames[0].bytes
+        if len(body) < _FRAME.size or self._broken is not None:
+            raise WireError("a frame that is too short")
+        kind, envelope_bytes = _FRAME.unpack_from(body)
+        if not self.greeted.done():
+            if kind != _GREETING_KIND or not secrets.compare_digest(body[_FRAME.size :], self._peer_greeting):
+                raise WireError("somebody else than the peer of the handshake is at the other end")
+            self._greet()
+        elif kind == _MESSAGE_KIND:
+            self._read_data(body, envelope_bytes, frames)
+        elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
+            self._hear_taken(*_TAKEN.unpack_from(body, _FRAME.size))
+            if shared_context.lender is not None:
+                shared_context.lender.collect()
+        elif kind == _WAITING_KIND:
+            self._hear_waiting()
+        elif kind == _CLOSE_KIND:
+            self._write(_CLOSED_KIND)
+            self._end()
+            self._finish()
+        elif kind == _CLOSED_KIND:
+            self._finish()
+        else:
+            raise WireError(f"a frame of kind {kind}")
+        frames.clear()
+
+    def _greet(self) -> None:
+        self.greeted.set_result(None)
+        if self._side == _CONNECTOR:
+            self._write(_GREETING_KIND, self._own_greeting)
+
+    def _read_data(self, body: bytes, envelope_bytes: int, frames: list[zmq.Frame]) -> None:
+        end = _FRAME.size + envelope_bytes
+        envelope, sizes = decode_envelope(body[_FRAME.size : end], self.limits)
+        payload_bytes = sum(sizes)
+        buffers: list[object] = []
+        if len(frames) == 1:
+            if end + payload_bytes != len(body):
+                raise WireError(f"tensors of {payload_bytes} bytes were announced, {len(body) - end} came")
+            for size in sizes:
+                buffers.append(bytearray(body[end : end + size]))
+                end += size
+        else:
+            if len(body) != end or sizes != [len(frame) for frame in frames[1:]]:
+                raise WireError(f"tensors of {sizes[:16]} bytes were announced, other sizes came")
+            buffers = [self._alias(frame, size) for frame, size in zip(frames[1:], sizes, strict=True)]
+        if not is_repeat(envelope.sequence, self._expected):
+            self._receiving.arrived(payload_bytes)
+        self._deliver(envelope, buffers, payload_bytes)
+
+    def _alias(self, frame: zmq.Frame, size: int) -> object:
+        if size <= INLINE_BYTES:  # small ones lie at odd addresses in libzmq's read buffer and would keep all of it
+            return bytearray(frame.bytes)
+        self._held.add(weakref.ref(frame, self._held.discard))
+        view: memoryview = memoryview(frame)  # type: ignore[arg-type]  # it does export its buffer
+        return view
+
+    # The end.
+
+    def _read_monitor(self) -> None:
+        """What libzmq says about the connection. All that it has said counts at once: a stranger's end may be told after the peer has
+        greeted, and before its coming is."""
+        ended = False
+        while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            description = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
+            event, value = struct.unpack("=Hi", description)
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+                self._connections.add(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(value)
+                ended = True
+            elif self._side == _LISTENER and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._lost()
+            elif self._side == _LISTENER:
+                self._fail("the peer of the handshake refuses the keys of this channel")
+        if ended and not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
+            self._disconnect()
+
+    def _on_gone(self, reason: str | None) -> None:
+        """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""
+        self._line_gone = True
+        if reason is not None:
+            self._fail(reason)
+        else:
+            self._lost_soon()
+        self._finish()
+
+    def _disconnect(self) -> None:
+        """libzmq has no connection any more. Where it is libzmq that cut it, for what it read, it says so before it hands over what came
+        first; that is done when nothing can be sent any more. The side that had connected to one that died can send on, to nobody."""
+        self._disconnected = True
+        if not self._pair.closed:
+            self._lost_soon()
+
+    def _lost_soon(self) -> None:
+        """The peer is lost: at once when nothing more can be on its way, else after a while, or when `_read` sees the end of the queue."""
+        if self._disconnected and (self._line_gone or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
+            self._lost()
+        elif not self._ended and self._broken is None and self._death is None:
+            self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
+            self._read_soon()  # the look at the queue may have taken the word of a message
+
+    def _lost(self) -> None:
+        self._read()
+        if self._reading_soon and self._broken is None and not self._ended:
+            self._loop.call_soon(self._lost)  # there was more than one turn's worth
+            return
+        if not self._ended:
+            self._fail(f"{self.peer.name or 'the peer'} died")
+        self._finish()
+
+    def _fail(self, reason: str, nonsense: bool = False) -> None:
+        self._break(reason, nonsense)
+        self._finish()
+        if not self.greeted.done():
+            self.greeted.set_exception(HandshakeError(reason))
+            self.greeted.exception()  # seen, even if nobody waits
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+    def _hang_up(self) -> None:
+        self._lifeline.close()
+
+    async def _shut(self) -> None:
+        try:
+            self._inbox.clear()
+            greeted = self.greeted.done() or self._side == _LISTENER  # whose greeting left first: the peer may be using the channel already
+            if greeted and not self._ended and self._broken is None:
+                self._write(_CLOSE_KIND)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await self._finished
+        finally:
+            if self._death is not None:
+                self._death.cancel()
+            for descriptor in self._descriptors:
+                self._loop.remove_reader(descriptor)
+            self._lifeline.close()
+            self._frames.clear()
+            shared_context.close(self._pair, self._monitor)
+
+
+class ZeroMQTransport(Transport):
+    """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP."""
+
+    scheme: ClassVar[str] = "zmq"
+    capabilities: ClassVar[Capabilities] = Capabilities(aliasing_receive=True, borrows_sender=True, between_hosts=True)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if _missing is not None:
+            return f"zmq needs the package pyzmq ({_missing}); install it with: pip install pyzmq"
+        return None
+
+    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
+        check_key(key)
+        name, encryption = _parse(expect_scheme(address, self.scheme))
+        name = name or free_name()
+        return SocketListener(self.scheme, name, limits, key, identity, partial(_accepted, encryption), encryption=encryption)
+
+    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
+        check_key(key)
+        name, encryption = _parse(expect_scheme(address, self.scheme))
+        sockets: list[zmq.Socket[Any]] = []
+        met: list[tuple[socket.socket, Handshake]] = []
+
+        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
+            line, handshake = met[0]
+            sockets.extend(pair_and_monitor(agreed))
+            if encryption:
+                shared_context.encrypt_server(sockets[0], CurveKeys.derive(handshake))
+            host = line.getsockname()[0] if line.family == socket.AF_INET else None
+            return f"{bind(sockets[0], host)}?{encryption}".encode(), []
+
+        try:
+            meeting = await meet(self.scheme, name, limits, key, identity, bring, encryption=encryption, begin=lambda *of: met.append(of))
+        except BaseException as error:
+            if sockets:
+                shared_context.close(*sockets)
+            if isinstance(error, zmq.ZMQError):
+                raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
+            raise
+        channel = ZeroMQChannel(_CONNECTOR, meeting, *sockets)
+        try:
+            await asyncio.shield(channel.greeted)
+        except BaseException:
+            await channel.aclose()
+            raise
+        return channel
+
+
+def _accepted(encryption: str, meeting: Meeting) -> Channel:
+    """The listener's end: connects to the endpoint that the connector named under its proof."""
+    endpoint, _, option = meeting.payload.decode("ascii", "replace").partition("?")
+    match = _ENDPOINT.fullmatch(endpoint)
+    host = meeting.line.getpeername()[0] if meeting.line.family == socket.AF_INET else None
+    if match is None or match[1] != host:
+        raise WireError(f"{endpoint!r} is no endpoint of the caller's")
+    if option != encryption:
+        raise WireError("one end wants encryption and the other does not")
+    pair, monitor = pair_and_monitor(meeting.limits)
+    try:
+        if encryption:
+            shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
+        pair.connect(endpoint)
+        return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
+    except zmq.ZMQError as error:
+        shared_context.close(pair, monitor)
+        raise WireError(str(error)) from error
+
+
+def _parse(rest: str) -> tuple[str, str]:
+    """The name in an address, and its option, if any. Raises AddressError, UnavailableError."""
+    name, separator, option = rest.partition("?")
+    if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
+        raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
+    if separator and option != CURVE:
+        raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}")
+    if separator and not zmq.has("curve"):
+        raise UnavailableError("this libzmq was built without encryption (CURVE); the wheels of pyzmq have it: pip install pyzmq")
+    return name, option
