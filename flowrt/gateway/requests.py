@@ -32,6 +32,7 @@ class Requests:
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
         self._failure: Exception | None = None
+        self._is_closing = False
 
     def begin(self) -> None:
         """The run is up. `aclose` ends what this begins."""
@@ -39,6 +40,7 @@ class Requests:
             self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
 
     async def aclose(self) -> None:
+        self._is_closing = True
         for sender in self._senders:
             sender.cancel()
         if self._senders:
@@ -130,8 +132,9 @@ class Requests:
                 changed.set()
 
     async def _send_cancels(self, group: str) -> None:
-        while True:
-            decision = await self._outgoing[group].wait_item()
-            self._outgoing[group].take_nowait()
+        outgoing = self._outgoing[group]
+        while not self._is_closing:  # `cancel` comes once: an error that `send` raises in its place must end this task, too
+            decision = await outgoing.wait_item()
+            outgoing.take_nowait()
             with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
                 await self._send(decision.group, decision.cancel)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing, suppress
+from random import Random
 
 import pytest
 
-from flowrt.actors.control import Cancel, Control, Submit
+from flowrt.actors.control import Cancel, Control, Submit, as_message
 from flowrt.gateway.gateway import Gateway, Parameters
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.health import Progress
 from flowrt.seams import RealClock
+from flowrt.transports.contract import Identity, Limits
+from flowrt.transports.errors import EndOfChannel
+from flowrt.transports.inproc import InprocChannel
 
 
 def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None:
@@ -41,3 +46,83 @@ def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None
         await requests.aclose()
 
     asyncio.run(main())
+
+
+def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> None:
+    async def main() -> None:
+        sending = asyncio.Event()
+
+        async def send(group: str, control: Control) -> None:
+            if isinstance(control, Cancel):
+                sending.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    raise ValueError("not the error that the sender was cancelled with")
+
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1), send, Progress(), RealClock())
+        requests.begin()
+        events = requests.follow(await requests.submit([1, 2, 3], Parameters(max_tokens=4)))
+        client = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        client.cancel()
+        await sending.wait()
+        async with asyncio.timeout(20):
+            await requests.aclose()
+
+    asyncio.run(main())
+
+
+def test_requests_close_among_ten_thousand_cancels_at_random_moments() -> None:
+    """Clients leave while they submit or follow; the control connection has room for two messages; `aclose` comes among them."""
+
+    async def main() -> None:
+        num_cancelled = 0
+        for seed in range(200):
+            async with asyncio.timeout(30):
+                num_cancelled += await cancel_at_random(Random(seed), num_clients=50)
+        assert num_cancelled == 10_000
+
+    asyncio.run(main())
+
+
+async def cancel_at_random(random: Random, num_clients: int) -> int:
+    """How many of `num_clients` clients end cancelled. Cancels and `aclose` come after a random number of turns of the loop."""
+    ours, theirs = InprocChannel.pair(Limits(capacity_messages=2), Identity("gateway"), Identity("g"))
+    gateway = Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1)
+
+    async def turns(most: int) -> None:
+        for _ in range(random.randrange(most)):
+            await asyncio.sleep(0)
+
+    async def send(group: str, control: Control) -> None:
+        await ours.send(as_message(control))
+
+    async def read() -> None:
+        with suppress(EndOfChannel):
+            while await theirs.recv():
+                await turns(4)
+
+    async def follow() -> None:
+        async with aclosing(requests.follow(await requests.submit([1, 2, 3], Parameters(max_tokens=4)))) as events:
+            async for _ in events:
+                pass
+
+    async def cancel(task: asyncio.Task[None]) -> None:
+        await turns(40)
+        task.cancel()
+
+    requests = Requests(gateway, send, Progress(), RealClock())
+    requests.begin()
+    clients = [asyncio.create_task(follow()) for _ in range(num_clients)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read())
+        cancels = [group.create_task(cancel(client)) for client in clients]
+        await turns(60)
+        await requests.aclose()
+        await asyncio.wait(cancels)
+        await asyncio.wait(clients)
+        await ours.aclose()
+    await theirs.aclose()
+    assert gateway.num_unfinished == 0
+    return sum(client.cancelled() for client in clients)

@@ -268,7 +268,7 @@ class Endpoint(Channel):
             except BaseException:
                 if turn.done() and not turn.cancelled():
                     self._pass_turn()
-                else:
+                elif turn in self._turns:  # `_pass_turn` removes a cancelled turn when the head ends before this task runs
                     self._turns.remove(turn)
                 raise
         self._line_taken = True

@@ -37,7 +37,7 @@ TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200)
 _LAST = 10_000  # the number of a message that ends a round
 
 
-async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> asyncio.Task[Any]:
+async def cancelled_after(call: Coroutine[Any, Any, Any] | asyncio.Task[Any], turns: int) -> asyncio.Task[Any]:
     """`call` as a task that has ended, by itself or because it was cancelled after `turns` turns of the loop."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
@@ -88,6 +88,28 @@ async def check_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
                     check_numbered(rest[0], count, nbytes)
                 else:
                     expect(sending.cancelled(), "a send that returned has sent")
+
+
+async def check_waiting_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A send that waits behind another is cancelled after any number of turns: it ends cancelled or has sent, and the others send."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
+    async with opened(make_pair, limits) as (one, two):
+        for turns in TURNS:
+            count = 0
+            while one.send_nowait(numbered(count)):
+                count += 1
+            head = asyncio.ensure_future(one.send(numbered(count)))
+            waiting = asyncio.ensure_future(one.send(numbered(count + 1)))
+            last = asyncio.ensure_future(one.send(numbered(_LAST)))
+            await asyncio.sleep(0)
+            receiving = asyncio.ensure_future(_until(two, _LAST))
+            await cancelled_after(waiting, turns)
+            await within(asyncio.gather(head, last), "the sends before and behind a cancelled one")
+            messages = await within(receiving, "what was sent")
+            expect(waiting.cancelled() or waiting.exception() is None, "a cancelled send raises CancelledError")
+            expect(len(messages) == count + (2 if waiting.cancelled() else 3), "a send has sent once unless it was cancelled")
+            for number, message in enumerate(messages[:-1]):
+                check_numbered(message, number)
 
 
 async def _until(channel: Channel, last: int) -> list[Message]:
@@ -176,6 +198,7 @@ async def _settled(condition: Callable[[], bool], promise: str) -> None:
 CANCELLED_CHANNEL_CHECKS: tuple[ChannelCheck, ...] = (
     check_recv_cancelled_at_every_turn,
     check_send_cancelled_at_every_turn,
+    check_waiting_send_cancelled_at_every_turn,
     check_aclose_cancelled_at_every_turn,
 )
 CANCELLED_TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
