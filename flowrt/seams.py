@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 import secrets
 import threading
@@ -20,6 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from flowrt.process_status import (
+    Activity,
+    ProcessTimes,
+    other_threads_want_processor,
+    process_activity,
+    process_times,
+    thread_queued_seconds,
+)
 from flowrt.timer import Timer, new_timer
 from flowrt.transports.contract import Transport
 from flowrt.transports.registry import get_transport
@@ -55,7 +62,8 @@ class Running:
 
     `computed_seconds` is a count of processor time that grows while it computes, and stands while it waits; None where there is no
     such count. It counts as hung too when that has stood for `still_seconds`, and at every look meanwhile `wants_processor` said no:
-    on a busy machine one that computes may have to wait for its turn.
+    on a busy machine one that computes may have to wait for its turn. `queued_seconds`: for how long its thread has waited for a
+    processor so far, which extends its bound.
     """
 
     label: str
@@ -64,6 +72,7 @@ class Running:
     computed_seconds: float | None = None
     still_seconds: float = math.inf
     wants_processor: Callable[[], bool] = _nobody
+    queued_seconds: float = 0.0
 
 
 class Compute(Protocol):
@@ -110,6 +119,7 @@ class ThreadCompute:
         self._inline_seconds = inline_seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=self._note_thread)
         self._clock: int | None = None  # of the thread's processor time
+        self._thread_id = 0
         self._expected_seconds: dict[str, float] = {}
         self._longest_seconds: dict[str, float] = {}  # of calls in the thread
         self._label: str | None = None  # of what runs now
@@ -122,7 +132,7 @@ class ThreadCompute:
         if label is None:
             return None
         if declared is not None:
-            return Running(label, self._since_seconds, declared)
+            return Running(label, self._since_seconds, declared, queued_seconds=thread_queued_seconds(self._thread_id))
         return Running(
             label,
             self._since_seconds,
@@ -130,6 +140,7 @@ class ThreadCompute:
             None if clock is None else time.clock_gettime(clock),
             STILL_SECONDS if label in self._expected_seconds else FIRST_STILL_SECONDS,
             other_threads_want_processor,
+            thread_queued_seconds(self._thread_id),
         )
 
     def is_short(self, label: str) -> bool:
@@ -171,6 +182,7 @@ class ThreadCompute:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _note_thread(self) -> None:
+        self._thread_id = threading.get_native_id()
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
@@ -201,39 +213,6 @@ class ThreadCompute:
         self._expected_seconds[label] = expected
 
 
-def other_threads_want_processor() -> bool:
-    """Whether a thread of this process but the calling one runs, could run if it had its turn, or waits for a disk.
-
-    All of them: a call computes on several, and the one that began it sleeps when another one is late. True where nothing is known.
-    """
-    return _want_processor("self", but=str(threading.get_native_id())) is not False
-
-
-def processor_of(pid: int) -> tuple[bool, float] | None:
-    """Of a process of this machine: whether a thread of it runs, could run if it had its turn, or waits for a disk; and the processor
-    time they have used, to a hundredth of a second. None: the system does not say, or there is no such process."""
-    wants = _want_processor(str(pid))
-    try:
-        words = _words_of_stat(f"/proc/{pid}/stat")
-        return None if wants is None else (wants, (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, IndexError):
-        return None
-
-
-def _want_processor(process: str, but: str = "") -> bool | None:
-    """Whether one of its threads does; None when that cannot be told, as when one ends just now."""
-    try:
-        threads = os.listdir(f"/proc/{process}/task")
-        return any(_words_of_stat(f"/proc/{process}/task/{each}/stat")[0] in (b"R", b"D") for each in threads if each != but)
-    except (OSError, IndexError):
-        return None
-
-
-def _words_of_stat(path: str) -> list[bytes]:
-    with open(path, "rb") as file:
-        return file.read().rpartition(b") ")[2].split()  # behind the name, which may hold anything
-
-
 def resident_bytes() -> int:
     """Memory of this process's own that lies in RAM: anonymous and shared memory; 0 where the system does not say.
 
@@ -260,4 +239,6 @@ class Seams:
     transport: Callable[[str], Transport] = get_transport
     new_timer: Callable[[], Timer] = new_timer  # of the running loop; finer than the clock's sleep
     resident_bytes: Callable[[], int] = resident_bytes
+    process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
+    process_activity: Callable[[int], Activity | None] = process_activity
     random: random.Random = field(default_factory=random.Random)  # for jitter and choices that need no replay

@@ -65,17 +65,17 @@ async def send_beats(
 
 
 class OperationWatch:
-    """For how long the running operation has run, and for how long at most it should, by what it has computed from look to look.
+    """For how long the running operation has run, and for how long at most it may, by its processor time from look to look.
 
-    An operation may run up to its bound. If it uses no processor and wants none, it stands still, and that may take `still_seconds` at
-    most: then its bound is what it had run until it stood still, and those. Time counts as standing still only when it was looked at:
-    a process that was stopped itself, or had no processor, has not looked.
+    Its bound holds for the time in which it could run: waiting for a processor does not count, nor a time without looks, in which this
+    process was stopped or had no processor itself. An operation that neither computes nor waits for a processor stands still, and may
+    do so for `still_seconds`: then its bound is what it had run until it stood still, and those.
     """
 
     def __init__(self, look_seconds: float = BEAT_SECONDS) -> None:
-        self._most_between = 1.5 * look_seconds
+        self._max_between = 1.5 * look_seconds
         self._operation: tuple[str, float] | None = None
-        self._began = self._looked = self._computed = self._still = 0.0
+        self._looked = self._computed = self._queued = self._seconds = self._still = 0.0
 
     def look(self, now: float, running: Running | None) -> tuple[str | None, float, float]:
         """(for people: which operation; for how long it has run; its bound). To be called every `look_seconds`."""
@@ -85,17 +85,16 @@ class OperationWatch:
         operation = (running.label, running.since_seconds)
         computed = running.computed_seconds
         if operation != self._operation:
-            self._operation, self._began, self._still = operation, now, 0.0
-        elif computed is None:
-            self._still = 0.0
+            self._operation, self._seconds, self._still = operation, 0.0, 0.0
         else:
-            passed = min(now - self._looked, self._most_between)
-            if computed - self._computed > STILL_SHARE * passed or running.wants_processor():
+            passed = max(0.0, min(now - self._looked, self._max_between) - max(0.0, running.queued_seconds - self._queued))
+            self._seconds += passed
+            if computed is None or computed - self._computed > STILL_SHARE * passed or running.wants_processor():
                 self._still = 0.0
             else:
                 self._still += passed
-        self._looked, self._computed = now, computed or 0.0
-        seconds, still = now - self._began, self._still
+        self._looked, self._computed, self._queued = now, computed or 0.0, running.queued_seconds
+        seconds, still = self._seconds, self._still
         label = repr(running.label) if still < TOLD_SECONDS else f"{running.label!r}, which has not computed for {still:.2f} s,"
         bound = running.bound_seconds
         return label, seconds, bound if not still else min(bound, seconds - still + running.still_seconds)

@@ -239,6 +239,7 @@ class Joined(Control, frozen=True):
     process: str
     incarnation: str
     addresses: dict[str, str]
+    pid: int = 0  # to the monitor; 0: not on this machine, or not known
 
 
 class Beat(Control, frozen=True):

@@ -97,7 +97,7 @@ class Nursery:
         life = self.lives[name] = await self._fork(name, _WORKER, self._graph)
         life.heard_at = time.monotonic()
         life.relay = self._tasks.create_task(self._relay(life), name=f"relay of {name}")
-        await self._tell(Joined(name, life.incarnation, {}))
+        await self._tell(Joined(name, life.incarnation, {}, life.pid))
 
     async def bury(self, name: str) -> None:
         """Kill this life, and tell the monitor."""

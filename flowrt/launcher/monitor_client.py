@@ -92,7 +92,7 @@ class Watching:
         """A life of the monitor is there: it learns who else is."""
         for other in self._run.workers.values():
             if line.name == MONITOR and other is not line and other.connected.done() and not other.is_over and other.placed.task is None:
-                line.post(Joined(other.name, other.incarnation, {}))
+                line.post(Joined(other.name, other.incarnation, {}, other.placed.pid))
 
     def _relay(self, sign: Control) -> None:
         monitor = self._run.workers.get(MONITOR)

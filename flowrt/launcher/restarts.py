@@ -272,7 +272,7 @@ class Revival:
             self.condemn(lines[0], error.reason)
             return False
         for line in lines:
-            self._tell_others(line, (MONITOR,), Joined(line.name, line.incarnation, self._introduction.addresses[line.name]))
+            self._tell_others(line, (MONITOR,), Joined(line.name, line.incarnation, {}, line.placed.pid))
         return True
 
     async def _pause(self, seconds: float) -> bool:

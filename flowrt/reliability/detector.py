@@ -1,18 +1,19 @@
-"""The detector: who is alive, suspect or dead, from what was heard of whom and when.
+"""The failure detector: heartbeats and process samples in, verdicts out. Pure: the clock is an argument.
 
-Here: Detector, a state machine per process and life (incarnation): events in, decisions out. Not here: who hears and who carries out
-(flowrt/workers/monitor.py, flowrt/cluster), how a worker measures itself (flowrt/actors/beats.py). Pure: the clock is an argument.
+    alive  <->  suspect  ->  dead        a new incarnation of a dead process starts alive
 
-    joined, first beat            no beat for suspect_seconds,         no beat for dead_seconds,
-          |                       a client reports it late             an operation beyond its bound
-          v                                 |                                    |
-        alive ----------------------------> suspect ---------------------------> dead      (also alive -> dead)
-          ^                                 |                                    |
-          +------ beats, nobody complains --+        a new incarnation joins     |
-          +----------------------------------------------------------------------+
+A process is suspect while its heartbeats are late or a client reports that it waits for it; nothing follows from that but a warning.
+Silence alone never marks a process dead. These do, each since its last heartbeat:
 
-A process that beats in time is not dead, however slow it is. A dead life stays dead: what it says later is ignored and counted; only
-a new incarnation is alive again. Who judges may be the slow one, so silence counts only as far as it can be trusted (see `_silence`).
+    stopped     it was seen stopped by a signal (state T), and its heartbeats have been missing for dead_seconds
+    busy        it received dead_seconds of processor time
+    asleep      no thread of it could run, and its heartbeats have been missing for dead_seconds
+    disk        it waited for a disk for DISK_SECONDS
+    operation   its heartbeats go on and say that the running operation has passed its bound
+
+Only evidence that was watched counts. Time in the run queue is time in none of these states, so it extends every deadline; so does time
+in which the observer itself did not run, and in which the launcher, which relays the heartbeats, gave no sign of its own. Where the
+system tells nothing of a process (no /proc, another machine) there are no samples: only a passed bound marks it dead.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flowrt.process_status import Activity, ProcessTimes
+
 LAG_SECONDS = 0.025  # a loop this late has done nothing but its work
-LAG_MEMORY_SECONDS = 10.0  # for so long a lag of the observer stretches its time-outs
-DISTRUST_SECONDS = 2.0  # when nearly all fall silent at once: the observer takes it for its own fault, but no longer than this
-DISTRUST_SHARE = 0.8
-STARVED_SECONDS = 2.0  # so much of a silence, at most, is forgiven for standing in line for a processor
-REPORT_SECONDS = 2.0  # for so long a client's complaint keeps a process suspect
-MOST_PAST_LIVES = 64  # remembered per process
+SAMPLE_SECONDS = 0.12  # a process without a heartbeat for so long is sampled
+SEEN_SHARE = 0.75  # of dead_seconds: sampling starts after the last heartbeat, so it sees less than the whole silence
+DISK_SECONDS = 60.0
+MAX_TICK_SECONDS = 0.1  # a longer time between two ticks counts as this: the observer was late, and has unread heartbeats
+PATH_SECONDS = 0.15  # without a heartbeat of the launcher: from then on silence does not count
+REPORT_SECONDS = 2.0  # a client's report keeps a process suspect for so long
+MAX_PAST = 64  # remembered incarnations per process
 
 
 class State(enum.Enum):
@@ -40,7 +44,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Suspected:
-    """This life gives little sign of work. Nothing follows from it but a line for people."""
+    """This incarnation shows little sign of work. Nothing follows from it but a warning."""
 
     process: str
     incarnation: str
@@ -49,7 +53,7 @@ class Suspected:
 
 @dataclass(frozen=True)
 class Cleared:
-    """It was suspect, and is not any more."""
+    """It is not suspect any more."""
 
     process: str
     incarnation: str
@@ -58,7 +62,7 @@ class Cleared:
 
 @dataclass(frozen=True)
 class Condemned:
-    """This life is dead, or to be treated so. Said once per life."""
+    """The verdict: this incarnation is dead or hung. Given once per incarnation."""
 
     process: str
     incarnation: str
@@ -74,185 +78,196 @@ class Timeouts:
     dead_seconds: float = 1.0
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What a heartbeat says about the running operation. `bound_seconds` 0: none is declared."""
+
+    label: str
+    seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True)
+class ProcessSample:
+    activity: Activity
+    times: ProcessTimes
+
+
 @dataclass
-class Life:
-    """The latest life of a process, as far as it is known."""
+class Watched:
+    """The latest incarnation of a process. Everything in the second half starts again with each heartbeat."""
 
     incarnation: str
-    heard_at: float
     state: State = State.ALIVE
     why: str = ""  # it is suspect or dead
     sequence: int = -1
-    starved_seconds: float = 0.0  # of its silence, spent in line for a processor
     reported_until: float = -math.inf
-    past: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_PAST_LIVES))  # earlier incarnations
+    past: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PAST))  # earlier incarnations
+
+    heard_at: float = 0.0
+    silent_seconds: float = 0.0  # that count
+    sampled_at_silence: float = 0.0  # silent_seconds at the latest sample
+    times: ProcessTimes | None = None  # of the latest sample
+    activity: Activity | None = None
+    received_seconds: float = 0.0  # of processor time, in silence that counts
+    seconds: dict[Activity, float] = field(default_factory=dict)  # in silence that counts, neither running nor in the run queue
+
+    def add_sample(self, sample: ProcessSample) -> None:
+        """What it did since the one before, at most for as long as silence has counted since."""
+        passed, self.sampled_at_silence = self.silent_seconds - self.sampled_at_silence, self.silent_seconds
+        times, before, activity_before = sample.times, self.times, self.activity
+        self.times, self.activity = times, sample.activity
+        if before is None:
+            return
+        # A loop that waits for a processor receives nothing, whatever its other threads do.
+        if sample.activity is Activity.RUNNABLE:
+            received = times.loop_cpu_seconds - before.loop_cpu_seconds
+        else:
+            received = times.cpu_seconds - before.cpu_seconds
+        received = min(max(0.0, received), passed)
+        self.received_seconds += received
+        if sample.activity is activity_before:
+            idle = max(0.0, passed - received - max(0.0, times.queued_seconds - before.queued_seconds))
+            self.seconds[sample.activity] = self.seconds.get(sample.activity, 0.0) + idle
 
 
 class Detector:
-    """One observer. Call its events in the order of their times; carry out what they return.
+    """One observer. Call its methods in the order of their times; carry out what they return.
 
-    `num_ignored` counts the words of lives that are over or unknown, and repeated ones.
+    `num_ignored` counts heartbeats and reports of unknown or dead incarnations, and repeated heartbeats.
     """
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self._timeouts = timeouts or Timeouts()
-        self._lives: dict[str, Life] = {}
-        self._lags: deque[tuple[float, float]] = deque()  # the observer's own: (when, how late)
-        self._path_at: float | None = None  # when whoever passes the beats on last gave a sign of its own; None: it never does
-        self._starved: frozenset[str] = frozenset()
-        self._looked_at = math.inf
-        self._distrust_began: float | None = None
-        self._distrust_until = -math.inf
+        self._watched: dict[str, Watched] = {}
+        self._path_at: float | None = None  # the launcher's latest heartbeat; None: it sends none
+        self._ticked_at = -math.inf
         self.num_ignored = 0
 
     @property
-    def lives(self) -> Mapping[str, Life]:
-        """By process; to be looked at only."""
-        return self._lives
+    def watched(self) -> Mapping[str, Watched]:
+        """By process."""
+        return self._watched
 
-    # --- what is heard of a process ---------------------------------------------------------------------------------------
+    def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
+        """Watch a new incarnation. Idempotent; a dead one stays dead."""
+        known = self._watched.get(process)
+        if known is None or (known.incarnation != incarnation and incarnation not in known.past):
+            self._begin(now, process, incarnation, times)
 
-    def joined(self, now: float, process: str, incarnation: str) -> None:
-        """A new life works from now on. Idempotent; a life that is over stays over."""
-        life = self._lives.get(process)
-        if life is None or (life.incarnation != incarnation and incarnation not in life.past):
-            self._begin(now, process, incarnation)
+    def remove(self, now: float, process: str, incarnation: str) -> None:
+        """Its connection has closed, or others have marked it dead: nothing is decided about it any more. Idempotent."""
+        watched = self._watched.get(process) or self._begin(now, process, incarnation)
+        if watched.incarnation == incarnation:
+            watched.state, watched.why = State.DEAD, watched.why or "its connection has closed"
+        elif incarnation not in watched.past:
+            watched.past.append(incarnation)
 
-    def left(self, now: float, process: str, incarnation: str) -> None:
-        """That life is over, as others have found: nothing is decided any more. Idempotent."""
-        life = self._lives.get(process)
-        if life is None:
-            life = self._begin(now, process, incarnation)
-        if life.incarnation == incarnation:
-            life.state, life.why = State.DEAD, life.why or "it has left"
-        elif incarnation not in life.past:
-            life.past.append(incarnation)
-
-    def beat(
+    def record_heartbeat(
         self,
         now: float,
         process: str,
         incarnation: str,
         sequence: int,
-        running: str | None = None,
-        running_seconds: float = 0.0,
-        bound_seconds: float = 0.0,
+        operation: Operation | None = None,
+        times: ProcessTimes | None = None,
     ) -> list[Decision]:
-        """Its loop turns. `running`: what it computes, for how long it has, and at most should (0: no bound is declared)."""
-        life = self._lives.get(process)
-        if life is None or (life.state is State.DEAD and incarnation != life.incarnation and incarnation not in life.past):
-            life = self._begin(now, process, incarnation)  # an observer that was started later learns who there is
-        if incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence:
+        """Its loop turns. `times`: its processor time, read when the heartbeat came."""
+        watched = self._watched.get(process)
+        if watched is None or (watched.state is State.DEAD and incarnation not in (watched.incarnation, *watched.past)):
+            watched = self._begin(now, process, incarnation)  # an observer that was started later learns from heartbeats
+        if incarnation != watched.incarnation or watched.state is State.DEAD or sequence <= watched.sequence:
             self.num_ignored += 1
             return []
-        life.heard_at, life.sequence, life.starved_seconds = now, sequence, 0.0
-        if running is not None and 0 < bound_seconds < running_seconds:
-            return [self._condemn(process, life, f"{running} has run {running_seconds:.2f} s, its bound is {bound_seconds:.2f} s")]
-        if life.state is State.SUSPECT and now >= life.reported_until:
-            return [self._clear(process, life)]
+        fresh = Watched(incarnation, watched.state, watched.why, sequence, watched.reported_until, watched.past, now, times=times)
+        self._watched[process] = fresh
+        if operation is not None and 0 < operation.bound_seconds < operation.seconds:
+            why = f"{operation.label} has run {operation.seconds:.2f} s, its bound is {operation.bound_seconds:.2f} s"
+            return [self._condemn(process, fresh, why)]
+        if fresh.state is State.SUSPECT and now >= fresh.reported_until:
+            return [self._clear(process, fresh)]
         return []
 
-    def reported(
+    def record_report(
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
     ) -> list[Decision]:
-        """A client waits longer than it should. That is a reason to look, and to ask another one; never to kill."""
-        life = self._lives.get(process)
-        if life is None or incarnation != life.incarnation or life.state is State.DEAD:
+        """A client waits longer than usual: a reason to suspect, never a verdict."""
+        watched = self._watched.get(process)
+        if watched is None or incarnation != watched.incarnation or watched.state is State.DEAD:
             self.num_ignored += 1
             return []
-        life.reported_until = now + REPORT_SECONDS
-        if life.state is State.SUSPECT:
+        watched.reported_until = now + REPORT_SECONDS
+        if watched.state is State.SUSPECT:
             return []
-        return [self._suspect(process, life, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
+        return [self._suspect(process, watched, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
 
-    def starved(self, now: float, processes: Collection[str]) -> None:
-        """From now on these, and no others, are seen to stand in line for a processor: slow, which is neither stopped nor hung.
-
-        The time from look to look is taken off the silence of those who stood there at the first of the two, whatever befalls them
-        next: who is stopped for a moment after two seconds in line has been silent for that moment.
-        """
-        for process in self._starved & self._lives.keys():
-            self._lives[process].starved_seconds += max(0.0, now - self._looked_at)
-        self._starved, self._looked_at = frozenset(processes), now
-
-    # --- time, and the observer itself ----------------------------------------------------------------------------------
-
-    def tick(self, now: float, lag_seconds: float = 0.0) -> list[Decision]:
-        """Time has passed; the observer's own loop was this late. To be called several times per suspect_seconds."""
-        self._note_lag(now, lag_seconds)
-        return self._judge(now)
-
-    def path_beat(self, now: float, lag_seconds: float) -> list[Decision]:
-        """Whoever passes the beats on gave a sign of its own. From its first one on, silence counts only up to its latest: before the
-        next nobody can tell a process that is silent from one that is not passed on."""
+    def record_launcher_heartbeat(self, now: float) -> None:
+        """The launcher relays heartbeats. From its own first one on, silence counts only while its own keep coming."""
         self._path_at = now
-        self._note_lag(now, lag_seconds)
-        return self._judge(now)
 
-    def stretch(self, now: float) -> float:
-        """By how much time-outs are longer now: the observer's worst lag of late, at most dead_seconds."""
-        while self._lags and self._lags[0][0] <= now - LAG_MEMORY_SECONDS:
-            self._lags.popleft()
-        return min(max((lag for _, lag in self._lags), default=0.0), self._timeouts.dead_seconds)
+    def silent(self) -> list[str]:
+        """The processes that the next tick wants samples of."""
+        return [
+            process
+            for process, watched in self._watched.items()
+            if watched.state is not State.DEAD and watched.silent_seconds >= SAMPLE_SECONDS
+        ]
 
-    # --- inside ---------------------------------------------------------------------------------------------------------
-
-    def _judge(self, now: float) -> list[Decision]:
-        stretch = self.stretch(now)
-        suspect_seconds, dead_seconds = self._timeouts.suspect_seconds + stretch, self._timeouts.dead_seconds + stretch
-        judged = [(process, life, self._silence(now, life)) for process, life in self._lives.items() if life.state is not State.DEAD]
-        self._weigh_own_fault(now, sum(silence > suspect_seconds for _, _, silence in judged), len(judged))
+    def tick(self, now: float, samples: Mapping[str, ProcessSample]) -> list[Decision]:
+        """Time has passed. `samples`: of `silent` processes, as far as the system tells. To be called every 0.05 s."""
+        passed, self._ticked_at = min(max(0.0, now - self._ticked_at), MAX_TICK_SECONDS), now
+        if self._path_at is not None and now - self._path_at > PATH_SECONDS:
+            passed = 0.0
         decisions: list[Decision] = []
-        for process, life, silence in judged:
-            patience = dead_seconds + min(life.starved_seconds, STARVED_SECONDS)
-            trusted = now >= self._distrust_until or silence > dead_seconds + DISTRUST_SECONDS
-            if silence > patience and trusted:
-                decisions.append(self._condemn(process, life, f"no beat for {silence:.2f} s"))
-            elif silence > suspect_seconds:
-                if life.state is State.ALIVE:
-                    decisions.append(self._suspect(process, life, f"no beat for {silence:.2f} s"))
-            elif life.state is State.SUSPECT and now >= life.reported_until and life.sequence >= 0:
-                decisions.append(self._clear(process, life))
+        for process, watched in self._watched.items():
+            if watched.state is State.DEAD:
+                continue
+            watched.silent_seconds += min(passed, max(0.0, now - watched.heard_at))
+            if (sample := samples.get(process)) is not None:
+                watched.add_sample(sample)
+            decisions += self._judge(now, process, watched)
         return decisions
 
-    def _silence(self, now: float, life: Life) -> float:
-        return (now if self._path_at is None else self._path_at) - life.heard_at
+    # Decisions.
 
-    def _note_lag(self, now: float, lag_seconds: float) -> None:
-        if lag_seconds <= LAG_SECONDS:
-            return
-        self._lags.append((now, lag_seconds))
-        if lag_seconds > self._timeouts.dead_seconds:  # it was away: what it has not heard meanwhile says nothing
-            for life in self._lives.values():
-                life.heard_at = max(life.heard_at, now)
+    def _judge(self, now: float, process: str, watched: Watched) -> list[Decision]:
+        silence = f"no heartbeat for {watched.silent_seconds:.2f} s"
+        if (evidence := self._evidence(watched)) is not None:
+            return [self._condemn(process, watched, f"{evidence}, {silence}")]
+        if watched.silent_seconds > self._timeouts.suspect_seconds:
+            if watched.state is State.ALIVE:
+                seen = f" ({watched.activity.value})" if watched.activity is not None else ""
+                return [self._suspect(process, watched, silence + seen)]
+        elif watched.state is State.SUSPECT and now >= watched.reported_until and watched.sequence >= 0:
+            return [self._clear(process, watched)]
+        return []
 
-    def _weigh_own_fault(self, now: float, num_silent: int, num: int) -> None:
-        """Nearly all silent: judge nobody for a while, and a little longer, since they are heard again one after the other.
+    def _evidence(self, watched: Watched) -> str | None:
+        dead_seconds, seconds = self._timeouts.dead_seconds, watched.seconds
+        if watched.received_seconds >= dead_seconds:
+            return f"received {watched.received_seconds:.2f} s of processor time"
+        if watched.silent_seconds < dead_seconds:
+            return None
+        for activity in (Activity.STOPPED, Activity.ASLEEP):
+            if seconds.get(activity, 0.0) >= SEEN_SHARE * dead_seconds:
+                return str(activity.value)
+        return str(Activity.DISK.value) if seconds.get(Activity.DISK, 0.0) >= DISK_SECONDS else None
 
-        A new doubt begins only after a moment without one, in which whoever was silent for too long has been condemned.
-        """
-        if num_silent >= max(2, math.ceil(DISTRUST_SHARE * num)):
-            if self._distrust_began is None:
-                self._distrust_began = now
-            self._distrust_until = min(now + self._timeouts.suspect_seconds, self._distrust_began + DISTRUST_SECONDS)
-        elif now >= self._distrust_until:
-            self._distrust_began = None
-
-    def _begin(self, now: float, process: str, incarnation: str) -> Life:
-        before = self._lives.get(process)
-        life = self._lives[process] = Life(incarnation, now)
+    def _begin(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> Watched:
+        before = self._watched.get(process)
+        watched = self._watched[process] = Watched(incarnation, heard_at=now, times=times)
         if before is not None:
-            life.past.extend((*before.past, before.incarnation))
-        return life
+            watched.past.extend((*before.past, before.incarnation))
+        return watched
 
-    def _suspect(self, process: str, life: Life, why: str) -> Suspected:
-        life.state, life.why = State.SUSPECT, why
-        return Suspected(process, life.incarnation, why)
+    def _suspect(self, process: str, watched: Watched, why: str) -> Suspected:
+        watched.state, watched.why = State.SUSPECT, why
+        return Suspected(process, watched.incarnation, why)
 
-    def _clear(self, process: str, life: Life) -> Cleared:
-        life.state, life.why = State.ALIVE, ""
-        return Cleared(process, life.incarnation, "it beats, and nobody complains")
+    def _clear(self, process: str, watched: Watched) -> Cleared:
+        watched.state, watched.why = State.ALIVE, ""
+        return Cleared(process, watched.incarnation, "its heartbeats come in time, and no client reports it")
 
-    def _condemn(self, process: str, life: Life, why: str) -> Condemned:
-        life.state, life.why = State.DEAD, why
-        return Condemned(process, life.incarnation, why)
+    def _condemn(self, process: str, watched: Watched, why: str) -> Condemned:
+        watched.state, watched.why = State.DEAD, why
+        return Condemned(process, watched.incarnation, why)

@@ -101,6 +101,8 @@ class Faults:
             case Pause():
                 return self._park(nodes[0], thread_of(nodes[0]))
             case Stall():
+                if process is not None:
+                    process.stalls.append((world.loop.time(), world.loop.time() + fault.ends_seconds - fault.at_seconds))
                 return self._park(nodes[0])
             case Hang():
                 return self._park(thread_of(nodes[0]))

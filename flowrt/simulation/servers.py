@@ -165,7 +165,10 @@ class Servers:
 
     def on_word(self, line: Line, word: Control) -> None:
         if isinstance(word, Beat | Late) and line.connected.done() and not line.over.done():
-            self._relay(msgspec.structs.replace(word, **{"process" if isinstance(word, Beat) else "by": line.name}))
+            if isinstance(word, Beat):
+                self._relay(msgspec.structs.replace(word, process=line.name, pid=self._world.processes[line.name].pid))
+            else:
+                self._relay(msgspec.structs.replace(word, by=line.name))
         elif isinstance(word, Suspected):
             self.counts["suspected"] += 1
             self._on_suspected(word)
@@ -175,7 +178,7 @@ class Servers:
     def _on_suspected(self, word: Suspected) -> None:
         """Who does not beat may be suspected, for a client's complaint anybody."""
         line = self._owner.lines.get(word.process)
-        if line is None or line.incarnation != word.incarnation or not word.why.startswith("no beat"):
+        if line is None or line.incarnation != word.incarnation or not word.why.startswith("no heartbeat"):
             return
         if self._world.loop.time() < line.began_seconds + self._suspect_seconds / FASTEST_CLOCK:
             self.wrong.append(f"{word.process} was suspected before it could have been silent for so long: {word.why}")
@@ -224,11 +227,11 @@ class Servers:
         if not await self._heard(line, line.connected):
             return
         if line.name != MONITOR:
-            self._tell((MONITOR,), Joined(line.name, line.incarnation, {}))
+            self._tell((MONITOR,), Joined(line.name, line.incarnation, {}, self._world.processes[line.name].pid))
         else:
             for name, each in lines.items():
                 if name != MONITOR and each.connected.done() and not each.over.done():
-                    line.post(Joined(name, each.incarnation, {}))
+                    line.post(Joined(name, each.incarnation, {}, self._world.processes[name].pid))
         self._busy.discard(line.name)
 
     async def _heard(self, line: Line, word: asyncio.Future[Any]) -> bool:

@@ -16,6 +16,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from flowrt.process_status import Activity, ProcessTimes
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
 from flowrt.simulation.loop import START_SECONDS, VirtualLoop
@@ -36,6 +37,8 @@ class Process:
         self.exit = exit  # how it ended, as whoever started it hears of it
         self.clock: SimulatedClock | None = None
         self.compute: SimulatedCompute | None = None
+        self.pid = 0
+        self.stalls: list[tuple[float, float]] = []  # when its loop computed instead of turning: start, end
 
     @property
     def nodes(self) -> tuple[str, str]:
@@ -56,6 +59,7 @@ class World:
         self.deaths: list[Callable[[Process], None]] = []  # called in the moment of a `kill`, which nobody in the world hears of yet
         self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
         self._cost = cost
+        self._by_pid: dict[int, Process] = {}
         self._num_incarnations = 0
         self._num_lives: Counter[str] = Counter()
         self._random = random.Random(f"world {seed}")
@@ -83,6 +87,8 @@ class World:
             transport=self.network.transport,
             new_timer=LoopTimer,
             resident_bytes=lambda: 0,
+            process_times=self.process_times,
+            process_activity=self.process_activity,
             random=chance,
         )
 
@@ -116,6 +122,8 @@ class World:
         node = self.next_node(name)
         self._num_lives[name] += 1
         process = self.processes[name] = Process(name, node, self.loop.create_future())
+        process.pid = len(self._by_pid) + 1
+        self._by_pid[process.pid] = process
         task = self.loop.create_task(main(self.seams(node)), name=f"process {node}", context=self.context(node))
         here = current_node.get()
 
@@ -138,6 +146,23 @@ class World:
             hear(process)
         self._tell_exit(process, OUTSIDE, "was killed by signal 9")
         return True
+
+    def process_times(self, pid: int) -> ProcessTimes | None:
+        """As the system would tell: only stalls of a loop take processor time that is noticed."""
+        process, now = self._by_pid.get(pid), self.loop.time()
+        if process is None or process.exit.done():
+            return None
+        stalled = sum(max(0.0, min(end, now) - start) for start, end in process.stalls)
+        return ProcessTimes(stalled, stalled, 0.0)
+
+    def process_activity(self, pid: int) -> Activity | None:
+        process = self._by_pid.get(pid)
+        if process is None or process.exit.done() or self.loop.is_dead(process.node):
+            return None
+        loop, thread = map(self.loop.is_parked, process.nodes)
+        if loop and thread:
+            return Activity.STOPPED
+        return Activity.RUNNABLE if loop else Activity.ASLEEP
 
     def leftovers(self) -> list[str]:
         """What should not be there when all processes have ended: processes, channels, listeners."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -38,47 +38,29 @@ from flowrt.actors.control import (
 )
 from flowrt.actors.links import Link, LinkLostError
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
+from flowrt.process_status import ProcessTimes
 from flowrt.reliability import detector
-from flowrt.reliability.detector import LAG_SECONDS, Detector, State, Timeouts
-from flowrt.seams import Seams, processor_of
+from flowrt.reliability.detector import Decision, Detector, Operation, ProcessSample, Timeouts
+from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
 log = logging.getLogger("flowrt.monitor")
 
 TICK_SECONDS = 0.05
-BLOCKED_SHARE = 0.25  # of a processor: a loop that computes for so much of the time is blocked, not starved
 FAREWELL_SECONDS = 2.0
 _MOST_WORDS = 1 << 12  # that the launcher may be behind
+_MESSAGES: dict[type[Decision], type[Suspected | Cleared | Condemned]] = {
+    detector.Suspected: Suspected,
+    detector.Cleared: Cleared,
+    detector.Condemned: Condemned,
+}
 
 
 class _Settings(msgspec.Struct):
     """What it reads of the graph."""
 
     reliability: ReliabilitySettings = ReliabilitySettings()
-
-
-class Starvation:
-    """Which of the silent processes stand in line for a processor: their loops would turn if they had their turn. `look_at`: as
-    processor_of."""
-
-    def __init__(self, look_at: Callable[[int], tuple[bool, float] | None] = processor_of) -> None:
-        self._look_at = look_at
-        self._first: dict[str, tuple[int, float, float]] = {}  # process -> pid, when it was first looked at, what it had used by then
-
-    def look(self, now: float, silent: Mapping[str, int]) -> list[str]:
-        """`silent`: process -> pid. One that uses the processor and is silent all the same is not starved: its loop is blocked."""
-        self._first = {name: first for name, first in self._first.items() if silent.get(name) == first[0]}
-        starved = []
-        for name, pid in silent.items():
-            standing = self._look_at(pid) if pid else None
-            if standing is None:
-                continue
-            wants, used = standing
-            _, since, used_then = self._first.setdefault(name, (pid, now, used))
-            if wants and used - used_then <= BLOCKED_SHARE * (now - since):
-                starved.append(name)
-        return starved
 
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
@@ -106,8 +88,6 @@ class Monitor:
         self._line = Link(control, _MOST_WORDS, self._on_message)
         self._stopped = asyncio.Event()
         self._pids: dict[str, int] = {}
-        self._starvation = Starvation()
-        self._due = seams.clock.now() + TICK_SECONDS  # the next tick
 
     async def run_line(self) -> None:
         """Read and write the control line; when it ends, however it ends, so does the monitor."""
@@ -131,38 +111,42 @@ class Monitor:
 
     async def _tick(self) -> None:
         clock = self._seams.clock
+        due = clock.now() + TICK_SECONDS
         while True:
-            await clock.sleep(max(0.0, self._due - clock.now()))
-            if (now := clock.now()) >= self._due:
-                self._look(now)
+            await clock.sleep(max(0.0, due - clock.now()))
+            if (now := clock.now()) >= due:
+                samples = {name: sample for name in self.detector.silent() if (sample := self._sample(name)) is not None}
+                self._tell(self.detector.tick(now, samples))
+                due = max(due + TICK_SECONDS, now)
 
-    def _look(self, now: float) -> None:
-        silent = [name for name, life in self.detector.lives.items() if life.state is State.SUSPECT]
-        self.detector.starved(now, self._starvation.look(now, {name: self._pids.get(name, 0) for name in silent}))
-        self._tell(self.detector.tick(now, now - self._due))
-        self._due += TICK_SECONDS
-        if self._due <= now:
-            self._due = now + TICK_SECONDS
+    def _sample(self, process: str) -> ProcessSample | None:
+        if not (pid := self._pids.get(process, 0)):
+            return None
+        times, activity = self._seams.process_times(pid), self._seams.process_activity(pid)
+        return ProcessSample(activity, times) if times is not None and activity is not None else None
+
+    def _times(self, process: str, pid: int) -> ProcessTimes | None:
+        self._pids[process] = pid
+        return self._seams.process_times(pid) if pid else None
 
     def _on_message(self, message: Message) -> None:
-        now, judge = self._seams.clock.now(), self.detector
-        if now - self._due > LAG_SECONDS:  # we were stopped: to be noted before what has come meanwhile is weighed
-            self._look(now)
+        now, detector = self._seams.clock.now(), self.detector
         match from_message(message):
-            case Beat() as beat if beat.process == GATEWAY:
-                self._tell(judge.path_beat(now, beat.lag_seconds))
-            case Beat() as beat:
-                self._pids[beat.process] = beat.pid
-                operation = beat.running, beat.running_seconds, beat.bound_seconds
-                self._tell(judge.beat(now, beat.process, beat.incarnation, beat.sequence, *operation))
+            case Beat(process=process) if process == GATEWAY:
+                detector.record_launcher_heartbeat(now)
+            case Beat(process=process) as beat:
+                operation = None if beat.running is None else Operation(beat.running, beat.running_seconds, beat.bound_seconds)
+                times = self._times(process, beat.pid)
+                self._tell(detector.record_heartbeat(now, process, beat.incarnation, beat.sequence, operation, times))
             case Late() as late:
-                self._tell(judge.reported(now, late.process, late.incarnation, late.by, late.waited_seconds, late.expected_seconds))
-            case Joined() as joined:
-                judge.joined(now, joined.process, joined.incarnation)
-            case Left() as left:
-                judge.left(now, left.process, left.incarnation)
+                seconds = late.waited_seconds, late.expected_seconds
+                self._tell(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))
+            case Joined(process, incarnation, pid=pid):
+                detector.add(now, process, incarnation, self._times(process, pid))
+            case Left(process, incarnation):
+                detector.remove(now, process, incarnation)
             case Peers():  # a sign of the launcher's own: should it stand still now, all others are silent with it
-                self._tell(judge.path_beat(now, 0.0))
+                detector.record_launcher_heartbeat(now)
                 self._say(Connected())
             case Ask():
                 self._say(Statistics(resident_bytes=self._seams.resident_bytes()))
@@ -171,15 +155,9 @@ class Monitor:
             case other:
                 log.warning("%s has no use for %s", self._name, other.kind)
 
-    def _tell(self, decisions: Sequence[detector.Decision]) -> None:
+    def _tell(self, decisions: Sequence[Decision]) -> None:
         for each in decisions:
-            match each:
-                case detector.Suspected(process, incarnation, why):
-                    self._say(Suspected(process, incarnation, why))
-                case detector.Cleared(process, incarnation, why):
-                    self._say(Cleared(process, incarnation, why))
-                case detector.Condemned(process, incarnation, why):
-                    self._say(Condemned(process, incarnation, why))
+            self._say(_MESSAGES[type(each)](each.process, each.incarnation, each.why))
 
     def _say(self, control: Control) -> None:
         self._line.post(as_message(control))

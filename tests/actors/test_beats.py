@@ -13,8 +13,9 @@ import pytest
 
 from flowrt.actors.beats import BEAT_SECONDS, OperationWatch, send_beats
 from flowrt.actors.control import Beat, Control
+from flowrt.process_status import other_threads_want_processor
 from flowrt.reliability.scenario import Scenario, Stall
-from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute, other_threads_want_processor
+from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
 
@@ -111,6 +112,14 @@ def test_hung_is_told_from_long(name: str, rows: list[Look], hung_after: float |
     beyond = looks(rows)
     hung = [now for (now, _), excess in zip(rows, beyond, strict=True) if excess > 1e-9]
     assert (hung[0] if hung else None) == (None if hung_after is None else pytest.approx(hung_after, abs=0.11))
+
+
+def test_time_in_the_run_queue_and_time_without_looks_extend_the_bound() -> None:
+    watch = OperationWatch()
+    for tenth in range(5000):  # nine tenths of it in the run queue
+        _, seconds, bound = watch.look(tenth / 10, Running("call", 7.0, 60.0, 0.01 * tenth, STILL_SECONDS, queued_seconds=0.09 * tenth))
+        assert seconds < bound
+    assert watch.look(9000.0, Running("call", 7.0, 60.0, 50.0, STILL_SECONDS, queued_seconds=450.0))[1] < 60.0  # it was stopped
 
 
 def test_who_waits_for_a_processor_does_not_stand_still() -> None:

@@ -20,7 +20,7 @@ async def test_whoever_is_only_slow_is_not() -> None:
     come, here either. An hour of stalls by a clock of its own is in tests/reliability/test_detector_hour.py."""
     found = await wrongly(1.0, 3)
     assert found.condemned == [] or found.longest_gap_seconds > Timeouts().dead_seconds
-    assert all(": no beat for" in each for each in found.condemned), "nobody hung"
+    assert all(": no heartbeat for" in each for each in found.condemned), "nobody hung"
     assert found.num_stalls >= 3
     assert found.longest_gap_seconds > 0.25  # they were stopped indeed
 

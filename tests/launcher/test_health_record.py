@@ -71,8 +71,8 @@ def test_how_far_each_worker_has_come(told: Told) -> None:
 
 
 def test_suspects_and_those_who_are_down_are_warnings_until_they_are_back(told: Told) -> None:
-    told.hear(events.WorkerSuspected("experts.0", "no beat for 0.42 s"))
-    assert told.warnings == ("experts.0 is suspect: no beat for 0.42 s",)
+    told.hear(events.WorkerSuspected("experts.0", "no heartbeat for 0.42 s"))
+    assert told.warnings == ("experts.0 is suspect: no heartbeat for 0.42 s",)
     told.hear(events.WorkerCleared("experts.0", "it beats"))
     assert told.warnings == ()
     told.hear(events.WorkerSuspected("experts.0", "no beat"), events.WorkerLost("experts.0", "was held for dead"))
@@ -93,8 +93,8 @@ def test_with_the_monitor_its_suspicions_are_gone(told: Told) -> None:
 
 def test_one_that_is_held_for_dead_and_cannot_be_replaced_is_suspect_until_it_works_again(told: Told) -> None:
     told.beat("attention.0", 3)
-    told.hear(events.WorkerCondemned("attention.0", "no beat for 1.1 s", is_killed=False))
-    assert told.warnings == ("attention.0 is suspect: no beat for 1.1 s",)
+    told.hear(events.WorkerCondemned("attention.0", "no heartbeat for 1.1 s", is_killed=False))
+    assert told.warnings == ("attention.0 is suspect: no heartbeat for 1.1 s",)
     told.beat("attention.0", 3)
     assert told.warnings == ()
 

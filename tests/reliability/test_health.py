@@ -41,8 +41,8 @@ def test_requests_without_progress_are_no_health() -> None:
         (ServiceState(failure="starter was killed"), Health(False, ("the run has ended: starter was killed",))),
         (ServiceState(lost_experts="no copy of expert 3 is left"), Health(False, ("no copy of expert 3 is left",))),
         (
-            ServiceState(suspects={"experts.1": "no beat for 0.42 s"}, given_up=["experts.0"]),
-            Health(True, (), ("experts.1 is suspect: no beat for 0.42 s", "experts.0 is down, and its restarts are used up")),
+            ServiceState(suspects={"experts.1": "no heartbeat for 0.42 s"}, given_up=["experts.0"]),
+            Health(True, (), ("experts.1 is suspect: no heartbeat for 0.42 s", "experts.0 is down, and its restarts are used up")),
         ),
         (
             ServiceState(degraded="no copy of expert 3 is left", down={"experts.1": "was killed by SIGKILL"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,14 +36,15 @@ from flowrt.actors.control import (
 )
 from flowrt.actors.links import LOST, Link
 from flowrt.graph.model import GATEWAY
+from flowrt.process_status import Activity, process_activity, process_times
 from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
-from flowrt.seams import Compute, Running, Seams, processor_of
+from flowrt.seams import Compute, Running, Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.world import World, run
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.stream import StreamChannel
-from flowrt.workers.monitor import Starvation, run_monitor
+from flowrt.workers.monitor import run_monitor
 
 SEEDS = range(8)
 LIMITS = Limits(max_header_bytes=1 << 20, capacity_messages=32)
@@ -113,7 +115,7 @@ class Scene:
             while True:
                 control = from_message(await channel.recv())
                 assert isinstance(control, Beat)
-                self.pass_on(msgspec.structs.replace(control, process=name))
+                self.pass_on(msgspec.structs.replace(control, process=name, pid=self.world.processes[name].pid))
         await self.tell_monitor(Left(name, "1", "its line ended"))
 
     async def watch(self, gateway: str, began: float) -> None:
@@ -190,8 +192,8 @@ def test_nobody_is_condemned_who_works(seed: int, faults: tuple[object, ...]) ->
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (Pause(process="experts.1", at_seconds=2.0, for_seconds=3.0), "no beat for 1."),
-        (Stall(process="experts.1", at_seconds=2.0, for_seconds=3.0), "no beat for 1."),
+        (Pause(process="experts.1", at_seconds=2.0, for_seconds=3.0), "stopped, no heartbeat for "),
+        (Stall(process="experts.1", at_seconds=2.0, for_seconds=3.0), "received "),
         (Hang(process="experts.1", at_seconds=2.0, for_seconds=3.0), "'call', which has not computed for 0."),
     ],
 )
@@ -245,20 +247,30 @@ async def test_over_a_real_socket() -> None:
         assert isinstance(await hear(line), Statistics)
 
 
-async def test_silence_over_a_real_socket() -> None:
+async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
     line, control = await lines()
-    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
-        group.create_task(run_monitor(control, Seams()))
-        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
-        assert isinstance(await hear(line), Listening)
-        await say(line, Joined("experts.0", "a", {}))
-        said = [await hear(line)]
-        while not isinstance(said[-1], Condemned):
-            said.append(await hear(line))
-        assert (said[-1].process, said[-1].incarnation) == ("experts.0", "a")
-        assert said[-1].why.startswith("no beat for ")
-        await say(line, Stop())
-        assert isinstance(await hear(line), Statistics)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        sleeper.send_signal(signal.SIGSTOP)
+        async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(run_monitor(control, Seams()))
+            await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
+            assert isinstance(await hear(line), Listening)
+            await say(
+                line, Joined("experts.0", "a", {}, sleeper.pid), Joined("experts.1", "a", {})
+            )  # the second one is not on this machine
+            said = [await hear(line)]
+            while not isinstance(said[-1], Condemned):
+                said.append(await hear(line))
+            assert (said[-1].process, said[-1].incarnation) == ("experts.0", "a")
+            assert said[-1].why.startswith("stopped, no heartbeat for ")
+            await say(line, Stop())
+            while not isinstance(said[-1], Statistics):
+                said.append(await hear(line))
+            assert [each.process for each in said if isinstance(each, Condemned)] == ["experts.0"]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
@@ -270,7 +282,7 @@ async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
         await say(line, Joined("experts.0", "a", {}))
         assert isinstance(await hear(line), Suspected)
         await say(line, Beat(0, 0.0, 7, incarnation="a", process="experts.0"))
-        assert await hear(line) == Cleared("experts.0", "a", "it beats, and nobody complains")
+        assert await hear(line) == Cleared("experts.0", "a", "its heartbeats come in time, and no client reports it")
         await say(line, Stop())
 
 
@@ -283,36 +295,49 @@ async def test_it_ends_with_its_line() -> None:
         await line.aclose()
 
 
-def test_starved_is_told_from_blocked_stopped_and_unknown() -> None:
-    # pid -> by look: whether it wants a processor, and what it has used
-    seen = {1: (True, 0.05), 2: (True, 0.5), 3: (False, 0.0), 4: None}
-    starvation = Starvation(lambda pid: seen[pid] and (seen[pid][0], 10.0 + seen[pid][1] * looks))
-    for looks in range(20):
-        starved = starvation.look(looks / 2, {"starved": 1, "blocked": 2, "stopped": 3, "gone": 4, "elsewhere": 0})
-    assert starved == ["starved"]
-    assert starvation.look(20.0, {}) == []
-    looks = 100
-    assert starvation.look(21.0, {"starved": 1}) == ["starved"]  # it counts anew
-
-
 def test_what_the_system_tells_of_a_process() -> None:
-    own = processor_of(os.getpid())
+    assert process_activity(os.getpid()) in (Activity.RUNNABLE, Activity.OTHERS_RUNNABLE)
+    own = process_times(os.getpid())
     assert own is not None
-    assert own[0]  # it runs, since it asks
+    assert own.loop_cpu_seconds > 0
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
     try:
         assert sleeper.stdout is not None
         sleeper.stdout.readline()
-        while (standing := processor_of(sleeper.pid)) is not None and standing[0]:
-            pass  # on its way to its sleep
-        assert standing is not None
+        while process_activity(sleeper.pid) is not Activity.ASLEEP:
+            os.sched_yield()
+        before = process_times(sleeper.pid)
+        sleeper.send_signal(signal.SIGSTOP)
+        while process_activity(sleeper.pid) is not Activity.STOPPED:
+            os.sched_yield()
+        after = process_times(sleeper.pid)
+        assert before is not None
+        assert after is not None
+        assert before.cpu_seconds <= after.cpu_seconds < before.cpu_seconds + 1.0
     finally:
         sleeper.kill()
-        sleeper.communicate()
-    assert processor_of(sleeper.pid) is None
+        sleeper.wait()
+        sleeper.stdout.close()
+    assert process_activity(sleeper.pid) is None
+    assert process_times(sleeper.pid) is None
 
 
-def test_it_loads_no_torch() -> None:
-    code = "import sys, flowrt.workers.monitor; print(*[name for name in ('torch', 'numpy', 'zmq') if name in sys.modules])"
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert outcome.stdout.split() == []
+def test_a_processor_received_and_one_waited_for_are_counted() -> None:
+    """Two loops share a core: each receives half of it and waits for the other half."""
+    core = min(os.sched_getaffinity(0))
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", spin, str(core)], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for each in loops:
+            assert each.stdout is not None
+            each.stdout.readline()
+        times = [process_times(each.pid) for each in loops]
+        while not all(each is not None and each.queued_seconds > 0.1 and each.loop_cpu_seconds > 0.1 for each in times):
+            times = [process_times(each.pid) for each in loops]
+        assert {process_activity(each.pid) for each in loops} == {Activity.RUNNABLE}
+    finally:
+        for each in loops:
+            each.kill()
+            each.wait()
+            assert each.stdout is not None
+            each.stdout.close()
