@@ -27,10 +27,14 @@ from flowrt.transports.channel.queued import Backlog
 from flowrt.transports.contract import Channel, Identity, Limits, Listener
 from flowrt.transports.errors import AddressError, HandshakeError, TransportError, UnavailableError
 from flowrt.transports.wire.codec import WireError
-from flowrt.transports.wire.handshake import Handshake, RefusedError
+from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError
 
 HANDSHAKE_SECONDS = 10.0  # how long a listener lets a caller take
 MAX_CALLERS = 64  # in the handshake at once
+FULL_TABLE_SECONDS = 1.0  # how long a caller may take while no other caller finds a place
+MAX_EVICTIONS = 10  # how often a caller tries again after a listener evicted it
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 1.0  # between attempts to accept while this process has no descriptor left
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_DESCRIPTORS = 4
 _READY = b"\x01"
 _READ_BYTES = 4096
@@ -78,6 +82,8 @@ class SocketListener(Listener):
     """Listens on a socket; a caller that has proved the key becomes a channel through `make_channel`.
 
     `make_channel` takes over the meeting's line and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
+
+    At most MAX_CALLERS are in the handshake. While the table is full, the oldest is evicted once it has taken FULL_TABLE_SECONDS.
     """
 
     def __init__(
@@ -94,7 +100,9 @@ class SocketListener(Listener):
         family, address = socket_address(scheme, name, encryption)
         self._loop = asyncio.get_running_loop()
         self._backlog = Backlog(on_room=self._watch)
-        self._callers: set[_Caller] = set()
+        self._callers: dict[_Caller, None] = {}  # oldest first
+        self._alarm: asyncio.TimerHandle | None = None  # the next eviction, or the end of a pause
+        self._pause_seconds = MIN_PAUSE_SECONDS
         self._rejected = 0
         self._make_channel = make_channel
         self._handshake_arguments = (key, identity, limits, scheme)
@@ -126,6 +134,7 @@ class SocketListener(Listener):
         if self._socket.fileno() >= 0:
             self._unwatch()
             self._socket.close()
+            self._cancel_alarm()
             for caller in self._callers:
                 caller.hang_up()
             self._callers.clear()
@@ -136,35 +145,51 @@ class SocketListener(Listener):
         return Handshake("listener", key, identity, limits, scheme=scheme)
 
     def _watch(self) -> None:
-        """Take callers if there is room for more of them."""
-        room = len(self._callers) < MAX_CALLERS and not self._backlog.full
-        if room and not self._watching and self._socket.fileno() >= 0:
+        """Accept while there is room. When callers that prove nothing fill the table, set the alarm that evicts the oldest of them."""
+        self._cancel_alarm()
+        if self._socket.fileno() < 0:
+            return
+        is_table_full = len(self._callers) >= MAX_CALLERS
+        if is_table_full:
+            oldest = next(iter(self._callers))
+            self._alarm = self._loop.call_at(oldest.since + FULL_TABLE_SECONDS, oldest.evict)
+        if is_table_full or self._backlog.full:
+            self._unwatch()
+        elif not self._watching:
             self._watching = True
             self._loop.add_reader(self._socket.fileno(), self._on_call)
-        elif not room:
-            self._unwatch()
 
     def _unwatch(self) -> None:
         if self._watching:
             self._watching = False
             self._loop.remove_reader(self._socket.fileno())
 
+    def _cancel_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
     def _on_call(self) -> None:
         try:
             line, _ = self._socket.accept()
-        except OSError:  # gone again, or no descriptor left: the caller may try later
+        except OSError as error:  # most are the caller's: it is gone again
+            if error.errno in _NO_DESCRIPTOR:  # the call stays readable, so the loop would spin
+                self._unwatch()
+                self._alarm = self._loop.call_later(self._pause_seconds, self._watch)
+                self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
             return
+        self._pause_seconds = MIN_PAUSE_SECONDS
         line.setblocking(False)
         if not _same_user(line):
             self._rejected += 1
             line.close()
             return
-        self._callers.add(_Caller(self, line, self._new_handshake()))
+        self._callers[_Caller(self, line, self._new_handshake())] = None
         self._watch()
 
     def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
         """A caller is through with its handshake, or has failed it."""
-        self._callers.discard(caller)
+        del self._callers[caller]
         if meeting is None:
             self._rejected += 1
         else:
@@ -190,7 +215,8 @@ class _Caller:
         self._handshake = handshake
         self._descriptors: list[int] = []
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(HANDSHAKE_SECONDS, self._fail)
+        self.since = self._loop.time()
+        self._timer = self._loop.call_at(self.since + HANDSHAKE_SECONDS, self._fail)
         self._loop.add_reader(line.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
@@ -223,6 +249,14 @@ class _Caller:
             raise RefusedError("too many descriptors")
         return data
 
+    def evict(self) -> None:
+        """Hang up to make room, unless the proof has arrived meanwhile. The caller learns that it may call again."""
+        self._on_readable()
+        if self._line.fileno() >= 0 and not self._handshake.done:
+            with contextlib.suppress(OSError):
+                self._line.send(EVICTED)
+            self._fail()
+
     def _leave(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._line.fileno())
@@ -252,8 +286,25 @@ async def meet(
 
     `bring` is called with the agreed limits once the listener has proved the key; it returns what to tell it and the descriptors to
     pass, which stay the caller's own. `begin` is given the connected line and the handshake before that. Raises AddressError (nobody
-    there), HandshakeError, and whatever `bring` raises.
+    there), HandshakeError, and whatever `bring` raises. Calls again, a bounded number of times, when the listener evicts this caller.
     """
+    for _ in range(MAX_EVICTIONS):
+        with contextlib.suppress(EvictedError):
+            return await _meet(scheme, name, limits, key, identity, bring, encryption, begin)
+        await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
+    raise HandshakeError(f"{scheme}://{name} has too many callers in the handshake and evicted this one {MAX_EVICTIONS} times")
+
+
+async def _meet(
+    scheme: str,
+    name: str,
+    limits: Limits,
+    key: bytes,
+    identity: Identity,
+    bring: Callable[[Limits], tuple[bytes, list[int]]],
+    encryption: str,
+    begin: Callable[[socket.socket, Handshake], None] | None,
+) -> Meeting:
     descriptors: list[int] = []
 
     def payload(agreed: Limits) -> bytes:
@@ -263,7 +314,10 @@ async def meet(
 
     handshake = Handshake("connector", key, identity, limits, scheme=scheme, payload=payload)
     family, address = socket_address(scheme, name, encryption)
-    line = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        line = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnavailableError(f"cannot connect to {scheme}://{name}: {error.strerror}") from error
     try:
         line.setblocking(False)
         await _connect(line, address, f"{scheme}://{name}")
@@ -271,7 +325,8 @@ async def meet(
             raise HandshakeError(f"{scheme}://{name} belongs to another user")
         if begin is not None:
             begin(line, handshake)
-        line.send(handshake.start())
+        with contextlib.suppress(ConnectionError):  # `_read` finds out why
+            line.send(handshake.start())
         while not handshake.done:
             answer = handshake.receive(await _read(line))
             if answer:
@@ -333,7 +388,7 @@ async def _connect(line: socket.socket, address: str | tuple[str, int], shown: s
         except (ConnectionRefusedError, FileNotFoundError) as error:
             raise AddressError(f"nobody listens at {shown}") from error
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in _NO_DESCRIPTOR:
                 raise UnavailableError(f"cannot connect to {shown}: {error.strerror}") from error
             raise AddressError(f"cannot connect to {shown}: {error.strerror}") from error
 

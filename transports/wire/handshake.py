@@ -10,6 +10,8 @@ does not need); both hellos, and so both nonces, identities, limits and the prot
                                              <-  hello(...), proof("listener")
     proof("connector"), payload              ->
 
+A listener may send `evicted` in place of its answer: the connector may call again.
+
 Each frame is `uint32 length, uint8 kind, body`, little-endian; a hello's body starts with the magic word and the version, in every
 version, so that a mismatch can name both. The payload is what the scheme wants to say first (an endpoint, sizes); it is under the
 proof as well. Nothing above MAX_FRAME_BYTES is ever stored for a peer that has proved nothing.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Literal
 
@@ -36,7 +38,7 @@ MAX_NAME_CHARACTERS = 256
 MAX_PAYLOAD_BYTES = 1024
 _MAGIC = b"flowrt"
 _FRAME = struct.Struct("<IB")
-_HELLO, _PROOF = 1, 2
+_HELLO, _PROOF, _EVICTED = 1, 2, 3
 _VERSION = struct.Struct("<6sH")
 
 Role = Literal["connector", "listener"]
@@ -101,18 +103,12 @@ class Handshake:
         another version learns why.
         """
         self._buffer += data
-        self._expect_no_more()
-        answer = b""
-        while not self.done and len(self._buffer) >= _FRAME.size:
-            size, kind = _FRAME.unpack_from(self._buffer)
-            if size > MAX_FRAME_BYTES:
-                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; is the peer flowrt at all?")
-            if len(self._buffer) < _FRAME.size + size:
-                break
-            body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
-            del self._buffer[: _FRAME.size + size]
-            answer += self._take(kind, body)
-        self._expect_no_more()
+        frames = list(self._complete_frames())
+        if self.role == "connector" and any(kind == _EVICTED for kind, _ in frames):
+            raise EvictedError("the listener has too many callers")  # before `payload` is called for a proof that came with it
+        answer = b"".join(self._take(kind, body) for kind, body in frames)
+        if self.done and self._buffer:
+            raise refused("bytes after the end of the handshake")
         return answer
 
     def session_key(self, label: str) -> bytes:
@@ -121,11 +117,20 @@ class Handshake:
             raise HandshakeError("there is no session key before the end of the handshake")
         return self._mac("session " + label)
 
-    def _expect_no_more(self) -> None:
-        if self.done and self._buffer:
-            raise refused("bytes after the end of the handshake")
+    def _complete_frames(self) -> Iterator[tuple[int, bytes]]:
+        while len(self._buffer) >= _FRAME.size:
+            size, kind = _FRAME.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES:
+                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; is the peer flowrt at all?")
+            if len(self._buffer) < _FRAME.size + size:
+                return
+            body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
+            del self._buffer[: _FRAME.size + size]
+            yield kind, body
 
     def _take(self, kind: int, body: bytes) -> bytes:
+        if self.done:
+            raise refused("bytes after the end of the handshake")
         if kind == _HELLO and not self._peer_hello:
             self._read_hello(body)
             if self.role == "listener":
@@ -191,6 +196,10 @@ class RefusedError(HandshakeError):
         self.reply = reply
 
 
+class EvictedError(HandshakeError):
+    """The listener hung up on this connector to make room for others. It may call again."""
+
+
 def refused(text: str, reply: bytes = b"") -> RefusedError:
     return RefusedError(text, reply)
 
@@ -203,3 +212,6 @@ def check_key(key: bytes) -> None:
 
 def _frame(kind: int, body: bytes) -> bytes:
     return _FRAME.pack(len(body), kind) + body
+
+
+EVICTED = _frame(_EVICTED, b"")  # what a listener sends to a connector on which it hangs up to make room

@@ -337,7 +337,7 @@ class ZeroMQTransport(Transport):
         met: list[tuple[socket.socket, Handshake]] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            line, handshake = met[0]
+            line, handshake = met[-1]  # earlier ones were evicted
             sockets.extend(pair_and_monitor(agreed))
             if encryption:
                 shared_context.encrypt_server(sockets[0], CurveKeys.derive(handshake))

@@ -1,0 +1,178 @@
+"""The listener's table of callers: silent callers, evictions, and a process without free descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from flowrt.transports.channel import rendezvous
+from flowrt.transports.channel.rendezvous import Meeting, SocketListener, socket_address
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
+from flowrt.transports.conformance.kit import within
+from flowrt.transports.contract import Listener
+from flowrt.transports.errors import HandshakeError
+from flowrt.transports.inproc import InprocChannel
+from flowrt.transports.registry import get_transport
+from flowrt.transports.wire.handshake import EVICTED, Handshake
+
+pytestmark = pytest.mark.skipif(get_transport("shm").unavailable_reason() is not None, reason="needs shared memory")
+HOUR = 3600.0
+
+
+async def test_silent_callers_are_evicted_when_the_table_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", HOUR)
+    monkeypatch.setattr(rendezvous, "FULL_TABLE_SECONDS", 0.1, raising=False)
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        silent = [call(listener.address) for _ in range(2 * rendezvous.MAX_CALLERS)]
+        await meet(listener)
+        assert silent[0].recv(100) == EVICTED
+        assert silent[0].recv(100) == b""
+        assert listener.rejected >= rendezvous.MAX_CALLERS + 1
+        close(silent)
+
+
+async def test_a_slow_caller_keeps_its_place_while_the_table_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_CALLERS", 4)
+    monkeypatch.setattr(rendezvous, "FULL_TABLE_SECONDS", 0.0, raising=False)
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        slow = [call(listener.address) for _ in range(2)]
+        for _ in range(10):
+            await meet(listener)
+        for line in slow:
+            with pytest.raises(BlockingIOError):
+                line.recv(100)
+        assert listener.rejected == 0
+        close(slow)
+
+
+async def test_a_caller_whose_proof_has_arrived_is_not_evicted() -> None:
+    """The loop has yet to read the proof when the eviction is due."""
+
+    def make_channel(meeting: Meeting) -> InprocChannel:
+        meeting.line.close()
+        return InprocChannel(meeting.limits, meeting.peer)
+
+    async with SocketListener("shm", "proved", SMALL, KEY, HERE, make_channel) as listener:
+        line, handshake = call(listener.address), Handshake("connector", KEY, THERE, SMALL, scheme="shm")
+        line.send(handshake.start())
+        answer = handshake.receive(await within(asyncio.get_running_loop().sock_recv(line, 4096), "the listener's proof"))
+        line.send(answer)
+        (caller,) = listener._callers
+        caller.evict()
+        assert (await within(listener.accept(), "accept")).peer == THERE
+        line.close()
+
+
+async def test_an_evicted_caller_calls_again() -> None:
+    with listening("busy") as calls:
+        connecting = asyncio.ensure_future(get_transport("shm").connect("shm://busy", SMALL, KEY, THERE))
+        loop = asyncio.get_running_loop()
+        first, _ = await within(loop.sock_accept(calls), "the first call")
+        first.send(EVICTED)
+        first.close()
+        second, _ = await within(loop.sock_accept(calls), "the second call")
+        handshake = Handshake("listener", KEY, HERE, SMALL, scheme="shm")
+        while not handshake.done:
+            second.send(handshake.receive(await within(loop.sock_recv(second, 4096), "a frame")))
+        second.send(b"\x01")
+        async with await within(connecting, "connect") as channel:
+            assert channel.peer == HERE
+        second.close()
+
+
+async def test_a_caller_that_is_evicted_again_and_again_gives_up() -> None:
+    with listening("full") as calls:
+        connecting = asyncio.ensure_future(get_transport("shm").connect("shm://full", SMALL, KEY, THERE))
+        for _ in range(rendezvous.MAX_EVICTIONS):
+            line, _ = await within(asyncio.get_running_loop().sock_accept(calls), "a call")
+            line.send(EVICTED)
+            line.close()
+        with pytest.raises(HandshakeError, match="too many callers"):
+            await within(connecting, "connect")
+
+
+async def test_a_listener_without_descriptors_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MIN_PAUSE_SECONDS", HOUR, raising=False)
+    attempts = count_attempts(monkeypatch)
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        line = call(listener.address)
+        with no_descriptors():
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert attempts == ["accept"]
+        line.close()
+
+
+async def test_a_listener_accepts_again_once_there_are_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = count_attempts(monkeypatch)
+    async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
+        line = call(listener.address)
+        with no_descriptors():
+            while not attempts:  # noqa: ASYNC110  (a list wakes no task)
+                await asyncio.sleep(0)
+        await meet(listener)
+        line.close()
+
+
+def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows with each attempt of a listener to accept."""
+    attempts: list[str] = []
+    on_call = SocketListener._on_call
+
+    def count(listener: SocketListener) -> None:
+        attempts.append("accept")
+        on_call(listener)
+
+    monkeypatch.setattr(SocketListener, "_on_call", count)
+    return attempts
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process has none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+@contextmanager
+def listening(name: str) -> Iterator[socket.socket]:
+    """A socket where `shm://NAME` calls, without a listener behind it."""
+    with socket.socket(socket.AF_UNIX) as calls:
+        calls.bind(socket_address("shm", name)[1])
+        calls.listen()
+        calls.setblocking(False)
+        yield calls
+
+
+async def meet(listener: Listener) -> None:
+    """Open and close one channel through `listener`."""
+    async with await within(get_transport("shm").connect(listener.address, SMALL, KEY, THERE), "connect"):
+        await (await within(listener.accept(), "accept")).aclose()
+
+
+def call(address: str) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX)
+    line.setblocking(False)
+    line.connect(socket_address("shm", address.partition("://")[2])[1])
+    return line
+
+
+def close(lines: list[socket.socket]) -> None:
+    for line in lines:
+        line.close()
