@@ -1,6 +1,6 @@
 /* Attention of one new row for each of some sequences, over keys and values where they lie. Part of the module flowrt.operators._rows.
  *
- * Here: `attend`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
+ * Here: `paged_attention`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
  * padded, and a row's bits depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or
  * some key heads of it where one sequence is too long for one thread: all scores, their softmax in float32, the weighted sum of values.
  */
@@ -10,11 +10,17 @@
 #define TOGETHER 4            /* tokens that are read together */
 #define AHEAD 8               /* tokens */
 
+/* One row and the context that it sees: private copies of indices. */
+typedef struct {
+    long row, length;
+    int64_t *pages; /* of the whole context, in order */
+} Context;
+
 typedef struct {
     const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_size, kv_heads, width] twice */
     char *out;                     /* [T, heads * width] */
-    const int64_t *rows, *sequences, *lengths, *tables;
-    long q_pitch, table_pitch, heads, kv_heads, width, page_size, window, num_rows, num_sequences;
+    const Context *contexts;
+    long q_pitch, heads, kv_heads, width, page_size, window;
     int dtype;
 } Attend;
 
@@ -104,14 +110,15 @@ INLINE void add_values(const int count, const char *const *values, const float *
         }
 }
 
-/* Key heads `head` to `end_head` of the sequence of that number. */
+/* Key heads `head` to `end_head` of the context of that number. */
 INLINE void attend_task(const int dtype, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
 {
     const long sharing = a->heads / a->kv_heads, width = a->width, heads = (end_head - head) * sharing, bytes = 4 >> dtype;
-    const long sequence = a->sequences[number], end = a->lengths[sequence], first = a->window && end > a->window ? end - a->window : 0;
-    const int64_t *table = a->tables + sequence * a->table_pitch;
-    const char *q_row = a->q + a->rows[number] * a->q_pitch + head * sharing * width * bytes;
-    char *out = a->out + (a->rows[number] * a->heads + head * sharing) * width * bytes;
+    const Context *context = a->contexts + number;
+    const long end = context->length, first = a->window && end > a->window ? end - a->window : 0;
+    const int64_t *table = context->pages;
+    const char *q_row = a->q + context->row * a->q_pitch + head * sharing * width * bytes;
+    char *out = a->out + (context->row * a->heads + head * sharing) * width * bytes;
     float *q = scratch, *sums = q + heads * width, *by_head = sums + heads * width, *wide = by_head + heads;
     float *scores = wide + TOGETHER * width;
     const char *at[TOGETHER], *rows[TOGETHER];
@@ -148,52 +155,46 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
 
 IN_BOTH(attend_task, (const Attend *a, long number, long head, long end, float *scratch, long pitch), a, number, head, end, scratch, pitch)
 
-/* The most tokens that a row sees; -1 where one is not of the step or does not lie in pages, with an error set. `tokens` gets the sum. */
-static long checked(const Attend *a, long count, long num_pages, long *tokens)
+/* Copy and check the indices of one row. 0, or -1 with an exception set. */
+static int read_context(const long *n, long number, Context *context)
 {
-    long longest = 0;
-    *tokens = 0;
-    for (long number = 0; number < count; number++) {
-        const long row = a->rows[number], sequence = a->sequences[number];
-        if (row < 0 || row >= a->num_rows || sequence < 0 || sequence >= a->num_sequences) {
-            PyErr_Format(PyExc_IndexError, "row %ld of %ld, sequence %ld of %ld", row, a->num_rows, sequence, a->num_sequences);
-            return -1;
-        }
-        const long length = a->lengths[sequence], pages = (length - 1) / a->page_size + 1;
-        if (length < 1 || pages > a->table_pitch) {
-            PyErr_Format(PyExc_IndexError, "a context of %ld tokens in %ld pages", length, a->table_pitch);
-            return -1;
-        }
-        for (long i = 0; i < pages; i++) {
-            const int64_t page = a->tables[sequence * a->table_pitch + i];
-            if (page < 0 || page >= num_pages) {
-                PyErr_Format(PyExc_IndexError, "page %ld of %ld", (long)page, num_pages);
-                return -1;
-            }
-        }
-        const long seen = a->window && length > a->window ? a->window : length;
-        *tokens += seen;
-        longest = seen > longest ? seen : longest;
+    const long num_rows = n[18], num_sequences = n[19], page_size = n[15], table_pitch = n[7];
+    const long row = read_once((int64_t *)n[3] + number), sequence = read_once((int64_t *)n[4] + number);
+    if (row < 0 || row >= num_rows || sequence < 0 || sequence >= num_sequences) {
+        PyErr_Format(PyExc_IndexError, "row %ld of %ld, sequence %ld of %ld", row, num_rows, sequence, num_sequences);
+        return -1;
     }
-    return longest;
+    const long length = read_once((int64_t *)n[5] + sequence), num_pages = (length - 1) / page_size + 1;
+    if (length < 1 || num_pages > table_pitch) {
+        PyErr_Format(PyExc_IndexError, "a context of %ld tokens in %ld pages", length, table_pitch);
+        return -1;
+    }
+    *context = (Context){.row = row, .length = length,
+                         .pages = checked_indices((int64_t *)n[6] + sequence * table_pitch, num_pages, n[16], "page")};
+    return context->pages ? 0 : -1;
 }
 
-PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+PyObject *paged_attention(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     long n[21];
     if (numbers(arguments, given, n, 21))
         return NULL;
-    const Attend work = {
-        .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .rows = (int64_t *)n[3], .sequences = (int64_t *)n[4],
-        .lengths = (int64_t *)n[5], .tables = (int64_t *)n[6], .table_pitch = n[7], .keys = (char *)n[8], .values = (char *)n[9],
-        .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_size = n[15], .window = n[17],
-        .num_rows = n[18], .num_sequences = n[19],
-    };
     const long count = n[11];
-    long tokens;
-    const long longest = checked(&work, count, n[16], &tokens);
-    if (longest < 0)
-        return NULL;
+    Context *contexts = calloc(count + 1, sizeof *contexts);
+    if (!contexts)
+        return PyErr_NoMemory();
+    const Attend work = {
+        .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .contexts = contexts, .keys = (char *)n[8], .values = (char *)n[9],
+        .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_size = n[15], .window = n[17],
+    };
+    long tokens = 0, longest = 0; /* that the rows see together, that one row sees at most */
+    for (long number = 0; number < count; number++) {
+        if (read_context(n, number, contexts + number))
+            goto end;
+        const long length = contexts[number].length, seen = work.window && length > work.window ? work.window : length;
+        tokens += seen;
+        longest = seen > longest ? seen : longest;
+    }
     const long threads = 2 * tokens * work.kv_heads * work.width < FEW_READ ? 1 : n[20];
     const long split = tokens < threads * longest; /* the longest alone would keep one thread while others have nothing to do */
     const long shares = !split ? 1 : work.kv_heads < threads ? work.kv_heads : threads; /* of a sequence's heads */
@@ -217,6 +218,12 @@ PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
     }
     Py_END_ALLOW_THREADS
     if (failed)
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+end:
+    for (long number = 0; number < count; number++)
+        free(contexts[number].pages);
+    free(contexts);
+    if (PyErr_Occurred())
+        return NULL;
     Py_RETURN_NONE;
 }

@@ -1,8 +1,8 @@
 /* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module flowrt.operators._rows.
  *
- * Here: `choose`, the best experts of each row and their weights; `cut`, the pairs by server; `sort`, the pairs by expert, with their rows;
- * `weigh`, the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax over the best (gate.py), who holds
- * which expert (dispatch.py, experts.py).
+ * `topk_softmax`: the best experts of each row and their weights. `partition_by_server`: the pairs by server. `sort_by_expert`: the pairs
+ * by expert, with their rows. `weighted_sum`: the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax
+ * over the best (gate.py), which server holds which expert (dispatch.py, experts.py).
  */
 #include "_rows.h"
 
@@ -29,7 +29,7 @@ INLINE void best_of(const int dtype, const char *row, long experts, long active,
     }
 }
 
-INLINE void choose_rows(const int dtype, const long *n, float scale, float *scores, long first_row, long end_row)
+INLINE void topk_softmax_rows(const int dtype, const long *n, float scale, float *scores, long first_row, long end_row)
 {
     const long experts = n[6], active = n[7], bytes = 4 >> n[2];
     for (long row = first_row; row < end_row; row++) {
@@ -48,9 +48,9 @@ INLINE void choose_rows(const int dtype, const long *n, float scale, float *scor
     }
 }
 
-IN_BOTH(choose_rows, (const long *n, float scale, float *scores, long first, long end), n, scale, scores, first, end)
+IN_BOTH(topk_softmax_rows, (const long *n, float scale, float *scores, long first, long end), n, scale, scores, first, end)
 
-PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+PyObject *topk_softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     long n[9]; /* dtype, logits, weights' dtype, ids, weights, rows, experts, active, threads; and scale */
     if (numbers(arguments, given - 1, n, 9))
@@ -66,7 +66,7 @@ PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
         return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
     IN_THREADS(threads, n[5],
-               (n[0] == FLOAT32 ? choose_rows_float32 : choose_rows_bfloat16)(n, scale, scores + thread * n[7], first, end));
+               (n[0] == FLOAT32 ? topk_softmax_rows_float32 : topk_softmax_rows_bfloat16)(n, scale, scores + thread * n[7], first, end));
     Py_END_ALLOW_THREADS
     free(scores);
     Py_RETURN_NONE;
@@ -78,21 +78,33 @@ typedef struct {
     char *weights_out;
     int64_t *out, *counts;
     long weight_bytes, count, active, num_experts, width, num_servers, num_rows;
-} Cut;
+} Partition;
 
-/* The number of a pair's share: 0 for nowhere. -1 for an expert, a server or a row that is none. */
-INLINE long share_of(const Cut *c, long i, long row)
+/* A private copy of what names a pair, and the number of its share: its server's number plus 1, or 0 for nowhere. */
+typedef struct {
+    int64_t expert, pair;
+    long row, share;
+} Pair;
+
+/* Read pair `i`. -1 where its expert, its row or its server does not exist. */
+INLINE int read_pair(const Partition *p, long i, Pair *found)
 {
-    const int64_t expert = c->experts[i];
-    if (expert < 0 || expert >= c->num_experts)
+    const int64_t expert = read_once(p->experts + i), pair = p->pairs ? read_once(p->pairs + i) : i;
+    if (expert < 0 || expert >= p->num_experts || pair < 0)
         return -1;
-    if (c->pairs && c->pairs[i] < 0)
-        return -1;
-    if (c->width != 1 && (row < 0 || row >= c->num_rows || c->positions[row] < 0 || c->copies[expert] < 1 || c->copies[expert] > c->width))
-        return -1;
-    const long turn = c->width == 1 ? 0 : c->positions[row] % c->copies[expert];
-    const int64_t server = c->servers[expert * c->width + turn];
-    return server < -1 || server >= c->num_servers ? -1 : server + 1;
+    const long row = pair / p->active;
+    long turn = 0;
+    if (p->width != 1) {
+        if (row >= p->num_rows)
+            return -1;
+        const int64_t position = read_once(p->positions + row), copies = read_once(p->copies + expert);
+        if (position < 0 || copies < 1 || copies > p->width)
+            return -1;
+        turn = position % copies;
+    }
+    const int64_t server = read_once(p->servers + expert * p->width + turn);
+    *found = (Pair){.expert = expert, .pair = pair, .row = row, .share = server + 1};
+    return server < -1 || server >= p->num_servers ? -1 : 0;
 }
 
 typedef struct {
@@ -101,112 +113,132 @@ typedef struct {
     long pairs, num_rows, done, last;
 } Share;
 
-INLINE long row_of(const Cut *c, long i) { return (c->pairs ? c->pairs[i] : i) / c->active; }
-
-/* By ascending server. counts: pairs and rows of each, nowhere first. -1 for a pair that nobody could be given. */
-static int cut_pairs(const Cut *c, Share *shares)
+/* By ascending server. counts: pairs and rows of each, nowhere first. -1 for a pair that no server can be given. */
+static int partition_pairs(const Partition *p, Pair *pairs, Share *shares)
 {
-    for (long i = 0; i <= c->num_servers; i++)
+    for (long i = 0; i <= p->num_servers; i++)
         shares[i] = (Share){.last = -1};
-    for (long i = 0; i < c->count; i++) {
-        const long row = row_of(c, i), number = share_of(c, i, row);
-        if (number < 0)
+    for (long i = 0; i < p->count; i++) {
+        if (read_pair(p, i, pairs + i))
             return -1;
-        shares[number].pairs++;
-        shares[number].num_rows += row != shares[number].last;
-        shares[number].last = row;
+        Share *share = shares + pairs[i].share;
+        share->pairs++;
+        share->num_rows += pairs[i].row != share->last;
+        share->last = pairs[i].row;
     }
-    int64_t *out = c->out;
-    char *weights = c->weights_out;
-    for (long i = 0; i <= c->num_servers; i++) {
+    int64_t *out = p->out;
+    char *weights = p->weights_out;
+    for (long i = 0; i <= p->num_servers; i++) {
         Share *share = shares + i;
         share->out = out;
         share->weights = weights;
-        c->counts[2 * i] = share->pairs;
-        c->counts[2 * i + 1] = share->num_rows;
+        p->counts[2 * i] = share->pairs;
+        p->counts[2 * i + 1] = share->num_rows;
         out += 3 * share->pairs + share->num_rows;
-        weights += share->pairs * c->weight_bytes;
+        weights += share->pairs * p->weight_bytes;
         share->num_rows = 0;
+        share->last = -1;
     }
-    for (long i = 0; i < c->count; i++) {
-        const long row = row_of(c, i);
-        Share *share = shares + share_of(c, i, row);
-        int64_t *rows = share->out + 3 * share->pairs, at = share->done++;
-        if (!share->num_rows || rows[share->num_rows - 1] != row)
-            rows[share->num_rows++] = row;
+    for (long i = 0; i < p->count; i++) {
+        Share *share = shares + pairs[i].share;
+        const long at = share->done++;
+        if (pairs[i].row != share->last)
+            share->out[3 * share->pairs + share->num_rows++] = share->last = pairs[i].row;
         share->out[at] = share->num_rows - 1;
-        share->out[share->pairs + at] = c->experts[i];
-        share->out[2 * share->pairs + at] = c->pairs ? c->pairs[i] : i;
-        memcpy(share->weights + at * c->weight_bytes, c->weights + i * c->weight_bytes, c->weight_bytes);
+        share->out[share->pairs + at] = pairs[i].expert;
+        share->out[2 * share->pairs + at] = pairs[i].pair;
+        memcpy(share->weights + at * p->weight_bytes, p->weights + i * p->weight_bytes, p->weight_bytes);
     }
     return 0;
 }
 
-PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+PyObject *partition_by_server(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     long n[16];
     if (numbers(arguments, given, n, 16))
         return NULL;
-    const Cut work = {
+    const Partition work = {
         .experts = (int64_t *)n[0], .weights = (char *)n[1], .weight_bytes = n[2], .pairs = (int64_t *)n[3], .count = n[4], .active = n[5],
         .positions = (int64_t *)n[6], .servers = (int64_t *)n[7], .copies = (int64_t *)n[8], .num_experts = n[9], .width = n[10],
         .num_servers = n[11], .out = (int64_t *)n[12], .weights_out = (char *)n[13], .counts = (int64_t *)n[14],
         .num_rows = n[15],
     };
     Share *shares = malloc((work.num_servers + 1) * sizeof *shares);
-    if (!shares)
-        return PyErr_NoMemory();
-    int failed;
-    Py_BEGIN_ALLOW_THREADS
-    failed = cut_pairs(&work, shares);
-    Py_END_ALLOW_THREADS
+    Pair *pairs = malloc(work.count * sizeof *pairs + 1);
+    int failed = 0;
+    if (shares && pairs) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = partition_pairs(&work, pairs, shares);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_NoMemory();
     free(shares);
+    free(pairs);
     if (failed)
-        return PyErr_Format(PyExc_IndexError, "a pair names what there is not: %ld experts, %ld servers, %ld rows", n[9], n[11], n[15]);
+        PyErr_Format(PyExc_IndexError, "a pair names what there is not: %ld experts, %ld servers, %ld rows", n[9], n[11], n[15]);
+    if (PyErr_Occurred())
+        return NULL;
     Py_RETURN_NONE;
 }
 
-PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+/* Where each pair goes among those sorted by expert, into `place`, and how many each expert has, into `counts` and before it into `next`.
+   -1 for an expert that is not held. */
+static int sort_pairs(const int64_t *experts, const int64_t *group_of, long num_experts, long num_groups, long pairs, int64_t *place,
+                      int64_t *counts, int64_t *next)
 {
-    /* experts, places (of experts among those held, plus 1), number of experts, held, row_P, pairs, rows, row bytes, x, sorted,
+    memset(next, 0, (num_groups + 1) * sizeof *next);
+    for (long i = 0; i < pairs; i++) {
+        const int64_t expert = read_once(experts + i);
+        if (expert < 0 || expert >= num_experts)
+            return -1;
+        place[i] = read_once(group_of + expert); /* the group, plus 1 */
+        if (place[i] < 1 || place[i] > num_groups)
+            return -1;
+        next[place[i]]++;
+    }
+    memcpy(counts, next + 1, num_groups * sizeof *counts);
+    for (long i = 0; i < num_groups; i++)
+        next[i + 1] += next[i];
+    for (long i = 0; i < pairs; i++)
+        place[i] = next[place[i] - 1]++;
+    return 0;
+}
+
+PyObject *sort_by_expert(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    /* experts, groups (of experts among those held, plus 1), number of experts, held, row_P, pairs, rows, row bytes, x, sorted,
        place of each pair, counts, threads */
     long n[13];
     if (numbers(arguments, given, n, 13))
         return NULL;
-    const int64_t *experts = (int64_t *)n[0], *places = (int64_t *)n[1], *rows = (int64_t *)n[4];
     const long held = n[3], pairs = n[5], row_bytes = n[7];
-    int64_t *sorted_place = (int64_t *)n[10], *counts = (int64_t *)n[11];
-    memset(counts, 0, held * sizeof *counts);
-    for (long i = 0; i < pairs; i++) {
-        if (rows[i] < 0 || rows[i] >= n[6])
-            return PyErr_Format(PyExc_IndexError, "row %ld of %ld", (long)rows[i], n[6]);
-        if (experts[i] < 0 || experts[i] >= n[2] || places[experts[i]] < 1 || places[experts[i]] > held)
-            Py_RETURN_FALSE;
-        counts[places[experts[i]] - 1]++;
-    }
-    int64_t *next = malloc((held + 1) * sizeof *next);
-    if (!next)
-        return PyErr_NoMemory();
-    Py_BEGIN_ALLOW_THREADS
-    next[0] = 0;
-    for (long i = 0; i < held; i++)
-        next[i + 1] = next[i] + counts[i];
-    for (long i = 0; i < pairs; i++)
-        sorted_place[i] = next[places[experts[i]] - 1]++;
-    const long threads = pairs * row_bytes < 4 * FEW_NUMBERS ? 1 : n[12];
+    int64_t *rows = checked_indices((int64_t *)n[4], pairs, n[6], "row");
+    if (!rows)
+        return NULL;
+    int64_t *place = malloc((pairs + held + 1) * sizeof *place);
+    int failed = 0;
+    if (place) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = sort_pairs((int64_t *)n[0], (int64_t *)n[1], n[2], held, pairs, place, (int64_t *)n[11], place + pairs);
+        if (!failed) {
+            const long threads = pairs * row_bytes < 4 * FEW_NUMBERS ? 1 : n[12];
+            memcpy((int64_t *)n[10], place, pairs * sizeof *place);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long i = 0; i < pairs; i++)
-        memcpy((char *)n[9] + sorted_place[i] * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
-    Py_END_ALLOW_THREADS
-    free(next);
-    Py_RETURN_TRUE;
+            for (long i = 0; i < pairs; i++)
+                memcpy((char *)n[9] + place[i] * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
+        }
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_NoMemory();
+    free(rows);
+    free(place);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(!failed);
 }
 
 /* Numbers `first` to `end` of every row. As the library has it, each product is rounded; sums are taken in float32, in pair order, and
    rounded once. */
-INLINE void weigh_numbers(const int dtype, const long *n, char *sums, long first, long end)
+INLINE void weighted_sum_numbers(const int dtype, const long *n, const int64_t *places, const int64_t *rows, char *sums, long first, long end)
 {
-    const int64_t *places = (int64_t *)n[2], *rows = (int64_t *)n[3];
     const long width = n[7], row_bytes = width * (4 >> dtype);
     for (long row = 0; row < n[8]; row++)
         memset(sums + (row * width + first) * 4, 0, (end - first) * 4);
@@ -224,25 +256,30 @@ INLINE void weigh_numbers(const int dtype, const long *n, char *sums, long first
             store(dtype, (char *)n[5] + row * row_bytes, i, end, load(FLOAT32, sums + row * width * 4, i, end));
 }
 
-IN_BOTH(weigh_numbers, (const long *n, char *sums, long first, long end), n, sums, first, end)
+IN_BOTH(weighted_sum_numbers, (const long *n, const int64_t *places, const int64_t *rows, char *sums, long first, long end),
+        n, places, rows, sums, first, end)
 
-PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+PyObject *weighted_sum(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     long n[10]; /* dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads */
     if (numbers(arguments, given, n, 10))
         return NULL;
-    const int64_t *places = (int64_t *)n[2], *rows = (int64_t *)n[3];
-    for (long pair = 0; pair < n[6]; pair++)
-        if (places[pair] < 0 || places[pair] >= n[6] || rows[pair] < 0 || rows[pair] >= n[8])
-            return PyErr_Format(PyExc_IndexError, "answer %ld of %ld, row %ld of %ld", (long)places[pair], n[6], (long)rows[pair], n[8]);
-    char *wide = n[0] == FLOAT32 ? NULL : malloc(n[8] * n[7] * 4 + 1), *sums = wide ? wide : (char *)n[5];
-    if (n[0] != FLOAT32 && !wide)
-        return PyErr_NoMemory();
-    const long lines = (n[7] + LANES - 1) / LANES, threads = n[6] * n[7] < FEW_NUMBERS ? 1 : n[9];
-    Py_BEGIN_ALLOW_THREADS
-    IN_THREADS(threads, lines, (n[0] == FLOAT32 ? weigh_numbers_float32 : weigh_numbers_bfloat16)(
-                                   n, sums, first * LANES, end * LANES < n[7] ? end * LANES : n[7]));
-    Py_END_ALLOW_THREADS
+    int64_t *places = checked_indices((int64_t *)n[2], n[6], n[6], "result");
+    int64_t *rows = places ? checked_indices((int64_t *)n[3], n[6], n[8], "row") : NULL;
+    char *wide = rows && n[0] != FLOAT32 ? malloc(n[8] * n[7] * 4 + 1) : NULL, *sums = wide ? wide : (char *)n[5];
+    if (rows && n[0] != FLOAT32 && !wide)
+        PyErr_NoMemory();
+    if (!PyErr_Occurred()) {
+        const long lines = (n[7] + LANES - 1) / LANES, threads = n[6] * n[7] < FEW_NUMBERS ? 1 : n[9];
+        Py_BEGIN_ALLOW_THREADS
+        IN_THREADS(threads, lines, (n[0] == FLOAT32 ? weighted_sum_numbers_float32 : weighted_sum_numbers_bfloat16)(
+                                       n, places, rows, sums, first * LANES, end * LANES < n[7] ? end * LANES : n[7]));
+        Py_END_ALLOW_THREADS
+    }
+    free(places);
+    free(rows);
     free(wide);
+    if (PyErr_Occurred())
+        return NULL;
     Py_RETURN_NONE;
 }

@@ -1,7 +1,7 @@
 /* What is done to each row by itself between the products of a layer, each in one call. Part of the module flowrt.operators._rows.
  *
  * Here: norms, with the addition before them; turning queries and keys to their positions and putting keys and values into their pages;
- * adding up answers. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
+ * adding up results. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
  * shapes and dtypes (rows.py, which alone calls this, with addresses).
  *
  * Why: a step of decoding has few rows and a dozen small operations a layer. A layer's weights have gone through the caches since the last
@@ -19,6 +19,22 @@ int numbers(PyObject *const *arguments, Py_ssize_t given, long *n, int wanted)
         if ((n[i] = PyLong_AsLong(arguments[i])) == -1 && PyErr_Occurred())
             return -1;
     return 0;
+}
+
+int64_t *checked_indices(const int64_t *from, long count, long end, const char *name)
+{
+    int64_t *found = malloc(count * sizeof *found + 1);
+    if (!found)
+        return (int64_t *)PyErr_NoMemory();
+    for (long i = 0; i < count; i++) {
+        found[i] = read_once(from + i);
+        if (found[i] < 0 || found[i] >= end) {
+            PyErr_Format(PyExc_IndexError, "%s %ld of %ld", name, (long)found[i], end);
+            free(found);
+            return NULL;
+        }
+    }
+    return found;
 }
 
 /* --- norms ----------------------------------------------------------------------------------------------------------- */
@@ -89,7 +105,7 @@ typedef struct {
     long heads, kv_heads, width;
     float epsilon;
     int dtype;
-} Place;
+} RopeAndStore;
 
 /* Each pair (x[i], x[i + width / 2]) by its angle. */
 INLINE void turned(const int dtype, char *x, const char *cosines, const char *sines, long width)
@@ -105,7 +121,7 @@ INLINE void turned(const int dtype, char *x, const char *cosines, const char *si
     }
 }
 
-INLINE void place_rows(const int dtype, const Place *p, long first, long end)
+INLINE void rope_and_store_rows(const int dtype, const RopeAndStore *p, long first, long end)
 {
     const long head_bytes = p->width * (4 >> dtype), turning = p->heads + p->kv_heads;
     for (long row = first; row < end; row++) {
@@ -121,35 +137,37 @@ INLINE void place_rows(const int dtype, const Place *p, long first, long end)
     }
 }
 
-IN_BOTH(place_rows, (const Place *p, long first, long end), p, first, end)
+IN_BOTH(rope_and_store_rows, (const RopeAndStore *p, long first, long end), p, first, end)
 
-static PyObject *place(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+static PyObject *rope_and_store_kv(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     /* dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads; and epsilon */
     long n[14];
     if (numbers(arguments, given - 1, n, 14))
         return NULL;
-    const Place work = {
+    RopeAndStore work = {
         .qkv = (char *)n[1], .cosines = (char *)n[2], .sines = (char *)n[3], .weights = (char *)n[4], .keys = (char *)n[5],
-        .values = (char *)n[6], .slots = (int64_t *)n[7], .heads = n[9], .kv_heads = n[10], .width = n[11],
+        .values = (char *)n[6], .heads = n[9], .kv_heads = n[10], .width = n[11],
         .epsilon = (float)PyFloat_AsDouble(arguments[14]), .dtype = (int)n[0],
     };
     const long rows = n[8], threads = rows * (work.heads + work.kv_heads) * work.width < FEW_NUMBERS ? 1 : n[13];
     if (PyErr_Occurred())
         return NULL;
-    for (long row = 0; row < rows; row++)
-        if (work.slots[row] < 0 || work.slots[row] >= n[12])
-            return PyErr_Format(PyExc_IndexError, "slot %ld of %ld", (long)work.slots[row], n[12]);
+    int64_t *slots = checked_indices((int64_t *)n[7], rows, n[12], "slot");
+    if (!slots)
+        return NULL;
+    work.slots = slots;
     Py_BEGIN_ALLOW_THREADS
-    IN_THREADS(threads, rows, (work.dtype == FLOAT32 ? place_rows_float32 : place_rows_bfloat16)(&work, first, end));
+    IN_THREADS(threads, rows, (work.dtype == FLOAT32 ? rope_and_store_rows_float32 : rope_and_store_rows_bfloat16)(&work, first, end));
     Py_END_ALLOW_THREADS
+    free(slots);
     Py_RETURN_NONE;
 }
 
 /* --- answers -------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const int64_t *rows;
+    int64_t *rows; /* a private copy */
     const char *y;
     long count;
 } Part;
@@ -183,18 +201,15 @@ static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssiz
     const long num_parts = given > 6 ? (given - 6) / 3 : 0;
     if (numbers(arguments, given - 3 * num_parts, n, 6))
         return NULL;
-    Part *parts = malloc((num_parts + 1) * sizeof *parts);
+    Part *parts = calloc(num_parts + 1, sizeof *parts);
     if (!parts)
         return PyErr_NoMemory();
     for (long at = 0; at < num_parts; at++) {
         if (numbers(arguments + 6 + 3 * at, 3, part, 3))
             goto end;
-        parts[at] = (Part){.rows = (int64_t *)part[0], .y = (char *)part[1], .count = part[2]};
-        for (long i = 0; i < part[2]; i++)
-            if (parts[at].rows[i] < 0 || parts[at].rows[i] >= n[3]) {
-                PyErr_Format(PyExc_IndexError, "row %ld of %ld", (long)parts[at].rows[i], n[3]);
-                goto end;
-            }
+        parts[at] = (Part){.rows = checked_indices((int64_t *)part[0], part[2], n[3], "row"), .y = (char *)part[1], .count = part[2]};
+        if (!parts[at].rows)
+            goto end;
     }
     const long lines = (n[4] + LANES - 1) / LANES, threads = n[3] * n[4] < FEW_NUMBERS ? 1 : n[5];
     Py_BEGIN_ALLOW_THREADS
@@ -202,6 +217,8 @@ static PyObject *add_parts(PyObject *module, PyObject *const *arguments, Py_ssiz
                                    n, parts, num_parts, first * LANES, end * LANES < n[4] ? end * LANES : n[4]));
     Py_END_ALLOW_THREADS
 end:
+    for (long at = 0; at < num_parts; at++)
+        free(parts[at].rows);
     free(parts);
     if (PyErr_Occurred())
         return NULL;
@@ -213,22 +230,22 @@ end:
 static PyMethodDef methods[] = {
     {"norm", CALLED(norm),
      "norm(dtype, x, added, weight, sum, y, rows, width, weights, threads, epsilon): sum = x + added, y = its norm; added may be 0."},
-    {"place", CALLED(place),
-     "place(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon):"
+    {"rope_and_store_kv", CALLED(rope_and_store_kv),
+     "rope_and_store_kv(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon):"
      " queries and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
-    {"attend", CALLED(attend),
-     "attend(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
+    {"paged_attention", CALLED(paged_attention),
+     "paged_attention(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
      " page_size, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
-    {"choose", CALLED(choose),
-     "choose(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
-    {"cut", CALLED(cut),
-     "cut(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out,"
+    {"topk_softmax", CALLED(topk_softmax),
+     "topk_softmax(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
+    {"partition_by_server", CALLED(partition_by_server),
+     "partition_by_server(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out,"
      " weights out, counts, num_rows): (row, slot) pairs by server."},
-    {"sort", CALLED(sort),
-     "sort(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts, threads):"
+    {"sort_by_expert", CALLED(sort_by_expert),
+     "sort_by_expert(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts, threads):"
      " the pairs' rows by expert; false where an expert is not held."},
-    {"weigh", CALLED(weigh),
-     "weigh(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads): the weighted sum of each row's pairs."},
+    {"weighted_sum", CALLED(weighted_sum),
+     "weighted_sum(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads): the weighted sum of each row's pairs."},
     {"add_parts", CALLED(add_parts),
      "add_parts(dtype, residual, total, rows, width, threads, rows_R, y_RH, number of rows, ...): the parts, then the residual."},
     {NULL},

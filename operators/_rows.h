@@ -126,10 +126,17 @@ INLINE vec exponential(vec x)
     return chosen(vanishes, (vec){0}, y * power);
 }
 
+/* One read of an index that another process or thread may write meanwhile. Every function here reads an index once, checks what it read
+   and uses that: an index read again may have changed since the check. */
+INLINE int64_t read_once(const int64_t *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+
+/* A private copy of `count` indices, each in [0, end); free() it. NULL with an exception set, which calls an index `name`. */
+int64_t *checked_indices(const int64_t *from, long count, long end, const char *name);
+
 /* What Python calls, each with numbers; see the table in _rows.c. */
 int numbers(PyObject *const *arguments, Py_ssize_t given, long *n, int wanted);
-PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
-PyObject *choose(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
-PyObject *cut(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
-PyObject *sort(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
-PyObject *weigh(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *paged_attention(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *topk_softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *partition_by_server(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *sort_by_expert(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
+PyObject *weighted_sum(PyObject *module, PyObject *const *arguments, Py_ssize_t given);

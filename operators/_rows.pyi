@@ -4,7 +4,7 @@ BFLOAT16: int
 def norm(
     dtype: int, x: int, added: int, weight: int, sum: int, y: int, rows: int, width: int, weights: int, threads: int, epsilon: float, /
 ) -> None: ...
-def place(
+def rope_and_store_kv(
     dtype: int,
     qkv: int,
     cosines: int,
@@ -22,7 +22,7 @@ def place(
     epsilon: float,
     /,
 ) -> None: ...
-def attend(
+def paged_attention(
     dtype: int,
     q: int,
     q_pitch: int,
@@ -46,10 +46,10 @@ def attend(
     threads: int,
     /,
 ) -> None: ...
-def choose(
+def topk_softmax(
     dtype: int, logits: int, weights_dtype: int, ids: int, weights: int, rows: int, experts: int, active: int, threads: int, scale: float, /
 ) -> None: ...
-def cut(
+def partition_by_server(
     experts: int,
     weights: int,
     weight_bytes: int,
@@ -68,7 +68,7 @@ def cut(
     num_rows: int,
     /,
 ) -> None: ...
-def sort(
+def sort_by_expert(
     experts: int,
     places: int,
     num_experts: int,
@@ -84,7 +84,7 @@ def sort(
     threads: int,
     /,
 ) -> bool: ...
-def weigh(
+def weighted_sum(
     dtype: int,
     sorted_y: int,
     sorted_place: int,

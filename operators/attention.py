@@ -97,10 +97,10 @@ class AttentionBlock:
         """[T, N * D]. Keys and values go from the product to their pages, and are read there."""
         config, weights = self.config, self._weights[layer]
         qkv_TC = self._blocks.run("attention in", partial(self._project, weights), x_TH)
-        rows.place(qkv_TC, config.num_heads, plan, weights.qk_norm, config.norm_epsilon, layout.slots_T, layer, pages)
+        rows.rope_and_store_kv(qkv_TC, config.num_heads, plan, weights.qk_norm, config.norm_epsilon, layout.slots_T, layer, pages)
         out_TC = qkv_TC.new_empty(qkv_TC.shape[0], config.num_heads * config.head_dim)
         if plan.paged is not None:
-            rows.attend(qkv_TC, config.num_heads, plan.paged, config.sliding_window, layer, pages, out_TC)
+            rows.paged_attention(qkv_TC, config.num_heads, plan.paged, config.sliding_window, layer, pages, out_TC)
         if plan.chunks:
             sizes = config.num_heads, config.num_kv_heads, config.num_kv_heads
             q_TND, k_TKD, v_TKD = qkv_TC.view(-1, sum(sizes), config.head_dim).split(sizes, dim=1)

@@ -92,7 +92,7 @@ def _by_server(
     """`pair_P`: which pairs of the step they are; None: all, in order."""
     if rows.available and expert_P.device.type == "cpu":
         table = copies.servers_EB, copies.num_copies_E, copies.num_servers
-        return [Part(*fields) for fields in rows.cut(pair_P, expert_P, weight_P, positions_T, num_active, *table)]
+        return [Part(*fields) for fields in rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]
     return by_server(pair_P, expert_P, weight_P, positions_T, num_active, copies)
 
 

@@ -80,7 +80,7 @@ class Experts:
         y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
         weight_P = weight_P.to(x_RH.dtype)
         if rows.fits(x_RH.dtype, x_RH.device):
-            return rows.weigh(y_PH, place_P, row_P, weight_P, len(x_RH))
+            return rows.weighted_sum(y_PH, place_P, row_P, weight_P, len(x_RH))
         y_PH, y_RH = y_PH.index_select(0, place_P).mul_(weight_P.unsqueeze(1)), torch.zeros_like(x_RH)
         if x_RH.device.type == "cpu":
             return y_RH.index_add_(0, row_P, y_PH)
@@ -95,7 +95,7 @@ class Experts:
         """Answers sorted by expert [P, H], and where among them each pair's is [P]."""
         held = self._layers[layer]
         if rows.fits(x_RH.dtype, x_RH.device):
-            found = rows.sort(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
+            found = rows.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
             if found is None:
                 raise _absent(layer, held, expert_P)
             sorted_PH, place_P, counts_E = found

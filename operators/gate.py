@@ -50,7 +50,7 @@ class Gate:
         if gate.scores == "softmax" and gate.normalize == 1 and not gate.bias and gate.topk_groups == gate.groups:
             # What is divided by its own sum needs no other scores: the softmax of the best is the same number, for a part of the work.
             if rows.fits(logits.dtype, logits.device) and rows.fits(normed_TH.dtype, normed_TH.device):
-                return rows.choose(logits, self._num_active, gate.scale, normed_TH.dtype)
+                return rows.topk_softmax(logits, self._num_active, gate.scale, normed_TH.dtype)
             best, expert_ids = torch.topk(logits, self._num_active, dim=-1)
             return expert_ids, self._scaled(torch.softmax(best, dim=-1, dtype=self._wide)).to(normed_TH.dtype)
         if gate.scores == "softmax":

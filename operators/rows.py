@@ -77,7 +77,7 @@ def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon:
     _rows.norm(_dtype(x), *places, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
 
 
-def place(
+def rope_and_store_kv(
     qkv_TC: Tensor, num_heads: int, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages
 ) -> None:
     """Norm (with `qk_norm`, a weight per head) and turn queries and keys in place, and store keys and values in their slots.
@@ -98,10 +98,12 @@ def place(
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
     sizes = len(qkv_TC), num_heads, num_kv_heads, width, num_pages * page_size
-    _rows.place(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
+    _rows.rope_and_store_kv(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
 
 
-def attend(qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor) -> None:
+def paged_attention(
+    qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor
+) -> None:
     """Attention of the rows `paged`, all different, over their sequences' pages, into their rows of out [T, N * D].
 
     qkv_TC as for `place`, `window` as in plan_step. ValueError where sizes or dtypes do not go together, IndexError for a page, a row or a
@@ -119,7 +121,7 @@ def attend(qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None,
     queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
     contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
     sizes = len(rows_P), num_heads, num_kv_heads, width, page_size, num_pages, window or 0, len(qkv_TC), len(lengths_S)
-    _rows.attend(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
+    _rows.paged_attention(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
 
 
 def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
@@ -134,14 +136,14 @@ def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[T
 
 
 @_watched
-def choose(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(expert_ids_TA, weights_TA in `dtype`): the best of a row, best first, of equal ones the first, and their softmax times `scale`."""
     logits_TE = logits_TE.contiguous()
     num_rows, num_experts = logits_TE.shape
     expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
     weights = logits_TE.new_empty((num_rows, num_active), dtype=dtype)
     places = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
-    _rows.choose(_dtype(logits_TE), *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
+    _rows.topk_softmax(_dtype(logits_TE), *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
     return expert_ids, weights
 
 
@@ -159,7 +161,7 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
     return total_TH
 
 
-def cut(
+def partition_by_server(
     pair_P: Tensor | None,
     expert_P: Tensor,
     weight_P: Tensor,
@@ -180,7 +182,7 @@ def cut(
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
     table = positions_T.data_ptr(), servers_EB.data_ptr(), num_copies_E.data_ptr(), num_experts, width, num_servers
-    _rows.cut(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
+    _rows.partition_by_server(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
     sizes: list[int] = counts.tolist()
     found = [(place - 1, sizes[2 * place], sizes[2 * place + 1]) for place in range(places) if sizes[2 * place]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]
@@ -192,7 +194,7 @@ def cut(
     ]
 
 
-def sort(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Pairs sorted by expert: their rows [P, H], where among them each pair's is [P], and how many each of the experts held has [num_held].
 
     `place_E`: an expert's place among those held plus 1, or 0. None when one is not held. IndexError for a row that there is not.
@@ -206,10 +208,10 @@ def sort(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_hel
     experts = expert_P.data_ptr(), place_E.data_ptr(), len(place_E), num_held
     pairs = row_P.data_ptr(), num_pairs, num_rows, width * x_RH.itemsize, x_RH.data_ptr()
     results = sorted_PH.data_ptr(), place_P.data_ptr(), counts_E.data_ptr()
-    return (sorted_PH, place_P, counts_E) if _rows.sort(*experts, *pairs, *results, torch.get_num_threads()) else None
+    return (sorted_PH, place_P, counts_E) if _rows.sort_by_expert(*experts, *pairs, *results, torch.get_num_threads()) else None
 
 
-def weigh(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
+def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
     """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`. IndexError for what there is not."""
     y_PH, weight_P = y_PH.contiguous(), _same(weight_P, y_PH)
     place_P, row_P = _indices(place_P, row_P)
@@ -218,7 +220,7 @@ def weigh(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_ro
         raise ValueError(f"{num_pairs} answers do not go with {len(row_P)} rows and {len(weight_P)} weights")
     y_RH = y_PH.new_empty(num_rows, width)
     pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
-    _rows.weigh(_dtype(y_PH), *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
+    _rows.weighted_sum(_dtype(y_PH), *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
     return y_RH
 
 

@@ -5,6 +5,7 @@ Here: norms, attention, and what strict proofs see. What concerns (row, expert) 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
     two_heads = KvPages(1, 1, 4, 2, 8, torch.float32)
     plan = plan_step(layout, pages, TABLE, is_paged=True)
     one_row = PagedRows(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 1, dtype=torch.int64))
+    store, attend = rows.rope_and_store_kv, rows.paged_attention
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: rows.norm(x, weight.double(), 1e-6), "torch.float64 on cpu does not go with torch.float32 on cpu"),
         (lambda: rows.norm(x, drawn(4), 1e-6), r"a weight \[4\] does not go with rows \[3, 8\]"),
@@ -82,29 +84,53 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
         ),
         (lambda: rows.norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
         (
-            lambda: rows.place(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages),
+            lambda: store(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[2, 24\], positions \[3, 1, 8\]",
         ),
         (
-            lambda: rows.place(drawn(3, 23), 1, plan, None, 0.0, layout.slots_T, 0, pages),
+            lambda: store(drawn(3, 23), 1, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[3, 23\] of 1 heads do not go with pages \[1, 4, 1, 8\]",
         ),
-        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
-        (lambda: rows.place(drawn(3, 24), 1, plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages), r"weights \[3, 8\] for 2 heads of 8"),
-        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T.int(), 0, pages), "indices must be int64 on the host"),
-        (lambda: rows.place(drawn(3, 24).bfloat16(), 1, plan, None, 0.0, layout.slots_T, 0, pages), "does not go with torch.bfloat16"),
-        (lambda: rows.place(drawn(3, 48)[:, ::2], 1, plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
-        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 12)), r"results \[3, 12\] for 3 rows of 1 heads of 8"),
-        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(2, 8)), r"results \[2, 8\] for 3 rows of 1 heads of 8"),
-        (lambda: rows.attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()), "torch.bfloat16 on cpu does not go with"),
-        (lambda: rows.attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a row sees itself at least, not 0 tokens"),
-        (lambda: rows.place(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[3, 24\] of 2 heads do not go with pages"),
-        (lambda: rows.place(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T, 0, two_heads), r"do not go with pages \[1, 4, 2, 8\]"),
+        (lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
+        (
+            lambda: store(drawn(3, 24), 1, plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages),
+            r"weights \[3, 8\] for 2 heads of 8",
+        ),
+        (
+            lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T.int(), 0, pages),
+            "indices must be int64 on the host",
+        ),
+        (
+            lambda: store(drawn(3, 24).bfloat16(), 1, plan, None, 0.0, layout.slots_T, 0, pages),
+            "does not go with torch.bfloat16",
+        ),
+        (lambda: store(drawn(3, 48)[:, ::2], 1, plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
+        (
+            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 12)),
+            r"results \[3, 12\] for 3 rows of 1 heads of 8",
+        ),
+        (
+            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(2, 8)),
+            r"results \[2, 8\] for 3 rows of 1 heads of 8",
+        ),
+        (
+            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()),
+            "torch.bfloat16 on cpu does not go with",
+        ),
+        (lambda: attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a row sees itself at least, not 0 tokens"),
+        (
+            lambda: store(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages),
+            r"rows \[3, 24\] of 2 heads do not go with pages",
+        ),
+        (
+            lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T, 0, two_heads),
+            r"do not go with pages \[1, 4, 2, 8\]",
+        ),
         (lambda: rows.add_parts(torch.zeros(1, 1, 1), []), "too many values to unpack"),
         (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"parts \[\(\[1, 2\], \[1, 8\]\)\]"),
         (lambda: rows.norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),
         (lambda: combine(x, [(torch.arange(2, dtype=torch.int32), drawn(2, 8))]), "indices must be int64 on the host"),
-        (lambda: rows.choose(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),
+        (lambda: rows.topk_softmax(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),
         (lambda: StepLayout.from_tensors([each.int() for each in layout.to_tensors()]), "a step layout is made of int64"),
         (lambda: layout_with(torch.tensor([7, 8])), r"sequences of \[1\] rows from row 7 on"),
         (lambda: layout_with(torch.tensor([0])[:0]), r"a step layout cannot have shapes"),
@@ -123,7 +149,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
     for row in (-1, 3):
         with pytest.raises(IndexError, match=f"row {row} of 3"):
             combine(x, [(torch.tensor([0, row]), drawn(2, 8))])
-    for name in ("norm", "place", "attend", "choose", "cut", "sort", "weigh", "add_parts"):
+    for name in [name for name, function in vars(rows._rows).items() if inspect.isbuiltin(function)]:
         with pytest.raises(TypeError, match="numbers are wanted"):
             getattr(rows._rows, name)(0, 0)
         with pytest.raises(TypeError, match="numbers are wanted"):
@@ -169,7 +195,7 @@ def test_attention_over_pages_is_that_over_the_context(
     paged = PagedRows(2 * torch.arange(len(lengths)) + 1, sequences, torch.tensor(lengths), torch.tensor(tables))
     qkv_TC = drawn(2 * len(lengths), (num_heads + 2 * num_kv_heads) * width, dtype=dtype)
     out_TC = torch.full((2 * len(lengths), num_heads * width), 7.0, dtype=dtype)
-    rows.attend(qkv_TC, num_heads, paged, window, 0, pages, out_TC)
+    rows.paged_attention(qkv_TC, num_heads, paged, window, 0, pages, out_TC)
     assert (out_TC[0::2] == 7.0).all(), "other rows are left alone"
     for row, sequence in zip(paged.rows_P.tolist(), sequences.tolist(), strict=True):
         length = lengths[sequence]
@@ -179,7 +205,7 @@ def test_attention_over_pages_is_that_over_the_context(
         torch.testing.assert_close(out_TC[row].view(num_heads, width).double(), exact(q_ND, keys[seen], values[seen]), **TOLERANCE[dtype])
         alone = PagedRows(torch.tensor([row]), torch.tensor([sequence]), paged.kv_length_S, paged.page_table_SG)
         again = torch.empty_like(out_TC)
-        rows.attend(qkv_TC, num_heads, alone, window, 0, pages, again)
+        rows.paged_attention(qkv_TC, num_heads, alone, window, 0, pages, again)
         assert torch.equal(again[row], out_TC[row]), "a row's bits do not depend on others"
 
 
@@ -193,11 +219,11 @@ def test_attention_takes_scores_of_any_size() -> None:
     for size in (1e4, -1e4, 1e30):
         keys.zero_()
         keys[3, 1] = size  # token 9 lies in slot 13
-        rows.attend(q, 1, paged, None, 0, pages, out)
+        rows.paged_attention(q, 1, paged, None, 0, pages, out)
         others = torch.cat((torch.arange(8.0, 12), torch.arange(4.0), torch.tensor([12.0, 14, 15, 4, 5])))
         assert torch.allclose(out, torch.full((1, 16), 13.0) if size > 0 else others.mean().expand(1, 16))
     keys[3, 1] = float("nan")
-    rows.attend(q, 1, paged, None, 0, pages, out)
+    rows.paged_attention(q, 1, paged, None, 0, pages, out)
     assert out.isnan().all()
 
 
@@ -212,16 +238,16 @@ def test_attention_refuses_pages_and_slots_that_there_are_not() -> None:
     ):
         paged = PagedRows(torch.tensor([0]), torch.tensor([0]), torch.tensor(lengths), torch.tensor(table))
         with pytest.raises(IndexError, match=message):
-            rows.attend(q, 1, paged, None, 0, pages, out)
+            rows.paged_attention(q, 1, paged, None, 0, pages, out)
     for row, sequence in ((1, 0), (-1, 0), (0, 1), (0, -1)):
         paged = PagedRows(torch.tensor([row]), torch.tensor([sequence]), torch.tensor([1]), torch.tensor([[0]]))
         with pytest.raises(IndexError, match=f"row {row} of 1, sequence {sequence} of 1"):
-            rows.attend(q, 1, paged, None, 0, pages, out)
+            rows.paged_attention(q, 1, paged, None, 0, pages, out)
     layout = StepLayout.from_lists([1], [1], [[0]], 4)
     plan = plan_step(layout, pages, RotaryTable(16, RotaryConfig(), torch.float32), is_paged=True)
     for slot in (-1, 16):
         with pytest.raises(IndexError, match=f"slot {slot} of 16"):
-            rows.place(torch.ones(1, 48), 1, plan, None, 0.0, torch.tensor([slot]), 0, pages)
+            rows.rope_and_store_kv(torch.ones(1, 48), 1, plan, None, 0.0, torch.tensor([slot]), 0, pages)
     assert not any(block.any() for block in pages.blocks(0))
 
 
@@ -260,7 +286,7 @@ def test_a_proof_watches_what_is_computed() -> None:
     for call, count in (
         (lambda: rows.norm(x, weight, 1e-6), 16),
         (lambda: rows.norm_of_sum(x, x, weight, 1e-6), 32),
-        (lambda: rows.choose(x, 3, 1.0, torch.float32), 9),  # 3 ids of 8 bytes, 3 weights of 4
+        (lambda: rows.topk_softmax(x, 3, 1.0, torch.float32), 9),  # 3 ids of 8 bytes, 3 weights of 4
     ):
         watch = _Watch(8)
         with watch:

@@ -31,7 +31,7 @@ needs_rows = pytest.mark.skipif(not rows.available, reason="without a compiler t
 @pytest.mark.parametrize(("num_experts", "num_active"), [(1, 1), (5, 5), (16, 1), (40, 8), (256, 20)])
 def test_the_best_are_chosen_and_weighed(dtype: torch.dtype, num_experts: int, num_active: int) -> None:
     logits = torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(row)) for row in range(9)]).to(dtype) / 8
-    expert_ids, weights = rows.choose(logits, num_active, 2.5, dtype)
+    expert_ids, weights = rows.topk_softmax(logits, num_active, 2.5, dtype)
     best, expected = logits.topk(num_active, dim=-1)
     assert torch.equal(expert_ids, expected)
     torch.testing.assert_close(
@@ -41,17 +41,17 @@ def test_the_best_are_chosen_and_weighed(dtype: torch.dtype, num_experts: int, n
 
 @needs_rows
 def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_chooses_somebody() -> None:
-    expert_ids, weights = rows.choose(torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0] * 6]), 4, 1.0, torch.float32)
+    expert_ids, weights = rows.topk_softmax(torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0] * 6]), 4, 1.0, torch.float32)
     assert expert_ids.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
     assert torch.equal(weights[1], torch.full((4,), 0.25))
     for place in range(6):
         logits = torch.arange(6.0)[None]
         logits[0, place] = float("nan")  # is the greatest, as in torch
-        expert_ids, weights = rows.choose(logits, 2, 1.0, torch.float32)
+        expert_ids, weights = rows.topk_softmax(logits, 2, 1.0, torch.float32)
         assert expert_ids[0, 0] == place
         assert weights.isnan().all()
     for bad in (float("nan"), float("-inf"), float("inf")):
-        expert_ids, weights = rows.choose(torch.full((1, 6), bad), 3, 1.0, torch.float32)
+        expert_ids, weights = rows.topk_softmax(torch.full((1, 6), bad), 3, 1.0, torch.float32)
         assert expert_ids.tolist() == [[0, 1, 2]]
         assert weights.isnan().all()
 
@@ -166,12 +166,12 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
 def test_places_that_there_are_not_are_refused_by_an_expert_servers_sums() -> None:
     y, one = drawn(2, 4), torch.ones(2)
     for places, where in (([0, 2], [0, 1]), ([-1, 0], [0, 1]), ([0, 1], [0, 3]), ([0, 1], [-1, 0])):
-        with pytest.raises(IndexError, match=r"answer .* of 2, row .* of 3"):
-            rows.weigh(y, torch.tensor(places), torch.tensor(where), one, 3)
+        with pytest.raises(IndexError, match=r"result -?\d of 2|row -?\d of 3"):
+            rows.weighted_sum(y, torch.tensor(places), torch.tensor(where), one, 3)
     with pytest.raises(ValueError, match="2 answers do not go with"):
-        rows.weigh(y, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2, 2), 3)
+        rows.weighted_sum(y, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2, 2), 3)
     for place in (10**9, -5):
-        assert rows.sort(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None
+        assert rows.sort_by_expert(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None
 
 
 def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
