@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 TIMES_ITS_ERROR = 20  # every modelled time is at least so many times what a wait is off by
 TOLERANCE = 1 / TIMES_ITS_ERROR  # of its own length by which a wait may be late
-MOST_LATE_SHARE = 0.01  # of the computations, or of the messages, of a run whose figures hold
+MAX_LATE_SHARE = 0.01  # of the computations, or of the messages, of a run whose figures hold
 
 
 @dataclass
@@ -156,7 +156,7 @@ def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
         if num_late:
             latest = max(each[2] for each in told)
             worst = max(worst, latest)
-            void = void or num_late > MOST_LATE_SHARE * num
+            void = void or num_late > MAX_LATE_SHARE * num
             how = "took longer than modelled" if name == "computation" else "came later than modelled"
             sentences.append(f"{num_late} of {num} {name}s {how}, by up to {duration_text(latest)} more than the twentieth that is allowed")
     free_share = max((each.free_share for each in workers), default=0.0)

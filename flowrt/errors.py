@@ -38,10 +38,10 @@ class GraphError(UserError):
 
 
 class WorkerDiedError(Exception):
-    """A process of the graph ended by itself. `process` is its name, `last_words` the last lines it wrote, oldest first."""
+    """A process of the graph ended by itself. `process` is its name, `output_tail` the last lines it wrote, oldest first."""
 
     exit_code = 3
 
-    def __init__(self, process: str, reason: str, last_words: tuple[str, ...] = ()) -> None:
-        self.process, self.reason, self.last_words = process, reason, last_words
+    def __init__(self, process: str, reason: str, output_tail: tuple[str, ...] = ()) -> None:
+        self.process, self.reason, self.output_tail = process, reason, output_tail
         super().__init__(f"{process} {reason}")

@@ -216,7 +216,7 @@ class ThreadCompute:
 def resident_bytes() -> int:
     """Memory of this process's own that lies in RAM: anonymous and shared memory; 0 where the system does not say.
 
-    Pages of mapped files are left out: the libraries that a forked worker touches first are the starter's, mapped once for all.
+    Pages of mapped files are left out: the libraries that a forked worker touches first are the fork server's, mapped once for all.
     Weights are never mapped (operators/weights.py), so they count.
     """
     try:

@@ -90,7 +90,7 @@ def plan_step(
         if max(layout.kv_lengths, default=0) > room:
             raise ValueError(f"a context of {max(layout.kv_lengths)} tokens in a page table of {room}")
         cos, sin = table.rows(layout.positions_T, max(layout.kv_lengths, default=0))
-        pieces = _pieces(layout, pages, window, fewest_rows=2 if is_paged else 1)
+        pieces = _pieces(layout, pages, window, min_rows=2 if is_paged else 1)
         groups = () if is_paged else _decode_groups(layout, pages.page_size, cos.dtype, window, each_alone, pieces)
         chunks = _chunks(layout, pages.page_size, cos.dtype, window, pieces)
         plan = StepPlan(cos, sin, groups, chunks, _paged_rows(layout) if is_paged else None)
@@ -98,7 +98,7 @@ def plan_step(
     return plan
 
 
-def _pieces(layout: StepLayout, pages: KvPages, window: int | None, fewest_rows: int) -> dict[int, int]:
+def _pieces(layout: StepLayout, pages: KvPages, window: int | None, min_rows: int) -> dict[int, int]:
     """The sequences of so many rows at least whose long contexts lie in one piece, each with the slot that its token 0 would have there.
 
     Not on a device, whose page table the host does not wait for, nor where tokens begin at odd places in memory.
@@ -109,7 +109,7 @@ def _pieces(layout: StepLayout, pages: KvPages, window: int | None, fewest_rows:
     found: dict[int, int] = {}
     for sequence, (query, context) in enumerate(zip(layout.query_lengths, layout.kv_lengths, strict=True)):
         seen = context if window is None else min(context, window + query - 1)
-        if query < fewest_rows or seen * token_bytes <= COPIED_BYTES:
+        if query < min_rows or seen * token_bytes <= COPIED_BYTES:
             continue
         first = (context - seen) // page_size
         table: list[int] = layout.page_table_SG[sequence, first : -(-context // page_size)].tolist()

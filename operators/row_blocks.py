@@ -25,7 +25,7 @@ from flowrt.operators.products import Product, form_for, lay_out, panel_product
 SIZES = (4, 8, 16, 32, 64, 128)
 PROOF_ROWS = SIZES[-1]  # rows that a proof is given
 PROOF_ELEMENTS = 1 << 14  # results to compare at least, if there are as many: an unlike order of additions shows in many of them
-FEWEST_PROOF_ROWS = 8  # so many are compared even when one row has more results than that
+MIN_PROOF_ROWS = 8  # so many are compared even when one row has more results than that
 ALIGNMENT_BYTES = 64  # where torch's own memory begins; products may treat what lies elsewhere in another order
 
 _NOT_COMPUTED = {
@@ -182,7 +182,7 @@ def _proven_sizes(name: str, function: Function, rows: Sequence[Tensor]) -> tupl
         raise RuntimeError(f"{name} was not proven when it was loaded: the first call must bring {PROOF_ROWS} rows, not {rows[0].shape[0]}")
     function, rows = _with_cancelling_products(function, rows)
     row_elements = _bits(function, [x[:1] for x in rows]).shape[1] // 4
-    num_compared = next((size for size in SIZES if size >= FEWEST_PROOF_ROWS and size * row_elements >= PROOF_ELEMENTS), PROOF_ROWS)
+    num_compared = next((size for size in SIZES if size >= MIN_PROOF_ROWS and size * row_elements >= PROOF_ELEMENTS), PROOF_ROWS)
     classes: list[tuple[Tensor, list[int]]] = []
     for size in SIZES:
         bits = _bits_in_blocks(function, rows, size, max(num_compared, size))

@@ -70,7 +70,7 @@ class SamplingInputs:
                 if each.temperature > 0:
                     (filtered if each.top_k > 0 or each.top_p < 1 else unfiltered).append(sample)
         wanted = [sample for sample, number in enumerate(num_logprobs) if number is not None]
-        most_logprobs = max((number for number in num_logprobs if number is not None), default=0)
+        max_logprobs = max((number for number in num_logprobs if number is not None), default=0)
         tensors = (
             torch.tensor(row + top_k + seed + choice + token_index, dtype=torch.int64).view(5, -1),
             torch.tensor(temperature + top_p + repetition + presence + frequency, dtype=torch.float64).view(5, -1),
@@ -79,7 +79,7 @@ class SamplingInputs:
             _penalized(counts) if any(counts) else _NONE.view(3, 0),
             _forbidden(ids) if any(ids) else _NONE.view(2, 0),
             _NONE if not wanted else torch.tensor(wanted),
-            _NONE if not most_logprobs else torch.arange(most_logprobs),
+            _NONE if not max_logprobs else torch.arange(max_logprobs),
         )
         return cls(*(tensor.to(device) for tensor in tensors))
 

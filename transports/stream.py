@@ -1,4 +1,4 @@
-"""A channel over a stream socket that is already connected: the control line between a parent and the worker it started.
+"""A channel over a stream socket that is already connected: the control connection between a parent and the worker it started.
 
 Here: StreamChannel ("pipe"). Not here: listening and connecting (there is no address; the socket was inherited, which is why no key is
 proved), and bulk: payloads are copied once on the way out and read straight into their final memory on the way in.

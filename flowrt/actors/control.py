@@ -1,4 +1,4 @@
-"""What the launcher and a worker say to each other on the control line: request in, token out, life and death.
+"""What the launcher and a worker say to each other on the control connection: request in, token out, life and death.
 
 Here: the message headers, one msgspec struct per kind, and `as_message` / `from_message`. Not here: who acts on them
 (flowrt/cluster on one side, flowrt/workers on the other), the data path (edges of the graph). No torch.
@@ -242,7 +242,7 @@ class Joined(Control, frozen=True):
     pid: int = 0  # to the monitor; 0: not on this machine, or not known
 
 
-class Beat(Control, frozen=True):
+class Heartbeat(Control, frozen=True):
     """From the loop of a worker, at even intervals while it turns: relayed to the monitor.
 
     `sequence` counts the beats of this life; `lag_seconds`: how late the loop made this one; `num_firings` so far. `running` names the

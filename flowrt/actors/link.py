@@ -1,7 +1,7 @@
 """One link: a channel to one process, its reader and its outbox.
 
 Here: Link, and LinkLostError. Not here: who is linked with whom, and which life of a peer counts (links.py), what a message means
-(flowrt/dataflow). Used by links.py, and by flowrt/workers for the control line.
+(flowrt/dataflow). Used by links.py, and by flowrt/workers for the control connection.
 
 Posting to a link never waits: every message either holds a credit of its edge or gives one back, so the outbox is bounded by
 the graph. A peer that stops reading fills its own outbox and delays nobody else.

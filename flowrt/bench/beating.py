@@ -12,8 +12,8 @@ import time
 
 import msgspec
 
-from flowrt.actors.beats import send_beats
 from flowrt.actors.control import Start, as_message, from_message
+from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import Link
 from flowrt.seams import Running, Seams
 from flowrt.transports.contract import Channel
@@ -63,7 +63,7 @@ class Beating:
 
 
 async def run_beating(control: Channel, seams: Seams) -> None:
-    """Until the control line ends."""
+    """Until the control connection ends."""
     start = from_message(await control.recv())
     assert isinstance(start, Start)
     beating = Beating(start, seams)
@@ -71,7 +71,7 @@ async def run_beating(control: Channel, seams: Seams) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(beating.work(), name="work"),
-            group.create_task(send_beats(beating, seams.clock, lambda beat: line.post(as_message(beat))), name="beats"),
+            group.create_task(send_heartbeats(beating, seams.clock, lambda heartbeat: line.post(as_message(heartbeat))), name="beats"),
         ]
         await line.run()
         for task in tasks:

@@ -31,7 +31,7 @@ from flowrt.operators.families.registry import read_model_config
 
 Say = Callable[[str], None]
 SETTLE_SECONDS = 0.05  # threads that have computed may spin for some milliseconds before they sleep
-MOST_GATHERED_BYTES = 2 << 30  # "batched_mm" copies an expert's weights for each pair of row and slot
+MAX_GATHERED_BYTES = 2 << 30  # "batched_mm" copies an expert's weights for each pair of row and slot
 HOPELESS = 2.5  # an implementation so many times slower than another is not tried again
 TRIES = 3
 
@@ -222,9 +222,9 @@ class _TransformersSide:
         for name in facts["implementations"]:
             tried = {"decode": name, "prefill": name}
             gathered = [facts["expert_bytes"] * facts["num_active"] * rows for rows in (len(prompts), num_prompt_tokens)]
-            if name in self._hopeless or (name == "batched_mm" and gathered[0] > MOST_GATHERED_BYTES):
+            if name in self._hopeless or (name == "batched_mm" and gathered[0] > MAX_GATHERED_BYTES):
                 continue
-            if name == "batched_mm" and gathered[1] > MOST_GATHERED_BYTES:
+            if name == "batched_mm" and gathered[1] > MAX_GATHERED_BYTES:
                 tried["prefill"] = self.chosen["prefill"]
             best = speeds[name] = dict.fromkeys(("prefill", "decode") if tried["prefill"] == name else ("decode",), 0.0)
             for _ in range(TRIES):

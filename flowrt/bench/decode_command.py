@@ -13,10 +13,10 @@ from rich.console import Console
 
 from flowrt.api import read_graph
 from flowrt.bench.decode import Found, Options, measure
-from flowrt.bench.decode_report import least_bytes_by_batch, print_found, report_of
+from flowrt.bench.decode_report import min_bytes_by_batch, print_found, report_of
 from flowrt.bench.limits import MachineLimits, measure_limits_apart, usable_cores
 from flowrt.bench.memory import checkpoint_elements
-from flowrt.bench.pairs import FEWEST_PAIRS
+from flowrt.bench.pairs import MIN_PAIRS
 from flowrt.bench.peers import new_event_loop
 from flowrt.bench.plots import check_plot, plot_decode
 from flowrt.bench.report import Machine, write_report
@@ -43,7 +43,7 @@ def run(options: Options, json: str | None = None, plot: str | None = None) -> i
             founds.append(found)
             graph = read_graph(options.graph, [f"model.dtype={found.dtype}", *options.overrides], options.model)
             context = options.prompt_tokens + options.new_tokens // 2
-            least = least_bytes_by_batch(graph, elements, options.batches, context)
+            least = min_bytes_by_batch(graph, elements, options.batches, context)
             print_found(found, limits, least, console)
             console.print()
 
@@ -53,8 +53,8 @@ def run(options: Options, json: str | None = None, plot: str | None = None) -> i
     except BaseExceptionGroup as errors:
         mistakes = [error for error in errors.exceptions if isinstance(error, UserError)]
         raise mistakes[0] if mistakes else errors  # noqa: B904
-    if options.num_pairs < FEWEST_PAIRS:
-        console.print(f"note: fewer than {FEWEST_PAIRS} pairs: for trying out, not for claims")
+    if options.num_pairs < MIN_PAIRS:
+        console.print(f"note: fewer than {MIN_PAIRS} pairs: for trying out, not for claims")
     machine = machine.afterwards()
     console.print(str(machine))
     if json is not None or plot is not None:

@@ -15,18 +15,18 @@ from rich.table import Table
 from flowrt.bench.decode import Found
 from flowrt.bench.limits import MachineLimits
 from flowrt.bench.report import Figure, Machine, Report, amount
-from flowrt.bench.step_split import StepSplit, least_bytes_of
+from flowrt.bench.step_split import StepSplit, min_bytes_of
 from flowrt.graph.model import Graph
 
 
-def print_found(found: Found, limits: MachineLimits, least_bytes: dict[int, float], console: Console) -> None:
+def print_found(found: Found, limits: MachineLimits, min_bytes: dict[int, float], console: Console) -> None:
     """One dtype: speeds and verdicts, whether the tokens agree, memory, and where a decode step's time goes."""
     print_speeds(found, console)
     if found.memory is not None:
         console.print(f"memory: {found.memory}", highlight=False)
     for batch, splits in found.splits.items():
         if splits:
-            console.print(_split(found.dtype, batch, splits, least_bytes[batch] / limits.read_bytes_per_second))
+            console.print(_split(found.dtype, batch, splits, min_bytes[batch] / limits.read_bytes_per_second))
     console.print(
         f"least: weights, keys and values read once at {limits.read_bytes_per_second / 1e9:.1f} GB/s, as measured with"
         f" {limits.num_threads} threads. operators: with the hand-over to their thread. queued: ready, without a core.",
@@ -50,9 +50,9 @@ def _speeds(found: Found, ours: str) -> Table:
     return table
 
 
-def _split(dtype: str, batch: int, splits: Sequence[StepSplit], least_seconds: float) -> Table:
+def _split(dtype: str, batch: int, splits: Sequence[StepSplit], min_seconds: float) -> Table:
     step = splits[0].step
-    title = f"decode {batch}, {dtype}: a step takes {1e3 * step:.1f} ms, at least {1e3 * least_seconds:.1f}; of it, in ms"
+    title = f"decode {batch}, {dtype}: a step takes {1e3 * step:.1f} ms, at least {1e3 * min_seconds:.1f}; of it, in ms"
     table = _table(title, ("process", "operators", "Python", "waiting", "queued", "cpu loop", "cpu others"))
     for each in splits:
         parts = (each.operators, each.python, each.waiting, each.queued, each.loop_cpu, each.other_cpu)
@@ -85,6 +85,6 @@ def report_of(founds: Sequence[Found], machine: Machine, details: dict[str, Any]
     return Report(benchmark, machine, figures, details=details)
 
 
-def least_bytes_by_batch(graph: Graph, elements: tuple[int, int], batches: Sequence[int], context: int) -> dict[int, float]:
+def min_bytes_by_batch(graph: Graph, elements: tuple[int, int], batches: Sequence[int], context: int) -> dict[int, float]:
     """What a decode step must read, by batch; `elements`: of experts, of everything else."""
-    return {batch: least_bytes_of(graph, *elements, batch, context) for batch in batches}
+    return {batch: min_bytes_of(graph, *elements, batch, context) for batch in batches}

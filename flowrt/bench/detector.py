@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.actors.beats import LAUNCHER_BEAT_SECONDS, send_beats
-from flowrt.actors.control import Beat, Condemned, Control, Joined, Left, Start, Stop, Suspected, as_message, from_message
+from flowrt.actors.control import Condemned, Control, Heartbeat, Joined, Left, Start, Stop, Suspected, as_message, from_message
+from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.actors.links import LOST
 from flowrt.bench.beating import BLOCK, HANG, Habits
 from flowrt.bench.pairs import Target, judge, quantile_interval
@@ -29,7 +29,7 @@ from flowrt.bench.report import Figure
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher.transport_choice import usable_cores
 from flowrt.processes.fork_server import CONTROL_LIMITS
-from flowrt.processes.fork_server_client import StarterProcess
+from flowrt.processes.fork_server_client import ForkServerProcess
 from flowrt.seams import RealClock, Running
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.stream import StreamChannel
@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 30.0
 _WORKER, _MONITOR = "flowrt.bench.beating:run_beating", "flowrt.workers.monitor:run_monitor"
 _SAY_EVERY_TRIES, _SAY_EVERY_SECONDS = 5, 30.0
 CLAIMED_SECONDS = 3600.0  # of slow processes, none of them condemned
-FEWEST_OF_P99, FEWEST_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
+MIN_OF_P99, MIN_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
 _FAULTS = {"pause": "loop stopped by SIGSTOP", "block": "loop blocked", "hang": "operation hung"}
 
 Say = Callable[[str], None]
@@ -72,8 +72,8 @@ class _Own:
 class Nursery:
     """Workers that beat, a monitor that listens, and this process between them."""
 
-    def __init__(self, starter: StarterProcess, tasks: asyncio.TaskGroup, habits: Habits) -> None:
-        self._starter, self._tasks = starter, tasks
+    def __init__(self, fork_server: ForkServerProcess, tasks: asyncio.TaskGroup, habits: Habits) -> None:
+        self._fork_server, self._tasks = fork_server, tasks
         self._graph = msgspec.json.encode(habits)
         self._monitor: StreamChannel | None = None
         self._own: list[asyncio.Task[None]] = []
@@ -88,7 +88,9 @@ class Nursery:
         self._monitor = life.channel
         self._own = [
             self._tasks.create_task(self._hear(life.channel), name="monitor"),
-            self._tasks.create_task(send_beats(_Own(), RealClock(), self._pass_on, LAUNCHER_BEAT_SECONDS, GATEWAY), name="own beats"),
+            self._tasks.create_task(
+                send_heartbeats(_Own(), RealClock(), self._pass_on, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY), name="own beats"
+            ),
         ]
         for name in names:
             await self.give_birth(name)
@@ -105,7 +107,7 @@ class Nursery:
         assert life.relay is not None
         life.relay.cancel()
         await self._tell(Left(name, life.incarnation, "replaced"))
-        await self._starter.kill(life.host, signal.SIGKILL)
+        await self._fork_server.kill(life.host, signal.SIGKILL)
         await life.channel.aclose()
 
     async def order(self, name: str, fault: str) -> None:
@@ -125,7 +127,7 @@ class Nursery:
     async def _fork(self, name: str, worker: str, graph: bytes) -> _Life:
         self._num_lives += 1
         host = f"{name}.{self._num_lives}"
-        pid, (line,) = await self._starter.fork(host, [name], worker, 1, "warning")
+        pid, (line,) = await self._fork_server.fork(host, [name], worker, 1, "warning")
         channel = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name))
         incarnation = f"{self._num_lives:x}"
         await channel.send(as_message(Start(name, incarnation, graph, b"")))
@@ -134,12 +136,12 @@ class Nursery:
     async def _relay(self, life: _Life) -> None:
         with contextlib.suppress(*LOST):
             while True:
-                beat = from_message(await life.channel.recv())
-                assert isinstance(beat, Beat)
+                heartbeat = from_message(await life.channel.recv())
+                assert isinstance(heartbeat, Heartbeat)
                 now = time.monotonic()
                 self.longest_gap_seconds = max(self.longest_gap_seconds, now - life.heard_at)
                 life.heard_at = now
-                self._pass_on(msgspec.structs.replace(beat, process=life.name, pid=life.pid))
+                self._pass_on(msgspec.structs.replace(heartbeat, process=life.name, pid=life.pid))
 
     async def _hear(self, channel: Channel) -> None:
         with contextlib.suppress(*LOST):
@@ -149,10 +151,10 @@ class Nursery:
                 if isinstance(word, Condemned):
                     self.verdicts.put_nowait((time.monotonic(), word))
 
-    def _pass_on(self, beat: Control) -> None:
+    def _pass_on(self, heartbeat: Control) -> None:
         """Never waits: a beat that finds no room is of no use later."""
         if self._monitor is not None:
-            self._monitor.send_nowait(as_message(beat))
+            self._monitor.send_nowait(as_message(heartbeat))
 
     async def _tell(self, control: Control) -> None:
         assert self._monitor is not None
@@ -162,16 +164,18 @@ class Nursery:
 @asynccontextmanager
 async def nursery(names: Sequence[str], habits: Habits) -> AsyncIterator[Nursery]:
     """Ends, and ends them all, with the block."""
-    starter = StarterProcess(f"bench-detector-{os.getpid()}", lambda host, line: print(f"[{host}] {line}"), lambda host, status: None)
+    fork_server = ForkServerProcess(
+        f"bench-detector-{os.getpid()}", lambda host, line: print(f"[{host}] {line}"), lambda host, status: None
+    )
     try:
-        await starter.start([_WORKER.partition(":")[0], _MONITOR.partition(":")[0]])
+        await fork_server.start([_WORKER.partition(":")[0], _MONITOR.partition(":")[0]])
         async with asyncio.TaskGroup() as tasks:
-            made = Nursery(starter, tasks, habits)
+            made = Nursery(fork_server, tasks, habits)
             await made.begin(names)
             yield made
             await made.end()
     finally:
-        await starter.aclose()
+        await fork_server.aclose()
 
 
 async def notice(num_tries: int, num_workers: int = 4, say: Say = _unheard) -> dict[str, list[float]]:
@@ -261,8 +265,8 @@ def told_times(seconds: Sequence[float]) -> str:
     """For people: the middle, the 99th percentile where there are enough for one, the worst, and what comes of the target."""
     in_order = sorted(seconds)
     parts = [f"p50 {in_order[(len(in_order) - 1) // 2]:.3f} s"]
-    if len(in_order) >= FEWEST_OF_P99:
+    if len(in_order) >= MIN_OF_P99:
         parts.append(f"p99 {in_order[math.ceil(0.99 * len(in_order)) - 1]:.3f} s")
-    low, high = quantile_interval(in_order, 0.99) if len(in_order) >= FEWEST_OF_VERDICT else (-math.inf, math.inf)
+    low, high = quantile_interval(in_order, 0.99) if len(in_order) >= MIN_OF_VERDICT else (-math.inf, math.inf)
     verdict = judge(low, high, Target(TARGET_SECONDS))
     return f"{', '.join(parts)}, worst {in_order[-1]:.3f} s of {len(in_order)} (target: p99 <= {TARGET_SECONDS} s; {verdict})"

@@ -61,7 +61,7 @@ def measure_limits(num_threads: int, dtypes: tuple[str, ...] = ("float32", "bflo
             memory = torch.ones(_READ_BYTES // 4)
             matrix, vector = memory.view(-1, 4096), torch.ones(4096)
             clock = clock_of(num_threads)
-            seconds = min(_least_seconds(memory.sum, 12, clock), _least_seconds(lambda: matrix @ vector, 12, clock))
+            seconds = min(_min_seconds(memory.sum, 12, clock), _min_seconds(lambda: matrix @ vector, 12, clock))
             flops = {}
             for dtype in dtypes:
                 ways = {dtype, "float32"}  # without units of its own a product in 16 bits is quicker in float32
@@ -88,10 +88,10 @@ def _flops_per_second(num_rows: int, num_inputs: int, num_outputs: int, dtype: s
     from torch.nn import functional as F
 
     rows, weights = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((num_rows, num_inputs), (num_outputs, num_inputs)))
-    return 2 * num_rows * num_inputs * num_outputs / _least_seconds(lambda: F.linear(rows, weights), 8, clock)
+    return 2 * num_rows * num_inputs * num_outputs / _min_seconds(lambda: F.linear(rows, weights), 8, clock)
 
 
-def _least_seconds(call: Callable[[], object], num_tries: int, clock: Callable[[], float]) -> float:
+def _min_seconds(call: Callable[[], object], num_tries: int, clock: Callable[[], float]) -> float:
     least = float("inf")
     for _ in range(num_tries):
         start = clock()

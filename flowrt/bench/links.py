@@ -17,7 +17,7 @@ from statistics import median
 from flowrt.bench.link_peer import Flow, LinkPeer, Received, Setting
 from flowrt.bench.pairs import Target
 from flowrt.bench.report import Figure
-from flowrt.emulation import MOST_LATE_SHARE, Lateness, check_dilation, smallest_dilation
+from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
 from flowrt.launcher.transport_choice import AUTO, BETWEEN
 from flowrt.observe import duration_text
@@ -117,7 +117,7 @@ async def measure(link: str, dilation: float | None, num_rounds: int, transport:
                 measured.append(case.measured_seconds(received, dilation))
                 num, num_late = num + lateness.num, num_late + lateness.num_late
             yield _figure(case, measured)
-    if num_late > MOST_LATE_SHARE * num:
+    if num_late > MAX_LATE_SHARE * num:
         yield f"VOID: {num_late} of {num} messages came later than modelled: this machine is too busy, or raise --dilation"
     else:
         yield f"{num_late} of {num} messages came later than modelled, at most one in a hundred may"

@@ -4,7 +4,8 @@ Here: `memory_of`, `resident_bytes`, `weights_asked_for`. Not here: what one pro
 (decode.py).
 
 Processes forked from one share its pages until one of them writes. The total asked for is of memory, so each page counts once: the
-kernel's proportional share (PSS) divides it among those that have it, and the sum over all of them, the starter included, is whole again.
+kernel's proportional share (PSS) divides it among those that have it, and the sum over all of them, the fork server included, is whole
+again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Memory:
 
 
 def memory_of(running: RunningGraph) -> Memory:
-    """Of a running graph, now: its workers, its monitor and the starter that they were forked from."""
+    """Of a running graph, now: its workers, its monitor and the fork server that they were forked from."""
     workers = set(running.pids.values())
     pids = workers | {_parent(pid) for pid in workers - {os.getpid()}} - {0, os.getpid()}
     return Memory(len(pids), sum(map(resident_bytes, pids)), weights_asked_for(running.graph), kv_bytes(running.graph))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 CONFIDENCE = 0.95
-FEWEST_PAIRS = 20  # of a claim; fewer are for trying out
+MIN_PAIRS = 20  # of a claim; fewer are for trying out
 
 V = TypeVar("V")
 Verdict = Literal["met", "not met", "not resolved"]

@@ -88,20 +88,20 @@ class PeerProcess:
             await self._child.stdin.drain()
         return await self._read(ANSWER_SECONDS)
 
-    async def _read(self, most_seconds: float) -> dict[str, Any]:
+    async def _read(self, max_seconds: float) -> dict[str, Any]:
         assert self._child is not None
         assert self._child.stdout is not None
         try:
-            async with asyncio.timeout(most_seconds):
+            async with asyncio.timeout(max_seconds):
                 line = await self._child.stdout.readline()
         except TimeoutError:
-            raise UserError(f"{self.name} has not answered for {most_seconds:g} s; {self._last_words()}") from None
+            raise UserError(f"{self.name} has not answered for {max_seconds:g} s; {self._output_tail()}") from None
         if not line:
-            raise UserError(f"{self.name} ended by itself: {self._last_words()}")
+            raise UserError(f"{self.name} ended by itself: {self._output_tail()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _last_words(self) -> str:
+    def _output_tail(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 4096))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

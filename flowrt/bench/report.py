@@ -20,7 +20,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.bench.pairs import FEWEST_PAIRS, Ratio, Target, Verdict, judge, median_interval, median_ratio, verdict
+from flowrt.bench.pairs import MIN_PAIRS, Ratio, Target, Verdict, judge, median_interval, median_ratio, verdict
 from flowrt.errors import UserError
 
 PACKAGES = ("flowrt", "torch", "pyzmq", "uvloop", "ucxx", "ray", "xoscar")
@@ -153,8 +153,8 @@ def print_report(report: Report, console: Console) -> None:
         cells = (figure.name, ours, peer, str(figure.ratio or ""), str(figure.target or ""), figure.verdict or "")
         table.add_row(*cells)
     console.print(table)
-    few = [figure for figure in report.figures if figure.ratio is not None and figure.ratio.num_pairs < FEWEST_PAIRS]
-    for note in (*report.notes, *([f"fewer than {FEWEST_PAIRS} pairs: for trying out, not for claims"] if few else [])):
+    few = [figure for figure in report.figures if figure.ratio is not None and figure.ratio.num_pairs < MIN_PAIRS]
+    for note in (*report.notes, *([f"fewer than {MIN_PAIRS} pairs: for trying out, not for claims"] if few else [])):
         console.print(f"note: {note}")
     console.print(str(report.machine))
 

@@ -19,7 +19,7 @@ from flowrt.errors import UserError
 if TYPE_CHECKING:
     from flowrt.bench.operator_cases import Case
 
-FEWEST_TRIES, MOST_TRIES = 5, 40
+MIN_TRIES, MAX_TRIES = 5, 40
 CASE_SECONDS = 0.4  # for one operator at one load
 CACHE_BYTES = 128 << 20  # read between tries, so that weights come from memory, as they do in a model
 
@@ -91,7 +91,7 @@ def measure(options: Options) -> Iterator[OperatorTime]:
                 _try(case, scratch.sum, clock)  # the first makes what is made once
                 tries: list[dict[str, float]] = []
                 deadline = time.perf_counter() + CASE_SECONDS
-                while len(tries) < FEWEST_TRIES or (len(tries) < MOST_TRIES and time.perf_counter() < deadline):
+                while len(tries) < MIN_TRIES or (len(tries) < MAX_TRIES and time.perf_counter() < deadline):
                     tries.append(_try(case, scratch.sum, clock))
                 for name, num_bytes, num_flops in [(case.name, case.num_bytes, case.num_flops), *_inside(case, tries)]:
                     values = sorted(each[name] for each in tries)

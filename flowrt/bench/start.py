@@ -27,7 +27,7 @@ LONGEST_SECONDS = 600.0
 _ANSWER = re.compile(r"\[\d+\]")
 _NAMES = {
     "before": "parent: interpreter, imports, graph",
-    "forked": "starter: interpreter, torch, forks",
+    "forked": "fork server: interpreter, torch, forks",
     "loaded": "workers: load and listen",
     "ready": "workers: connect",
     "first_token": "prompt to first token",

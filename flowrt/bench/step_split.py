@@ -146,7 +146,7 @@ async def _snapshot(side: GraphSide) -> _Snapshot:
     return _Snapshot(time.perf_counter(), statistics, {pid: thread_times(pid) for pid in pids})
 
 
-def least_bytes_per_step(config: ModelConfig, num_other_elements: int, num_expert_elements: int, batch: int, context: int) -> float:
+def min_bytes_per_step(config: ModelConfig, num_other_elements: int, num_expert_elements: int, batch: int, context: int) -> float:
     """What a decode step of `batch` sequences must read: weights but for the embedding's table, the experts that some row goes to
     (all are as likely, and rows choose alone), keys and values of `context` tokens each."""
     experts = config.num_experts * len(config.moe_layers)
@@ -157,8 +157,8 @@ def least_bytes_per_step(config: ModelConfig, num_other_elements: int, num_exper
     return (weights + kept) * DTYPE_BYTES[config.dtype]
 
 
-def least_bytes_of(graph: Graph, num_expert_elements: int, num_other_elements: int, batch: int, context: int) -> float:
-    """As `least_bytes_per_step`, of a graph's model in its dtype."""
+def min_bytes_of(graph: Graph, num_expert_elements: int, num_other_elements: int, batch: int, context: int) -> float:
+    """As `min_bytes_per_step`, of a graph's model in its dtype."""
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path), graph.model.dtype)
-    return least_bytes_per_step(config, num_other_elements, num_expert_elements, batch, context)
+    return min_bytes_per_step(config, num_other_elements, num_expert_elements, batch, context)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from flowrt.bench.decode_report import print_speeds, report_of
-from flowrt.bench.pairs import FEWEST_PAIRS
+from flowrt.bench.pairs import MIN_PAIRS
 from flowrt.bench.peers import new_event_loop
 from flowrt.bench.report import Machine, write_report
 from flowrt.bench.strict import Options, StrictFound, measure
@@ -34,8 +34,8 @@ def run(options: Options, json: str | None = None) -> None:
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(collect())
-    if options.num_pairs < FEWEST_PAIRS:
-        console.print(f"note: fewer than {FEWEST_PAIRS} pairs: for trying out, not for claims")
+    if options.num_pairs < MIN_PAIRS:
+        console.print(f"note: fewer than {MIN_PAIRS} pairs: for trying out, not for claims")
     machine = machine.afterwards()
     console.print(str(machine))
     if json is not None:

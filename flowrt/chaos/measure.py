@@ -31,7 +31,7 @@ from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
 
 SETTLE_SECONDS = 1.0  # for what is on its way when the last request has ended
-MOST_KILLS = 999  # one less than a graph's `reliability.restarts` may be
+MAX_KILLS = 999  # one less than a graph's `reliability.restarts` may be
 AFTER_SECONDS = 10.0  # of load behind the last fault, at most as long as without any
 Say = Callable[[str], None]
 
@@ -105,8 +105,8 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
     for option in ("kills", "apart_seconds", "seconds"):
         if not 0 <= (value := getattr(options, option)) < math.inf:
             raise UserError(f"--{option.removesuffix('_seconds')} is {value:g}; give a number of 0 or more")
-    if options.kills > MOST_KILLS:
-        raise UserError(f"--kills is {options.kills}; give {MOST_KILLS} or less: no process is started again more often in one run")
+    if options.kills > MAX_KILLS:
+        raise UserError(f"--kills is {options.kills}; give {MAX_KILLS} or less: no process is started again more often in one run")
     for option in ("num_requests", "concurrency", "prompt_tokens", "new_tokens"):
         if (number := getattr(options, option)) < 1:
             raise UserError(f"--{option.removeprefix('num_').replace('_', '-')} is {number}; give a number of 1 or more")

@@ -1,6 +1,7 @@
 """What a run with chaos says to its workers, and hears from them, beside what every run says.
 
-Here: Order (a message on the control line) and Note (a line on stderr, so that it comes even while the control line stands still).
+Here: Order (a message on the control connection) and Note (a line on stderr, so that it comes even while the control connection stands
+still).
 Not here: who obeys (worker.py), who orders (inject.py). No torch.
 """
 

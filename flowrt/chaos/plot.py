@@ -11,7 +11,7 @@ from flowrt.bench.plots import new_picture, save_picture
 from flowrt.chaos.report import Report
 
 _SMOOTH_BINS = 5
-_MOST_LABELS = 12
+_MAX_LABELS = 12
 
 
 def plot_chaos(report: Report, path: str) -> None:
@@ -28,7 +28,7 @@ def plot_chaos(report: Report, path: str) -> None:
     top = 1.18 * max([*rates, *before, 1.0])
     faults = [fault for fault in details["faults"] if fault["missed"] is None]
     for number, fault in enumerate(faults):
-        _mark(axes, fault, top, with_label=len(faults) <= _MOST_LABELS, first=number == 0)
+        _mark(axes, fault, top, with_label=len(faults) <= _MAX_LABELS, first=number == 0)
     axes.set(xlabel="seconds from the first request under faults", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, frameon=False)
     axes.set_title(str(report.machine), fontsize="x-small", loc="left")

@@ -26,10 +26,10 @@ from flowrt.observe import duration_text
 
 NOTICED_SECONDS, HUNG_SECONDS, STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
 WITH_SPARE, OF_THE_REST = 0.98, 0.97  # of throughput: with spare capacity; without, of what the servers left could do
-FEWEST_FAULTS = 6  # of a verdict on times: fewer bound not even a median
-FEWEST_OF_P99 = 100  # values; of fewer the 99th percentile is the worst
+MIN_FAULTS = 6  # of a verdict on times: fewer bound not even a median
+MIN_OF_P99 = 100  # values; of fewer the 99th percentile is the worst
 STANDSTILLS = ("pause", "stall", "hang")
-MOST_LINES = 20
+MAX_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
         _count("processes lost without cause", len(lost_without_cause(found))),
         _count("left behind", len(found.leaks)),
     ]
-    notes = [f"left behind: {line}" for line in found.leaks[:MOST_LINES]]
+    notes = [f"left behind: {line}" for line in found.leaks[:MAX_LINES]]
     missed = Counter(f"{deed.text}: {deed.missed}" for deed in found.deeds if deed.missed)
-    notes += [f"could not be done: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MOST_LINES]
+    notes += [f"could not be done: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES]
     down: dict[str, str] = {}
     for _, event in watch.seen:
         if isinstance(event, events.WorkerGivenUp):
@@ -97,7 +97,7 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
             down.pop(event.name, None)
     more = "; use --set reliability.restarts=N"
     notes += [f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()]
-    notes += [f"failed: {line}" for line in dict.fromkeys(told.error or "never ended" for told in found.told if told.failed)][:MOST_LINES]
+    notes += [f"failed: {line}" for line in dict.fromkeys(told.error or "never ended" for told in found.told if told.failed)][:MAX_LINES]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
     if found.graph.numerics != "strict":
@@ -185,17 +185,17 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     """
     finite = [each for each in seconds if math.isfinite(each)]
     target = f"p99 <= {duration_text(bound)}" if bound is not None else ""
-    enough = (len(seconds) if num_faults is None else num_faults) >= FEWEST_FAULTS
+    enough = (len(seconds) if num_faults is None else num_faults) >= MIN_FAULTS
     low, high = quantile_interval(seconds, 0.99) if enough else (-math.inf, math.inf)
     verdict: Verdict | Literal[""] = judge(low, high, Target(bound)) if bound is not None and seconds else ""
     if not finite:
         return Row(name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)})
-    values = {"num": float(len(finite)), "num_never": float(len(seconds) - len(finite)), "most_seconds": max(finite)}
+    values = {"num": float(len(finite)), "num_never": float(len(seconds) - len(finite)), "max_seconds": max(finite)}
     parts = []
     if len(finite) > 1:
         values["p50_seconds"] = compare.percentile(finite, 0.5)
         parts.append(f"p50 {duration_text(values['p50_seconds'])}")
-    if len(finite) >= FEWEST_OF_P99:
+    if len(finite) >= MIN_OF_P99:
         values |= {"p99_seconds": compare.percentile(finite, 0.99), "p99_low_seconds": low, "p99_high_seconds": high}
         parts.append(f"p99 {duration_text(values['p99_seconds'])}")
     parts.append(f"worst {duration_text(max(finite))} of {len(finite)}" if len(finite) > 1 else f"{duration_text(finite[0])} (one value)")

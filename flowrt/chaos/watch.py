@@ -20,7 +20,7 @@ Told = (
     | events.WorkerGivenUp
     | events.WorkerSuspected
     | events.WorkerCleared
-    | events.WorkerCondemned
+    | events.WorkerMarkedDead
 )
 
 

@@ -27,13 +27,13 @@ _BUSY_SECONDS, _IDLE_SECONDS = 3e-4, 5e-3
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """As the usual worker, but orders on its control line are obeyed."""
+    """As the usual worker, but orders on its control connection are obeyed."""
     obedient = Obedience()
     await serve(ObeyingChannel(control, obedient.obey), seams, begin=obedient.begin)
 
 
 class ObeyingChannel(Channel):
-    """The control line; orders are taken out of it and given to `obey`, in their place."""
+    """The control connection; orders are taken out of it and given to `obey`, in their place."""
 
     scheme: ClassVar[str] = "obeying"
 

@@ -26,7 +26,7 @@ from flowrt.errors import UserError
 
 INTERRUPTED, NO_READER = 130, 141
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
-_LEAST_DESCRIPTORS = 32  # to load the libraries and run in one process
+_MIN_DESCRIPTORS = 32  # to load the libraries and run in one process
 
 app = App(
     name="flowrt",
@@ -131,8 +131,8 @@ def run(
     Exit codes: 0 all finished, 1 a request failed, 2 bad input, 3 a worker
     died, 130 interrupted.
     """
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_DESCRIPTORS:
-        text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_LEAST_DESCRIPTORS} are needed)"
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
+        text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
         raise UserError(f"{text}; raise it: ulimit -n 1024")
     from flowrt.cli.run import Options
     from flowrt.cli.run import run as run_graph

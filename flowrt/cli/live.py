@@ -23,8 +23,8 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.observe import duration_text, size_text
 
-MOST_RUNNING_LINES = 8  # of the live part when there are more requests than blocks fit
-MOST_WORKER_LINES = 16
+MAX_RUNNING_LINES = 8  # of the live part when there are more requests than blocks fit
+MAX_WORKER_LINES = 16
 _BAR_CELLS = 16
 _MARGIN = 4  # of an answer: it stands under its prompt
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -45,7 +45,7 @@ class LiveView:
         self._console, self._err = console, err
         self._graph, self._has_tokenizer, self._title = graph, has_tokenizer, visible(title)
         self._workers = {name: _Worker() for name in graph.process_names()}
-        self._starter = "importing torch" if graph.processes != "one" else ""
+        self._fork_server = "importing torch" if graph.processes != "one" else ""
         self._records: Sequence[Record] = ()
         self._num_ticks = 0
         self._note = ""
@@ -56,8 +56,8 @@ class LiveView:
 
     def on_event(self, event: events.Event) -> None:
         match event:
-            case events.StarterReady():
-                self._starter = ""
+            case events.ForkServerReady():
+                self._fork_server = ""
             case events.WorkerStarted(name):
                 self._set(name, "started")
             case events.WorkerLoading(name, _, done, total):
@@ -84,7 +84,7 @@ class LiveView:
 
     def begin(self, records: Sequence[Record]) -> None:
         self._records = records
-        self._in_place = 2 * len(records) <= self._most_lines  # each can have its prompt and at least one line of its answer
+        self._in_place = 2 * len(records) <= self._max_lines  # each can have its prompt and at least one line of its answer
         self._console.print()
         self._live = self._new_live()
         self._live.start()
@@ -153,12 +153,12 @@ class LiveView:
     def _start_picture(self) -> RenderableType:
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
         states = [worker.state for worker in self._workers.values()]
-        doing = f"starter is {self._starter}" if self._starter else f"{states.count('connected')} of {len(states)} connected"
+        doing = f"fork server is {self._fork_server}" if self._fork_server else f"{states.count('connected')} of {len(states)} connected"
         head = Text.assemble((f"{spin} ", "cyan"), f"{self._title}: starting {self._size_words()}", (f"  {doing}", "dim"))
         head.no_wrap, head.overflow = True, "ellipsis"
         table = Table.grid(padding=(0, 2))
         for number, (name, worker) in enumerate(self._workers.items()):
-            if number >= min(MOST_WORKER_LINES, self._console.size.height - 4):
+            if number >= min(MAX_WORKER_LINES, self._console.size.height - 4):
                 table.add_row("", Text(f"… and {len(self._workers) - number} more", "dim"))
                 break
             table.add_row(f"  {name}", _state(worker), _bar(worker), size_text(worker.resident_bytes) if worker.resident_bytes else "")
@@ -171,12 +171,12 @@ class LiveView:
         return self._console.size.width
 
     @property
-    def _most_lines(self) -> int:
+    def _max_lines(self) -> int:
         return self._console.size.height - 2
 
     def _blocks(self) -> list[RenderableType]:
         """Every request; when answers are longer than the screen, their last lines, the room shared out evenly."""
-        room = self._most_lines - len(self._records)
+        room = self._max_lines - len(self._records)
         wanted = [len(self._lines(record)) for record in self._records]
         share = max(wanted, default=1)
         while share > 1 and sum(min(num, share) for num in wanted) > room:
@@ -231,7 +231,7 @@ class LiveView:
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
         counts = f"{self._num_ended} ended, {len(running)} answering, {num_waiting} waiting; {num_tokens} tokens"
         rows = [Text.assemble((f"{spin} ", "cyan"), f"{len(self._records)} requests: {counts}")]
-        for record in running[: max(1, min(MOST_RUNNING_LINES, self._most_lines - 3))]:
+        for record in running[: max(1, min(MAX_RUNNING_LINES, self._max_lines - 3))]:
             rows.append(Text.assemble((f"[{record.index}] ", "cyan"), self._lines(record)[-1].plain.strip()))
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"

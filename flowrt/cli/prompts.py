@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from flowrt.engine.validation import MOST_CHOICES, MOST_LOGPROBS
+from flowrt.engine.validation import MAX_CHOICES, MAX_LOGPROBS
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import Parameters
 from flowrt.gateway.request_log import shown
@@ -90,11 +90,11 @@ def min_tokens(value: Any) -> int:
 
 
 def n(value: Any) -> int:
-    return _whole(value, 1, MOST_CHOICES)
+    return _whole(value, 1, MAX_CHOICES)
 
 
 def logprobs(value: Any) -> int:
-    return _whole(value, 0, MOST_LOGPROBS)
+    return _whole(value, 0, MAX_LOGPROBS)
 
 
 def presence_penalty(value: Any) -> float:

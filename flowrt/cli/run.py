@@ -319,7 +319,7 @@ class _Running:
     def _json(self, figures: Figures, told: Account, code: int) -> dict[str, object]:
         failure, died = self._failure, None
         if isinstance(failure, WorkerDiedError):
-            died = {"process": failure.process, "reason": failure.reason, "last_words": list(failure.last_words)}
+            died = {"process": failure.process, "reason": failure.reason, "output_tail": list(failure.output_tail)}
         return {
             "requests": [record.as_json() for record in self._records],
             "summary": {
@@ -336,8 +336,8 @@ class _Running:
 
     def _tell_failure(self, failure: UserError | WorkerDiedError) -> None:
         lines = [f"flowrt: error: {visible(str(failure))}"]
-        if isinstance(failure, WorkerDiedError) and failure.last_words:
-            lines += [f"flowrt: the last words of {failure.process}:", *(f"  {visible(line)}" for line in failure.last_words)]
+        if isinstance(failure, WorkerDiedError) and failure.output_tail:
+            lines += [f"flowrt: the last lines of {failure.process}:", *(f"  {visible(line)}" for line in failure.output_tail)]
         self._stderr.write("\n".join(lines) + "\n")
         self._stderr.flush()
 

@@ -17,8 +17,8 @@ from flowrt.cli.report import Account, EdgeReport
 from flowrt.emulation import Account as Emulated
 from flowrt.observe import duration_text, size_text
 
-MOST_EDGES = 24
-MOST_PROCESSES = 48
+MAX_EDGES = 24
+MAX_PROCESSES = 48
 UNKNOWN = "-"
 _AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
 _ENDED = {"stop": "finished", "length": "reached max_tokens", "error": "failed", "cancelled": "cancelled"}
@@ -65,7 +65,7 @@ def _processes(account: Account, console: Console) -> Table:
     table.add_column("transport", min_width=9)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("busy", justify="right", no_wrap=True)
-    for process in account.processes[:MOST_PROCESSES]:
+    for process in account.processes[:MAX_PROCESSES]:
         table.add_row(
             process.name,
             str(process.pid),
@@ -74,7 +74,7 @@ def _processes(account: Account, console: Console) -> Table:
             size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,
             UNKNOWN if process.busy_share is None else f"{100 * process.busy_share:.0f} %",
         )
-    _leave_out(table, len(account.processes) - MOST_PROCESSES)
+    _leave_out(table, len(account.processes) - MAX_PROCESSES)
     return table
 
 
@@ -89,11 +89,11 @@ def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
         table.add_column("link", overflow="fold", min_width=min(longest, 16))
     table.add_column("messages", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
-    shown = edges if len(edges) <= MOST_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MOST_EDGES]
+    shown = edges if len(edges) <= MAX_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MAX_EDGES]
     for edge in shown:
         link = [edge.link or UNKNOWN] if with_links else []
         table.add_row(edge.source, edge.target, edge.transport, *link, str(edge.num_messages), size_text(edge.payload_bytes))
-    _leave_out(table, len(edges) - MOST_EDGES)
+    _leave_out(table, len(edges) - MAX_EDGES)
     return table
 
 
@@ -122,7 +122,7 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
     if account.emulation is not None:
         lines += _emulated(account.emulation, figures)
     lines += [f"transport auto: {text}" for text in account.why]
-    lines += [f"fell back: {text}" for text in account.fallbacks[:MOST_EDGES]]
+    lines += [f"fell back: {text}" for text in account.fallbacks[:MAX_EDGES]]
     if account.late_wakeups:
         lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
     for text in dict.fromkeys(account.strict_blocks.values()):

@@ -22,8 +22,8 @@ import msgspec
 import torch
 
 from flowrt.dataflow.credits import CreditHeader, Incoming, Owed
-from flowrt.dataflow.departures import Departures
 from flowrt.dataflow.matching import Firing, MatchingTable
+from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.parts import PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, from_reference
 from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
@@ -32,7 +32,7 @@ from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
 from flowrt.transports.wire.message import Message, Tag
 
-MOST_INLINE = 16  # short firings in a row before the loop gets a turn
+MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
 class RunnerStatistics(msgspec.Struct):
@@ -48,7 +48,7 @@ class RunnerStatistics(msgspec.Struct):
 
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to `on_sink`.
-    `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see Departures. `early`: long
+    `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see OutboundEdges. `early`: long
     calls run on a thread of their own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent`
     is given what would leave on a closed edge, `on_answer` the edge and the tag of every answer.
 
@@ -89,8 +89,8 @@ class Runner:
         self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
-        self._departures = Departures(leaving, staying, post, on_unsent or (lambda output: None), on_device)
-        self._windows = self._departures.windows
+        self._outbound_edges = OutboundEdges(leaving, staying, post, on_unsent or (lambda output: None), on_device)
+        self._windows = self._outbound_edges.windows
         incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
         self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.answers is None}
         self._incoming = {edge.id: Incoming(edge, self._owed.get(edge.id), edge.id in staying) for edge in incoming}
@@ -99,11 +99,11 @@ class Runner:
         self._ready: dict[str, deque[Firing]] = {}
         self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
-        self.statistics = RunnerStatistics(sent=self._departures.sent)
+        self.statistics = RunnerStatistics(sent=self._outbound_edges.sent)
 
     # --- what comes in -------------------------------------------------------------------------------------------------
 
-    def mint(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
+    def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """A source gives out the messages of a new tag. Never waits; the source bounds the tags in flight."""
         for output in self._region.route(Firing(node, tag, {}), outputs):
             self._emit(output)
@@ -118,7 +118,7 @@ class Runner:
         """As `deliver`, but nothing is fired before `settle`."""
         edge_id, tag = message.edge, message.tag
         if message.kind == "credit":
-            self._departures.release(edge_id, message.decode_header(CreditHeader).count)
+            self._outbound_edges.release(edge_id, message.decode_header(CreditHeader).count)
             return
         incoming = self._incoming.get(edge_id)
         if incoming is None or tag is None:
@@ -127,7 +127,7 @@ class Runner:
         if (owed := incoming.owed) is not None:
             owed.here += 1
         elif edge.answers is not None:
-            self._departures.release(edge.answers, 1)
+            self._outbound_edges.release(edge.answers, 1)
             if self._on_answer is not None:
                 self._on_answer(edge_id, tag)
         if self._epochs and self._is_stale(tag):
@@ -153,7 +153,7 @@ class Runner:
         now, run_inline, run = self._clock.now, self._compute.run_inline, self._region.run
         leave = self._leave if self._early else None
         try:
-            for _ in range(MOST_INLINE):
+            for _ in range(MAX_INLINE):
                 batch = self._take(inline=True)
                 if batch is None:
                     break
@@ -187,12 +187,12 @@ class Runner:
 
     def close_edges(self, edges: Iterable[int]) -> None:
         """Whoever these edges lead to is gone, with all that was sent there or waited for a credit; credits on the way are void."""
-        self._departures.renew(edges, closed=True)
+        self._outbound_edges.renew(edges, closed=True)
         self._wake()
 
     def open_edges(self, edges: Iterable[int]) -> None:
         """Somebody new is there, who owes nothing."""
-        self._departures.renew(edges, closed=False)
+        self._outbound_edges.renew(edges, closed=False)
         self._wake()
 
     def missing(self, node: str, port: str, tag: Tag) -> list[int]:
@@ -216,7 +216,7 @@ class Runner:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if num_inline >= MOST_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
+            if num_inline >= MAX_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
                 num_inline = 0
                 await asyncio.sleep(0)
             batch = self._take()  # after giving way: what is taken must fire before anything that comes later
@@ -238,7 +238,7 @@ class Runner:
             f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
             for node, tag, empty in self._table.waiting()
         ]
-        lines += [f"{edge} waits for credits" for edge in self._departures.waiting()]
+        lines += [f"{edge} waits for credits" for edge in self._outbound_edges.waiting()]
         return lines
 
     # --- inside -----------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Runner:
             self._ready[node] = deque((firing,))
 
     def _emit(self, output: Output) -> None:
-        if self._departures.take(output):
+        if self._outbound_edges.take(output):
             return
         if self._region.is_fused(output.edge.target):
             for firing in self._region.arrive(output):

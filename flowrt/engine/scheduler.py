@@ -97,8 +97,8 @@ class Scheduler:
             if shared is None:
                 at += 1
                 continue
-            soon = min(len(sequence.tokens) + 1, sequence.most_kv_tokens)
-            head_room = sum(len(other.pages) < self._num_pages(other.most_kv_tokens) for other in self.running)
+            soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
+            head_room = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in self.running)
             if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + head_room:
                 return
             own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)

@@ -67,7 +67,7 @@ class Sequence:
         return len(self.tokens) - self.num_computed_tokens
 
     @property
-    def most_kv_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Positions it may ever need: the last output token is never fed back."""
         return self.num_prompt_tokens + self.request.max_tokens - 1
 

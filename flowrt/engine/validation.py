@@ -1,6 +1,6 @@
 """What a request must be to be served at all: one line of error text, or nothing.
 
-Here: `refusal` (asked by the engine for each request) and `most_new_tokens` (asked by the gateway when the user names no
+Here: `refusal` (asked by the engine for each request) and `max_new_tokens` (asked by the gateway when the user names no
 max_tokens). Not here: what happens to a refused request (engine.py). Pure.
 """
 
@@ -11,15 +11,15 @@ import math
 from flowrt.actors.control import Request, Sampling
 from flowrt.graph.model import GraphLimits
 
-MOST_CHOICES = 128  # of one request
-MOST_LOGPROBS = 20  # per token, beside its own
+MAX_CHOICES = 128  # of one request
+MAX_LOGPROBS = 20  # per token, beside its own
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def most_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
+def max_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
     """The largest max_tokens that `refusal` lets through for such a prompt; below 1 when the prompt alone is too long.
 
     n new tokens occupy n - 1 positions behind the prompt, because the last one is never fed back.
@@ -56,7 +56,7 @@ def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int,
 
 
 def choices_refusal(num_choices: int) -> str | None:
-    return None if 1 <= num_choices <= MOST_CHOICES else f"n is {num_choices}, it must be from 1 to {MOST_CHOICES}"
+    return None if 1 <= num_choices <= MAX_CHOICES else f"n is {num_choices}, it must be from 1 to {MAX_CHOICES}"
 
 
 def _room_refusal(num_prompt: int, new: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
@@ -89,6 +89,6 @@ def _sampling_refusal(sampling: Sampling) -> str | None:
     for name, penalty in (("presence", sampling.presence_penalty), ("frequency", sampling.frequency_penalty)):
         if not -2 <= penalty <= 2:
             return f"{name}_penalty is {penalty}, it must be from -2 to 2; 0 is off"
-    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= MOST_LOGPROBS:
-        return f"logprobs is {sampling.num_logprobs}, it must be from 0 to {MOST_LOGPROBS}"
+    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
+        return f"logprobs is {sampling.num_logprobs}, it must be from 0 to {MAX_LOGPROBS}"
     return None

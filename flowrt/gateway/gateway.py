@@ -1,7 +1,7 @@
 """The gateway: the log of every request, and what its client is told.
 
 Here: Gateway, pure: requests, tokens and ends in; placements, events for clients and cancels for workers out. Not here: a log and the
-events in it (request_log.py; what clients need of it can be had from here too), sockets, tasks and control lines
+events in it (request_log.py; what clients need of it can be had from here too), sockets, tasks and control connections
 (flowrt/cluster/launcher carries decisions out), text to tokens (flowrt/serving), a group's own schedule (flowrt/engine). No torch, no
 clock.
 
@@ -18,7 +18,7 @@ import msgspec
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Sampling, Token
 from flowrt.engine.routing import GroupLoad, choose_group
-from flowrt.engine.validation import choices_refusal, most_new_tokens
+from flowrt.engine.validation import choices_refusal, max_new_tokens
 from flowrt.gateway.request_log import (
     ChoiceEvent,
     ChoiceLog,
@@ -138,7 +138,7 @@ class Gateway:
         except ValueError as error:
             return self._refuse(log, str(error))
         log.seed = self._draw_seed() if parameters.seed is None else parameters.seed
-        room = most_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
+        room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if parameters.max_tokens is None else parameters.max_tokens
         group = choose_group(self._loads)
         if group is None:

@@ -15,7 +15,7 @@ import msgspec
 from flowrt.gateway.stop_strings import StopStrings
 
 MAX_PROMPT_TOKENS = 1 << 20
-_LEAST_NUMBER, _MOST_NUMBER = -(1 << 63), (1 << 63) - 1  # what a message can carry
+_MIN_NUMBER, _MAX_NUMBER = -(1 << 63), (1 << 63) - 1  # what a message can carry
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +221,6 @@ def unsendable(log: RequestLog) -> str | None:
     named = ((name, getattr(parameters, name)) for name in names)
     numbers += [(name, number) for name, number in named if number is not None]
     for name, number in numbers:
-        if not _LEAST_NUMBER <= number <= _MOST_NUMBER:
+        if not _MIN_NUMBER <= number <= _MAX_NUMBER:
             return f"{name} of more than 64 bits; no message carries such a number"
     return None

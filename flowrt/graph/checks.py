@@ -14,7 +14,7 @@ from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node
 from flowrt.graph.notation import specs_disagree
 from flowrt.graph.placement import Held, check_ids, experts_map, held_experts
-from flowrt.graph.reach import Flow, Point, follow, mints
+from flowrt.graph.reach import Flow, Point, emits, follow
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
     led = {(edge.source, edge.source_port) for edge in graph.edges}
     for node in graph.nodes.values():
         path = ("nodes", node.name)
-        if not node.inputs and not mints(node.operator):
+        if not node.inputs and not emits(node.operator):
             yield Problem(path, "nothing leads here; connect an input of it")
         for port in node.inputs.values():
             here = (*path, "inputs", port.name)
@@ -66,7 +66,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
             if why is not None:
                 text = f"{edge} connects {', '.join(given)} to {', '.join(taken)}: {why}; make both ends agree"
                 yield Problem(("edges", edge.id, "to"), text)
-    if not any(mints(node.operator) for node in graph.nodes.values()):
+    if not any(emits(node.operator) for node in graph.nodes.values()):
         yield Problem(("edges",), f"nothing begins the work; connect {INPUT}.NAME to a node")
     if INPUT in graph.nodes and OUTPUT not in graph.nodes:
         yield Problem(("edges",), f"nothing leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
@@ -104,7 +104,7 @@ def _check_transports(graph: Graph) -> Iterator[Problem]:
 
 def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
     for node in graph.nodes.values():
-        if mints(node.operator):
+        if emits(node.operator):
             continue
         for port in node.inputs.values():
             if port.takes == "one":
@@ -159,7 +159,7 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     """Without the edges that advance the tag, no (node, layer) may lead back to itself."""
     onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]] = {}
     for edge in graph.edges:
-        if edge.tag.advances or mints(graph.nodes[edge.target].operator):
+        if edge.tag.advances or emits(graph.nodes[edge.target].operator):
             continue
         for layer in {layer for _, layer in flow.fires[edge.source]} or flow.layers:
             if layer in edge.layers:

@@ -34,7 +34,7 @@ FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
-LEAST_SUSPECT_SECONDS = 0.2  # two beats
+MIN_SUSPECT_SECONDS = 0.2  # two beats
 
 _EXPLICIT_ONLY = {
     "processes": "the short form has deploy.processes; write it there",
@@ -153,8 +153,8 @@ def _validate(document: Document) -> GraphFile:
 
 def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
     settings = ReliabilitySettings(**file.reliability.model_dump())
-    if settings.suspect_seconds < LEAST_SUSPECT_SECONDS:
-        text = f"suspected after {settings.suspect_seconds:g} s; a sign of work comes every 0.1 s, write at least {LEAST_SUSPECT_SECONDS:g}"
+    if settings.suspect_seconds < MIN_SUSPECT_SECONDS:
+        text = f"suspected after {settings.suspect_seconds:g} s; a sign of work comes every 0.1 s, write at least {MIN_SUSPECT_SECONDS:g}"
         document.fail(("reliability", "suspect_seconds"), text)
     if settings.dead_seconds <= settings.suspect_seconds:
         key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.reach import Flow, Point, follow, mints
+from flowrt.graph.reach import Flow, Point, emits, follow
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Process:
         self._graph, self._flow = graph, flow
         nodes = graph.nodes_of(process)
         self._sources = {node.name for node in nodes if node.operator == SOURCE}
-        self._names = [node.name for node in nodes if not mints(node.operator)]
+        self._names = [node.name for node in nodes if not emits(node.operator)]
         self._all_local = set(self._names) | self._sources
         self._into: dict[str, list[Edge]] = {name: [] for name in self._names}
         self._from: dict[str, list[Edge]] = {name: [] for name in self._names}

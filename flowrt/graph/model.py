@@ -17,7 +17,7 @@ from flowrt.transports.wire.message import Tag
 
 INPUT, OUTPUT = "input", "output"  # the pseudo-nodes of a user's graph; they live in the gateway's process
 GATEWAY = "gateway"  # the name of the launching process as a worker
-STARTER = "starter"  # the process that forks the workers
+FORK_SERVER = "fork server"  # the process that forks the workers
 MONITOR = "monitor"  # the process that watches the workers
 
 

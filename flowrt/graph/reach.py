@@ -58,7 +58,7 @@ def follow(graph: Graph) -> Flow:
         if node.operator == INPUT:
             waiting += [(node.name, (later, 0), None) for later in (False, True)]
         elif node.operator == SOURCE:
-            num_layers = _minted_layers(node)
+            num_layers = _emitted_layers(node)
             for later in (False, True):
                 waiting += [(node.name, (later, 0), "tokens"), (node.name, (later, 0), "sampling")]
                 waiting += [(node.name, (later, layer), "layout") for layer in flow.layers if layer < num_layers]
@@ -80,12 +80,12 @@ def follow(graph: Graph) -> Flow:
     return flow
 
 
-def mints(operator: str) -> bool:
+def emits(operator: str) -> bool:
     """Whether a node of this operator makes tags instead of waiting for them."""
     return operator in (SOURCE, INPUT)
 
 
-def _minted_layers(node: Node) -> int:
+def _emitted_layers(node: Node) -> int:
     num_layers = node.options.get("num_layers", 1)
     return num_layers if type(num_layers) is int else 1
 
@@ -103,7 +103,7 @@ def _runs(graph: Graph) -> tuple[int, ...]:
     for edge in graph.edges:
         if edge.tag.kind == "to_layer":
             starts |= {edge.tag.layer, edge.tag.layer + 1}
-    starts |= {_minted_layers(node) for node in graph.nodes.values() if node.operator == SOURCE}
+    starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.operator == SOURCE}
     return tuple(sorted(starts))
 
 
@@ -123,13 +123,13 @@ def _step(edge: Edge, point: Point, flow: Flow) -> list[Point]:
 def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
     """Whether all that the node waits for can be there; a gather port may stay empty."""
     node = graph.nodes[name]
-    if mints(node.operator):
+    if emits(node.operator):
         return False  # it is there from the start
     return all(port.takes == "gather" or point in flow.at(name, port.name) for port in node.inputs.values())
 
 
 def _follow_origins(graph: Graph, flow: Flow) -> None:
-    flow.origins = {node.name: {node.name} if mints(node.operator) else set() for node in graph.nodes.values()}
+    flow.origins = {node.name: {node.name} if emits(node.operator) else set() for node in graph.nodes.values()}
     edges_from: dict[str, list[Edge]] = {}
     for edge in graph.edges:
         flow.edge_origins[edge.id] = set()
@@ -147,6 +147,6 @@ def _follow_origins(graph: Graph, flow: Flow) -> None:
                 continue
             flow.edge_origins[edge.id] |= flow.origins[name]
             target = flow.origins[edge.target]
-            if not mints(graph.nodes[edge.target].operator) and not flow.origins[name] <= target:
+            if not emits(graph.nodes[edge.target].operator) and not flow.origins[name] <= target:
                 target |= flow.origins[name]
                 waiting.append(edge.target)

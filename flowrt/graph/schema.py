@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from flowrt.graph.model import GATEWAY, INPUT, MONITOR, OUTPUT, STARTER, GraphLimits, ReliabilitySettings
+from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, GraphLimits, ReliabilitySettings
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
@@ -28,8 +28,8 @@ _LIMITS = GraphLimits()
 _RELIABILITY = ReliabilitySettings()
 MAX_THREADS = 1024
 MAX_DILATION = 1e9
-LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS = 1e-9, 3600.0
-LEAST_SECONDS, MOST_SECONDS = 0.05, 86400.0  # of what is waited for: shorter than this is within the beat of a loaded machine
+MIN_MODELLED_SECONDS, MAX_MODELLED_SECONDS = 1e-9, 3600.0
+MIN_SECONDS, MAX_SECONDS = 0.05, 86400.0  # of what is waited for: shorter than this is within the beat of a loaded machine
 
 
 def _version(value: Any) -> Any:
@@ -103,11 +103,11 @@ def _dilation(value: Any) -> float:
 
 
 def _modelled_seconds(value: Any) -> float:
-    return _positive(value, LEAST_MODELLED_SECONDS, MOST_MODELLED_SECONDS, "modelled time in seconds")
+    return _positive(value, MIN_MODELLED_SECONDS, MAX_MODELLED_SECONDS, "modelled time in seconds")
 
 
 def _seconds(value: Any) -> float:
-    return _positive(value, LEAST_SECONDS, MOST_SECONDS, "time in seconds")
+    return _positive(value, MIN_SECONDS, MAX_SECONDS, "time in seconds")
 
 
 def _tensors(value: Any) -> Any:
@@ -138,8 +138,8 @@ def _name(value: str) -> str:
 def _process(value: str) -> str:
     if value == GATEWAY:
         raise ValueError(f"{GATEWAY!r} is the launching process, which holds only {INPUT} and {OUTPUT}; choose another name")
-    if value == STARTER:
-        raise ValueError(f"{STARTER!r} is the process that forks all others; choose another name")
+    if value == FORK_SERVER:
+        raise ValueError(f"{FORK_SERVER!r} is the process that forks all others; choose another name")
     if value == MONITOR:
         raise ValueError(f"{MONITOR!r} is the process that watches all others; choose another name")
     return _name(value)
@@ -200,9 +200,9 @@ Dilation = Annotated[Any, BeforeValidator(_dilation), WithJsonSchema({"type": "n
 ModelledSeconds = Annotated[
     Any,
     BeforeValidator(_modelled_seconds),
-    WithJsonSchema({"type": "number", "minimum": LEAST_MODELLED_SECONDS, "maximum": MOST_MODELLED_SECONDS}),
+    WithJsonSchema({"type": "number", "minimum": MIN_MODELLED_SECONDS, "maximum": MAX_MODELLED_SECONDS}),
 ]
-Seconds = Annotated[Any, BeforeValidator(_seconds), WithJsonSchema({"type": "number", "minimum": LEAST_SECONDS, "maximum": MOST_SECONDS})]
+Seconds = Annotated[Any, BeforeValidator(_seconds), WithJsonSchema({"type": "number", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS})]
 NodeName = Annotated[str, AfterValidator(_name)]
 ProcessName = Annotated[str, AfterValidator(_process)]
 PortName = Annotated[str, AfterValidator(_port_name)]

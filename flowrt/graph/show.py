@@ -79,8 +79,8 @@ def _lines(graph: Graph, process: str, fusion: Fusion) -> list[str]:
         return name.removeprefix(f"{process}.")
 
     nodes = graph.nodes_of(process)
-    minting = [short(node.name) for node in nodes if node.operator == "source"]
-    lines = [f"mints tags: {name}" for name in minting]
+    emitting = [short(node.name) for node in nodes if node.operator == "source"]
+    lines = [f"mints tags: {name}" for name in emitting]
     for chain in fusion.chains:
         head = graph.nodes[chain[0]]
         waits = "batches" if head.batches else "waits"

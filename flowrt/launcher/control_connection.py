@@ -1,6 +1,6 @@
-"""One worker as the launcher hears it: its control line, what it has answered so far, and who waits for its next answer.
+"""One worker as the launcher hears it: its control connection, what it has answered so far, and who waits for its next answer.
 
-Here: `WorkerLine`. Not here: where the worker lives (hosts.py), what a broken line means for the run (launcher.py).
+Here: `ControlConnection`. Not here: where the worker lives (hosts.py), what a broken line means for the run (launcher.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 from flowrt.actors.control import (
     Ask,
-    Beat,
     Connected,
     Control,
     Drain,
     Drained,
     ExpertsLost,
     Failed,
+    Heartbeat,
     Late,
     LinkLost,
     Listening,
@@ -36,7 +36,7 @@ from flowrt.launcher.root_cause import Kind
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-MOST_POSTED = 1 << 12  # deaths and lives that a worker has not been told of: one so far behind has been stopped for long
+MAX_POSTED = 1 << 12  # deaths and lives that a worker has not been told of: one so far behind has been stopped for long
 
 T = TypeVar("T")
 
@@ -45,15 +45,15 @@ class Owner(Protocol):
     """Who is told what a worker says."""
 
     def on_event(self, event: events.Event) -> None: ...
-    def on_control(self, line: WorkerLine, control: Control) -> None: ...
-    def on_connected(self, line: WorkerLine) -> None: ...
-    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None: ...
-    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None: ...
-    def accuse(self, kind: Kind, line: WorkerLine, reason: str) -> None: ...
+    def on_control(self, line: ControlConnection, control: Control) -> None: ...
+    def on_connected(self, line: ControlConnection) -> None: ...
+    def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None: ...
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None: ...
+    def accuse(self, kind: Kind, line: ControlConnection, reason: str) -> None: ...
 
 
-class WorkerLine:
-    """The control line of one life of a worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death.
+class ControlConnection:
+    """The control connection of one life of a worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death.
 
     `is_known_over`: those that used this life have been told that it is over.
     """
@@ -70,7 +70,7 @@ class WorkerLine:
         self.statistics = Statistics()
         self._asked: list[asyncio.Future[Statistics]] = []
         self._draining: list[asyncio.Future[None]] = []
-        self._posted: Mailbox[Message] = Mailbox(MOST_POSTED)
+        self._posted: Mailbox[Message] = Mailbox(MAX_POSTED)
 
     @property
     def is_over(self) -> bool:
@@ -150,7 +150,7 @@ class WorkerLine:
                 try:
                     control = from_message(message)
                 except msgspec.ValidationError as error:
-                    self._owner.accuse(Kind.DIED, self, f"sent nonsense on its control line: {error}")
+                    self._owner.accuse(Kind.DIED, self, f"sent nonsense on its control connection: {error}")
                     break
                 self._hear(control)
         except (EndOfChannel, BrokenChannelError, ClosedChannelError):
@@ -161,7 +161,7 @@ class WorkerLine:
 
     def _hear(self, control: Control) -> None:
         match control:
-            case Beat() | Late():
+            case Heartbeat() | Late():
                 self._owner.on_sign(self, control)
                 return
             case Progress():

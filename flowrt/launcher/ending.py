@@ -10,28 +10,28 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flowrt.graph.model import STARTER
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.graph.model import FORK_SERVER
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts
 
 _TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
 
 
-async def tell_all(lines: Sequence[WorkerLine], deadline: float) -> None:
+async def tell_all(lines: Sequence[ControlConnection], deadline: float) -> None:
     """Say Stop to each. One that leaves no room for it until `deadline` (loop time) counts as told."""
     async with asyncio.TaskGroup() as group:
         for line in lines:
             group.create_task(line.tell_stop(deadline))
 
 
-async def end_all(lines: Sequence[WorkerLine], hosts: Hosts, deadline: float) -> list[WorkerLine]:
+async def end_all(lines: Sequence[ControlConnection], hosts: Hosts, deadline: float) -> list[ControlConnection]:
     """Wait for the ends of lines and hosts, until `deadline` at most. Returns the workers whose hosts still live."""
     await _wait_until([line.ended for line in lines], deadline)
-    await _wait_until((ended for host, ended in hosts.exits.items() if host != STARTER), deadline)
+    await _wait_until((ended for host, ended in hosts.exits.items() if host != FORK_SERVER), deadline)
     return [line for line in lines if not hosts.has_exited(line.host)]
 
 
-async def kill_all(late: Sequence[WorkerLine], hosts: Hosts) -> None:
+async def kill_all(late: Sequence[ControlConnection], hosts: Hosts) -> None:
     """SIGTERM, and a moment later SIGKILL; a worker in this loop is cancelled."""
     for line in late:
         if line.placed.task is not None:
@@ -43,7 +43,7 @@ async def kill_all(late: Sequence[WorkerLine], hosts: Hosts) -> None:
         await _wait_until([hosts.exits[host] for host in left], asyncio.get_running_loop().time() + _TERM_SECONDS)
 
 
-async def close_all(lines: Iterable[WorkerLine], cancelled: asyncio.CancelledError | None) -> None:
+async def close_all(lines: Iterable[ControlConnection], cancelled: asyncio.CancelledError | None) -> None:
     """Close all, however often we are cancelled meanwhile; raises that, or what was `cancelled` before, at the end."""
     for line in lines:
         try:

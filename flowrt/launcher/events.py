@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StarterReady:
-    """The starter has imported what workers need. `num_threads` other than 1 means that an import started threads."""
+class ForkServerReady:
+    """The fork server has imported what workers need. `num_threads` other than 1 means that an import started threads."""
 
     num_threads: int
 
@@ -109,7 +109,7 @@ class WorkerCleared:
 
 
 @dataclass(frozen=True)
-class WorkerCondemned:
+class WorkerMarkedDead:
     """The monitor holds `name` for dead or stuck. It is killed if it may die, and so lost; if not, nothing follows."""
 
     name: str
@@ -143,7 +143,7 @@ class RunFailed:
 
 
 Event = (
-    StarterReady
+    ForkServerReady
     | WorkerStarted
     | WorkerLoading
     | WorkerListening
@@ -155,7 +155,7 @@ Event = (
     | WorkerGivenUp
     | WorkerSuspected
     | WorkerCleared
-    | WorkerCondemned
+    | WorkerMarkedDead
     | ExpertsLost
     | Straggler
     | RunFailed
@@ -173,7 +173,7 @@ def news(event: Event) -> str | None:
             return f"{name} is back after {seconds:.2f} s, pid {pid}"
         case WorkerGivenUp(name, why):
             return f"{name} stays down: {why}"
-        case WorkerCondemned(name, why, is_killed) if not is_killed:
+        case WorkerMarkedDead(name, why, is_killed) if not is_killed:
             return f"{name} is held for dead ({why}); it cannot be replaced, so the run waits for it"
         case ExpertsLost(name, text, "degrade") if text:
             return f"{name}: {text}; it goes on without, and marks what it answers as degraded"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from flowrt.actors.control import Beat
+from flowrt.actors.control import Heartbeat
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
 from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, WorkerProgress, health
@@ -17,8 +17,8 @@ from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceSt
 class Standing:
     """`minting`: the workers whose steps are what requests wait for: a step of a long prompt is progress too. `now`: the clock."""
 
-    def __init__(self, minting: Collection[str], now: Callable[[], float]) -> None:
-        self._minting, self._now = frozenset(minting), now
+    def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
+        self._emitting, self._now = frozenset(emitting), now
         self.progress = Progress()
         self._failure: str | None = None
         self._suspects: dict[str, str] = {}
@@ -26,7 +26,7 @@ class Standing:
         self._down: dict[str, str] = {}
         self._given_up: dict[str, None] = {}
         self._lost_experts: dict[str, events.ExpertsLost] = {}  # by group
-        self._workers: dict[str, tuple[Beat, float]] = {}  # its latest beat, and when its number of firings last grew
+        self._workers: dict[str, tuple[Heartbeat, float]] = {}  # its latest beat, and when its number of firings last grew
 
     def overhear(self, on_event: Callable[[events.Event], None]) -> Callable[[events.Event], None]:
         """`on_event`, and we hear it before."""
@@ -41,7 +41,7 @@ class Standing:
         match event:
             case events.WorkerSuspected(name, why):
                 self._suspects[name] = why
-            case events.WorkerCondemned(name, why, is_killed):
+            case events.WorkerMarkedDead(name, why, is_killed):
                 self._suspects.pop(name, None)
                 if not is_killed:
                     self._stuck[name] = why
@@ -49,7 +49,7 @@ class Standing:
                 self._suspects.pop(name, None)
             case events.WorkerLost(name, how):  # of attention groups nothing is heard here: their death ends the run
                 self._down[name] = how
-                self._given_up.pop(name, None)  # the starter had only stood still
+                self._given_up.pop(name, None)  # the fork server had only stood still
                 self._workers.pop(name, None)
                 self._suspects.pop(name, None)
                 if name == MONITOR:
@@ -68,14 +68,14 @@ class Standing:
             case events.RunFailed(error):
                 self._failure = str(error)
 
-    def on_beat(self, name: str, beat: Beat) -> None:
+    def on_heartbeat(self, name: str, heartbeat: Heartbeat) -> None:
         now = self._now()
         before, since = self._workers.get(name, (None, now))
-        if before is not None and beat.num_firings != before.num_firings:
+        if before is not None and heartbeat.num_firings != before.num_firings:
             since = now
-            if name in self._minting:
+            if name in self._emitting:
                 self.progress.progressed(now)
-        self._workers[name] = beat, since
+        self._workers[name] = heartbeat, since
         self._stuck.pop(name, None)
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
@@ -91,10 +91,12 @@ class Standing:
             suspects=self._suspects | self._stuck,
             down=self._down,
             given_up=tuple(self._given_up),
-            workers={name: _progress_of(beat, now - since) for name, (beat, since) in self._workers.items()},
+            workers={name: _progress_of(heartbeat, now - since) for name, (heartbeat, since) in self._workers.items()},
         )
         return health(state, stall_seconds)
 
 
-def _progress_of(beat: Beat, idle_seconds: float) -> WorkerProgress:
-    return WorkerProgress(beat.num_firings, idle_seconds, beat.running, beat.running_seconds, beat.bound_seconds, beat.lag_seconds)
+def _progress_of(heartbeat: Heartbeat, idle_seconds: float) -> WorkerProgress:
+    return WorkerProgress(
+        heartbeat.num_firings, idle_seconds, heartbeat.running, heartbeat.running_seconds, heartbeat.bound_seconds, heartbeat.lag_seconds
+    )

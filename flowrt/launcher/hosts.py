@@ -1,6 +1,7 @@
-"""Where workers live: in OS processes that the starter forks, or as tasks of this loop. Both speak through the same kind of line.
+"""Where workers live: in OS processes that the fork server forks, or as tasks of this loop. Both speak through the same kind of line.
 
-Here: `Hosts`, which puts workers into their hosts and ends the hosts. Not here: the fork (starter.py), its request (forked.py), what
+Here: `Hosts`, which puts workers into their hosts and ends the hosts. Not here: the fork (fork_server.py), its request
+(fork_server_client.py), what
 workers are told (launcher.py).
 """
 
@@ -14,17 +15,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import GATEWAY, STARTER, Graph
+from flowrt.graph.model import FORK_SERVER, GATEWAY, Graph
 from flowrt.launcher.transport_choice import host_name, num_threads, usable_cores
 from flowrt.processes.fork_server import CONTROL_LIMITS, WorkerMain, fault_of
-from flowrt.processes.fork_server_client import StarterProcess
+from flowrt.processes.fork_server_client import ForkServerProcess
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.stream import StreamChannel
 
-FORK_SECONDS = 15.0  # for the starter to fork in, which takes it milliseconds: beyond that it is stopped
+FORK_SECONDS = 15.0  # for the fork server to fork in, which takes it milliseconds: beyond that it is stopped
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,26 @@ class _Fork:
 
 
 class Hosts:
-    """The hosts of one run. `exits[host]` becomes how the host ended ("was killed by SIGKILL"); STARTER is one of them."""
+    """The hosts of one run. `exits[host]` becomes how the host ended ("was killed by SIGKILL"); FORK_SERVER is one of them."""
 
     def __init__(self, run_id: str, incarnations: Mapping[str, str], on_line: Callable[[str, str], None]) -> None:
         self._run_id, self._incarnations, self._on_line = run_id, incarnations, on_line
-        self._starter: StarterProcess | None = None
+        self._fork_server: ForkServerProcess | None = None
         self._forks: dict[str, _Fork] = {}
         self.exits: dict[str, asyncio.Future[str]] = {}
         self.on_exit: Callable[[str, str], None] = lambda host, how: None
         self.on_gone: Callable[[str], None] = lambda host: None  # sooner than on_exit, and not everywhere
 
     async def start(self, preload: Sequence[str], seconds: float) -> int:
-        """Start the starter; its number of threads. Raises WorkerDiedError when it fails or gives no word for `seconds`."""
-        self.exits[STARTER] = asyncio.get_running_loop().create_future()
-        starter = self._starter = StarterProcess(self._run_id, self._on_line, self._note_exit, self._note_gone)
+        """Start the fork server; its number of threads. Raises WorkerDiedError when it fails or gives no word for `seconds`."""
+        self.exits[FORK_SERVER] = asyncio.get_running_loop().create_future()
+        fork_server = self._fork_server = ForkServerProcess(self._run_id, self._on_line, self._note_exit, self._note_gone)
         try:
             async with asyncio.timeout(seconds):
-                return await starter.start(preload)
+                return await fork_server.start(preload)
         except TimeoutError:
             reason = f"gave no word for {seconds:g} s while importing {', '.join(preload)}"
-            raise WorkerDiedError(STARTER, reason, starter.last_words(STARTER)) from None
+            raise WorkerDiedError(FORK_SERVER, reason, fork_server.output_tail(FORK_SERVER)) from None
 
     async def fork_all(self, graph: Graph, hosts: Sequence[Sequence[str]], worker: str, log_level: str) -> AsyncIterator[Placed]:
         """One OS process per list of workers, each worker running `worker` ("module:function")."""
@@ -92,16 +93,16 @@ class Hosts:
         return fork.workers if fork is not None else ()
 
     async def _fork(self, fork: _Fork) -> list[Placed]:
-        assert self._starter is not None
+        assert self._fork_server is not None
         host = host_name(fork.workers)
         exited = self.exits[host] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(FORK_SECONDS):
-                pid, lines = await self._starter.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
+                pid, lines = await self._fork_server.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
         except TimeoutError:
             exited.set_result("could not be forked")
             reason = f"has given no answer for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
-            raise WorkerDiedError(STARTER, reason, self.last_words(STARTER)) from None
+            raise WorkerDiedError(FORK_SERVER, reason, self.output_tail(FORK_SERVER)) from None
         except (WorkerDiedError, UserError):
             exited.set_result("could not be forked")
             raise
@@ -135,28 +136,28 @@ class Hosts:
     def has_exited(self, host: str) -> bool:
         return host in self.exits and self.exits[host].done()
 
-    def last_words(self, host: str) -> tuple[str, ...]:
+    def output_tail(self, host: str) -> tuple[str, ...]:
         """The last lines of an OS process; nothing of a worker in this loop, whose stderr is ours."""
-        return self._starter.last_words(host) if self._starter is not None else ()
+        return self._fork_server.output_tail(host) if self._fork_server is not None else ()
 
     async def kill(self, host: str, number: int) -> None:
-        if self._starter is not None:
-            await self._starter.kill(host, number)
+        if self._fork_server is not None:
+            await self._fork_server.kill(host, number)
 
     def kill_now(self, host: str) -> None:
-        """SIGKILL to an OS process that still lives; see StarterProcess.kill_now."""
-        if self._starter is not None and not self.has_exited(host):
-            self._starter.kill_now(host)
+        """SIGKILL to an OS process that still lives; see ForkServerProcess.kill_now."""
+        if self._fork_server is not None and not self.has_exited(host):
+            self._fork_server.kill_now(host)
 
     async def aclose(self) -> None:
-        """End every OS process; see StarterProcess.aclose."""
-        if self._starter is not None:
-            await self._starter.aclose()
+        """End every OS process; see ForkServerProcess.aclose."""
+        if self._fork_server is not None:
+            await self._fork_server.aclose()
 
     def end_now(self) -> None:
-        """As `aclose`, without a turn of the loop; see StarterProcess.end_now."""
-        if self._starter is not None:
-            self._starter.end_now()
+        """As `aclose`, without a turn of the loop; see ForkServerProcess.end_now."""
+        if self._fork_server is not None:
+            self._fork_server.end_now()
 
     def _note_gone(self, host: str) -> None:
         self.on_gone(host)

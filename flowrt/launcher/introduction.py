@@ -13,7 +13,7 @@ from flowrt.actors.control import Peers, Start
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.json_form import to_json
 from flowrt.graph.model import Graph
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.control_connection import ControlConnection
 
 
 class Introduction:
@@ -26,18 +26,18 @@ class Introduction:
         log_level: str,
         incarnations: Mapping[str, str],
         answer_seconds: float,
-        last_words: Callable[[str], tuple[str, ...]],
+        output_tail: Callable[[str], tuple[str, ...]],
     ) -> None:
         self._graph, self._key, self._log_level = to_json(graph), key, log_level
-        self._incarnations, self._last_words = incarnations, last_words
+        self._incarnations, self._output_tail = incarnations, output_tail
         self.answer_seconds = answer_seconds
         self.addresses: dict[str, dict[str, str]] = {}
 
-    async def start(self, line: WorkerLine) -> None:
+    async def start(self, line: ControlConnection) -> None:
         """Say who it is, and what to load."""
         await line.tell(Start(name=line.name, incarnation=line.incarnation, graph=self._graph, key=self._key, log_level=self._log_level))
 
-    async def wait_loaded(self, lines: Sequence[WorkerLine]) -> bool:
+    async def wait_loaded(self, lines: Sequence[ControlConnection]) -> bool:
         """Until all listen; then their addresses are known. False as soon as one of them has ended instead.
 
         Raises WorkerDiedError for one that gives no word at all for too long.
@@ -47,13 +47,13 @@ class Introduction:
         self.addresses |= {line.name: line.listening.result().addresses for line in lines}
         return True
 
-    async def wait_connected(self, lines: Sequence[WorkerLine]) -> bool:
+    async def wait_connected(self, lines: Sequence[ControlConnection]) -> bool:
         """Tell them who is where, and wait until all have linked up. As `wait_loaded`."""
         for line in lines:
             await line.tell(Peers(addresses=dict(self.addresses), incarnations=dict(self._incarnations)))
         return await self._wait("connecting", {line: line.connected for line in lines})
 
-    async def _wait(self, doing: str, answers: Mapping[WorkerLine, asyncio.Future[Any]]) -> bool:
+    async def _wait(self, doing: str, answers: Mapping[ControlConnection, asyncio.Future[Any]]) -> bool:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while waiting := {line: answer for line, answer in answers.items() if not answer.done()}:
@@ -63,7 +63,7 @@ class Introduction:
             left = max(begun, silent.last_word_seconds) + self.answer_seconds - loop.time()
             if left <= 0:
                 reason = f"gave no word for {self.answer_seconds:g} s while {doing}"
-                raise WorkerDiedError(silent.name, reason, self._last_words(silent.host))
+                raise WorkerDiedError(silent.name, reason, self._output_tail(silent.host))
             ends = [line.ended for line in waiting]
             await asyncio.wait([*waiting.values(), *ends], timeout=left, return_when=asyncio.FIRST_COMPLETED)
         return True

@@ -1,6 +1,7 @@
 """The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
 
-Here: `Launcher` and the order of a run's life. Not here: forking (forked.py, starter.py), which worker shares a process and which transport
+Here: `Launcher` and the order of a run's life. Not here: forking (fork_server_client.py, fork_server.py), which worker shares a process
+and which transport
 an edge uses (choose.py), deaths that a run outlives (revival.py), requests and tokens (gateway.py), what a worker does (named as
 "module:function", never imported here unless `processes: one`). Called by the api and the cli.
 
@@ -17,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from flowrt.actors.control import Beat, Control, Late, LinkLost, Statistics
+from flowrt.actors.control import Control, Heartbeat, Late, LinkLost, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import MONITOR, STARTER, Graph
+from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
 from flowrt.launcher import events
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.ending import close_all, end_all, kill_all, see_end, tell_all
 from flowrt.launcher.health_record import Standing
 from flowrt.launcher.hosts import Hosts, Placed, set_own_threads
@@ -42,7 +43,7 @@ WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
-_STATUS_SECONDS = 10.0  # from the end of a control line to the exit status of its process, at most
+_STATUS_SECONDS = 10.0  # from the end of a control connection to the exit status of its process, at most
 _KEY_BYTES = 32
 
 
@@ -60,7 +61,7 @@ class Launcher:
     "[process] line". None of the three may block; what the first two raise ends the run.
     hosted: workers that live in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
     coroutine function to run. They are told the same things over the same kind of line.
-    worker, preload: what each worker runs, "module:function", and the modules the starter imports before it forks.
+    worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
     available: scheme -> None, or why it cannot be used; by default what the registry says.
 
     Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run:
@@ -88,7 +89,7 @@ class Launcher:
         self.key = secrets.token_bytes(_KEY_BYTES)
         self.run_id = self.seams.new_incarnation()
         self._log_level = log_level
-        self.standing = Standing(self._minting(), self.seams.clock.now)
+        self.standing = Standing(self._emitting(), self.seams.clock.now)
         self._on_event = self.standing.overhear(on_event or (lambda event: None))
         self._on_control = on_control or (lambda name, control: None)
         self._on_line = on_line or write_line
@@ -96,19 +97,19 @@ class Launcher:
         self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
         self._stop_seconds = stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
-        if len({*names, STARTER, MONITOR}) <= len(names) + 1:
-            raise ValueError(f"two workers of one name, or one called {STARTER} or {MONITOR}, among {names}")
+        if len({*names, FORK_SERVER, MONITOR}) <= len(names) + 1:
+            raise ValueError(f"two workers of one name, or one called {FORK_SERVER} or {MONITOR}, among {names}")
         self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
-        self.workers: dict[str, WorkerLine] = {}
+        self.workers: dict[str, ControlConnection] = {}
         self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
         self._hosts.on_exit = self._on_exit
-        self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.last_words)
+        self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.output_tail)
         self._revival = Revival(self.graph, self, self._hosts, self._introduction)
         self._hosts.on_gone = self._revival.on_gone
         self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
-        self._verdict = Verdict(self.seams.clock, self._hosts.last_words)
+        self._verdict = Verdict(self.seams.clock, self._hosts.output_tail)
         self._task: asyncio.Task[None] | None = None
         self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict, self.seams.clock)
         self._stopping = self._told_failure = False
@@ -139,7 +140,7 @@ class Launcher:
             await self.stop()
 
     async def send(self, worker: str, control: Control) -> None:
-        """Tell one worker; waits while its control line is full. Raises the failure that ended the run, or NotRunningError."""
+        """Tell one worker; waits while its control connection is full. Raises the failure that ended the run, or NotRunningError."""
         self._check_running()
         try:
             await self.workers[worker].send(control)
@@ -166,7 +167,7 @@ class Launcher:
         No time limit: a caller who loses patience cancels this, or leaves the block. Raises as `send`.
         """
         self._check_running()
-        names = list(workers) if workers is not None else self._minting()
+        names = list(workers) if workers is not None else self._emitting()
         await self._wait_all([await self.workers[name].ask_drain() for name in names])
 
     async def stop(self) -> dict[str, Statistics]:
@@ -190,7 +191,7 @@ class Launcher:
     def _statistics(self) -> dict[str, Statistics]:
         return {worker.name: self._revival.statistics(worker.name) for worker in self._graph_workers()}
 
-    def _graph_workers(self) -> list[WorkerLine]:
+    def _graph_workers(self) -> list[ControlConnection]:
         return [worker for name, worker in self.workers.items() if name != MONITOR]
 
     # The run.
@@ -225,7 +226,7 @@ class Launcher:
         here = dict(self._hosted)
         if forked:
             check_descriptors(len(forked))
-            self._on_event(events.StarterReady(await self._hosts.start(self._preload, self._introduction.answer_seconds)))
+            self._on_event(events.ForkServerReady(await self._hosts.start(self._preload, self._introduction.answer_seconds)))
             async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
                 self.add(placed)
         else:
@@ -236,7 +237,7 @@ class Launcher:
             assert placed.task is not None
             own.append(placed.task)
 
-        async def begin(line: WorkerLine) -> None:
+        async def begin(line: ControlConnection) -> None:
             own.append(tasks.create_task(self.follow(line), name=f"line of {line.name}"))
             await self._introduction.start(line)
 
@@ -248,8 +249,8 @@ class Launcher:
         """A new life of `name` is about to begin."""
         self.incarnations[name] = self.seams.new_incarnation()
 
-    def add(self, placed: Placed) -> WorkerLine:
-        line = self.workers[placed.name] = WorkerLine(placed, self, self.incarnations[placed.name])
+    def add(self, placed: Placed) -> ControlConnection:
+        line = self.workers[placed.name] = ControlConnection(placed, self, self.incarnations[placed.name])
         self.pids[placed.name] = placed.pid
         self.on_event(events.WorkerStarted(placed.name, placed.pid))
         return line
@@ -257,7 +258,7 @@ class Launcher:
     async def _stop(self, judge: asyncio.Task[None]) -> None:
         await self._revival.stop()
         needed = [worker for worker in self.workers.values() if not self._revival.outlives(worker.host)]
-        hosts = [STARTER, *(worker.host for worker in needed)]
+        hosts = [FORK_SERVER, *(worker.host for worker in needed)]
         if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
             await judge  # somebody has ended unasked: it raises, once it is known who
         self._stopping = True
@@ -291,7 +292,7 @@ class Launcher:
 
     # Words from workers.
 
-    async def follow(self, worker: WorkerLine) -> None:
+    async def follow(self, worker: ControlConnection) -> None:
         """Hear a worker until its line ends, which is the run's end unless it was told to stop or may die."""
         await worker.listen()
         if worker.told_to_stop or self._loading.loads_again(worker.host):
@@ -299,11 +300,11 @@ class Launcher:
         if self._revival.outlives(worker.host):
             self._revival.on_line_end(worker)
             return
-        ends = [self._hosts.exits[host] for host in (worker.host, STARTER) if host in self._hosts.exits]
+        ends = [self._hosts.exits[host] for host in (worker.host, FORK_SERVER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if self._verdict.accused(worker.name, STARTER):
-            return  # it has said why itself, or fell with the starter
-        how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control line"
+        if self._verdict.accused(worker.name, FORK_SERVER):
+            return  # it has said why itself, or fell with the fork server
+        how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control connection"
         self.accuse(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
 
     # What worker lines tell their owner; see worker_line.Owner.
@@ -312,35 +313,35 @@ class Launcher:
         if not isinstance(event, events.WorkerStarted | events.WorkerListening) or event.name != MONITOR:
             self._on_event(event)
 
-    def on_control(self, line: WorkerLine, control: Control) -> None:
+    def on_control(self, line: ControlConnection, control: Control) -> None:
         if line.name == MONITOR:
             self._watching.on_control(line, control)
         else:
             self._on_control(line.name, control)
 
-    def on_connected(self, line: WorkerLine) -> None:
+    def on_connected(self, line: ControlConnection) -> None:
         self._watching.on_connected(line)
         if line.name != MONITOR:
             self._on_event(events.WorkerConnected(line.name))
 
-    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
-        if isinstance(sign, Beat):
-            self.standing.on_beat(line.name, sign)
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None:
+        if isinstance(sign, Heartbeat):
+            self.standing.on_heartbeat(line.name, sign)
         self._watching.on_sign(line, sign)
 
-    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> None:
+    def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None:
         """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
         if self._revival.on_link_lost(line, lost):
             return
         reason = f"lost its link to {lost.peer}: {lost.reason}"
         asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
 
-    def _fail_if_unexplained(self, line: WorkerLine, reason: str) -> None:
+    def _fail_if_unexplained(self, line: ControlConnection, reason: str) -> None:
         if not any(worker.ended.done() for worker in self.workers.values()):  # else that one is about to be accused
             self.accuse(Kind.COMPLAINED, line, reason)
 
     def _on_exit(self, host: str, how: str) -> None:
-        if host == STARTER:
+        if host == FORK_SERVER:
             self.accuse(Kind.DIED, None, how)
             return
         if self._revival.outlives(host):
@@ -351,17 +352,17 @@ class Launcher:
             if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
                 loop.call_later(EXPLAINED_SECONDS, self._fail_if_open, worker, how)
 
-    def _fail_if_open(self, worker: WorkerLine, how: str) -> None:
+    def _fail_if_open(self, worker: ControlConnection, how: str) -> None:
         if not worker.ended.done():
             self.accuse(Kind.DIED, worker, how)
 
-    def accuse(self, kind: Kind, line: WorkerLine | None, reason: str) -> None:
-        """Hold a worker, or the starter, to be why the run ends, unless it may die, or has been told to end."""
+    def accuse(self, kind: Kind, line: ControlConnection | None, reason: str) -> None:
+        """Hold a worker, or the fork server, to be why the run ends, unless it may die, or has been told to end."""
         if line is not None and self._revival.outlives(line.host):
             self._revival.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
             return
         if not self._stopping or (line is not None and not line.told_to_stop):
-            name, host = (line.name, line.host) if line is not None else (STARTER, STARTER)
+            name, host = (line.name, line.host) if line is not None else (FORK_SERVER, FORK_SERVER)
             self._verdict.accuse(kind, name, host, reason)
 
     async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
@@ -372,7 +373,7 @@ class Launcher:
             if not answer.done():
                 self._check_running()
 
-    def _minting(self) -> list[str]:
+    def _emitting(self) -> list[str]:
         return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
 
     def _check_running(self) -> None:

@@ -11,16 +11,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import STARTER
+from flowrt.graph.model import FORK_SERVER
 from flowrt.launcher import events
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts
 from flowrt.launcher.introduction import Introduction
-from flowrt.launcher.restarts import STARTER_SECONDS, Revival, Run
+from flowrt.launcher.restarts import FORK_SERVER_SECONDS, Revival, Run
 from flowrt.launcher.root_cause import Verdict
 from flowrt.seams import Clock
 
-_END_SECONDS = 0.5  # for a process that has closed its control line to end
+_END_SECONDS = 0.5  # for a process that has closed its control connection to end
 
 
 class Loading:
@@ -36,7 +36,7 @@ class Loading:
         """Whether a death of this host now, by itself, is a matter of ours."""
         return not self._is_over and self._revival.may_die(host)
 
-    async def wait_loaded(self, begin: Callable[[WorkerLine], Awaitable[None]]) -> bool:
+    async def wait_loaded(self, begin: Callable[[ControlConnection], Awaitable[None]]) -> bool:
         """`begin` each worker, and wait until all listen, each in a life that has not ended. False: one has ended that may not, or has
         failed. Raises WorkerDiedError for one that gives no word for too long, or dies more often than its budget allows."""
         lines = new = list(self._run.workers.values())
@@ -53,7 +53,7 @@ class Loading:
             new = [line for host in dead for line in await self._load_again(host)]
             lines = list(self._run.workers.values())
 
-    async def _load_again(self, host: str) -> list[WorkerLine]:
+    async def _load_again(self, host: str) -> list[ControlConnection]:
         how = await self._see_end(host)
         names = self._hosts.workers_of(host)
         for name in names:
@@ -62,7 +62,7 @@ class Loading:
             self._run.on_event(events.WorkerDiedLoading(name, how))
         delay_seconds = self._revival.delay_before_next(host)
         if isinstance(delay_seconds, str):
-            raise WorkerDiedError(names[0], f"{how} while it loaded, and {delay_seconds}", self._hosts.last_words(host))
+            raise WorkerDiedError(names[0], f"{how} while it loaded, and {delay_seconds}", self._hosts.output_tail(host))
         await self._clock.sleep(delay_seconds)
         return await self._revival.fork_again(host)
 
@@ -72,8 +72,8 @@ class Loading:
         await asyncio.wait([ended], timeout=_END_SECONDS)
         if not ended.done():
             self._hosts.kill_now(host)
-            await asyncio.wait([ended], timeout=STARTER_SECONDS)
+            await asyncio.wait([ended], timeout=FORK_SERVER_SECONDS)
         if not ended.done():
-            reason = f"has not said for {STARTER_SECONDS:g} s that {host} has ended: is it stopped, or the machine overloaded?"
-            raise WorkerDiedError(STARTER, reason, self._hosts.last_words(STARTER))
+            reason = f"has not said for {FORK_SERVER_SECONDS:g} s that {host} has ended: is it stopped, or the machine overloaded?"
+            raise WorkerDiedError(FORK_SERVER, reason, self._hosts.output_tail(FORK_SERVER))
         return ended.result()

@@ -11,11 +11,11 @@ import asyncio
 
 import msgspec
 
-from flowrt.actors.beats import LAUNCHER_BEAT_SECONDS, send_beats
-from flowrt.actors.control import Ask, Beat, Cleared, Condemned, Control, Joined, Late, Suspected
+from flowrt.actors.control import Ask, Cleared, Condemned, Control, Heartbeat, Joined, Late, Suspected
+from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher import events
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts
 from flowrt.launcher.restarts import Revival, Run
 from flowrt.reliability.answering import Answering
@@ -48,7 +48,7 @@ class Watching:
         self._revival.bring(MONITOR)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._attend(), name="questions to the monitor")
-            await send_beats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_BEAT_SECONDS, GATEWAY)
+            await send_heartbeats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
 
     async def _attend(self) -> None:
         """See that the monitor answers."""
@@ -63,15 +63,15 @@ class Watching:
             else:
                 monitor.try_tell(Ask())
 
-    def on_sign(self, line: WorkerLine, sign: Beat | Late) -> None:
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None:
         """A sign of life, or its lack, from a worker: for the monitor."""
         if line.connected.done() and not line.is_known_over and line.name != MONITOR:
-            if isinstance(sign, Beat):
+            if isinstance(sign, Heartbeat):
                 self._relay(msgspec.structs.replace(sign, process=line.name, pid=line.placed.pid))
             else:
                 self._relay(msgspec.structs.replace(sign, by=line.name))
 
-    def on_control(self, line: WorkerLine, control: Control) -> None:
+    def on_control(self, line: ControlConnection, control: Control) -> None:
         """What the monitor says."""
         if not isinstance(control, Suspected | Cleared | Condemned) or line.name != MONITOR:
             return
@@ -85,10 +85,10 @@ class Watching:
                 self._run.on_event(events.WorkerCleared(control.process, control.why))
             case Condemned():
                 is_killed = self._revival.outlives(accused.host)
-                self._run.on_event(events.WorkerCondemned(control.process, control.why, is_killed))
+                self._run.on_event(events.WorkerMarkedDead(control.process, control.why, is_killed))
                 self._revival.condemn(accused, f"was held for dead ({control.why})")
 
-    def on_connected(self, line: WorkerLine) -> None:
+    def on_connected(self, line: ControlConnection) -> None:
         """A life of the monitor is there: it learns who else is."""
         for other in self._run.workers.values():
             if line.name == MONITOR and other is not line and other.connected.done() and not other.is_over and other.placed.task is None:

@@ -17,28 +17,28 @@ from typing import Protocol
 from flowrt.actors.control import Control, Joined, Left, LinkLost, Statistics
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import MONITOR, STARTER, Graph
+from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
 from flowrt.graph.roles import may_die, neighbours
 from flowrt.launcher import events
-from flowrt.launcher.control_connection import WorkerLine
+from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts, Placed
 from flowrt.launcher.introduction import Introduction
 from flowrt.launcher.totals import total
 from flowrt.reliability.supervision import GiveUp, Restart, Supervision
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed
-STARTER_SECONDS = 15.0  # for the starter to say how a process ended that has
-_LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control line to end, and for what an ended one has said to be read
+FORK_SERVER_SECONDS = 15.0  # for the fork server to say how a process ended that has
+_LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control connection to end, and for what an ended one has said to be read
 
 
 class Run(Protocol):
     """What the launcher does for a new life."""
 
-    workers: dict[str, WorkerLine]
+    workers: dict[str, ControlConnection]
 
     def renew(self, name: str) -> None: ...
-    def add(self, placed: Placed) -> WorkerLine: ...
-    async def follow(self, line: WorkerLine) -> None: ...
+    def add(self, placed: Placed) -> ControlConnection: ...
+    async def follow(self, line: ControlConnection) -> None: ...
     def on_event(self, event: events.Event) -> None: ...
 
 
@@ -53,7 +53,7 @@ class Revival:
         self._lives: asyncio.TaskGroup | None = None
         self._down: Mailbox[tuple[str, str | None]] = Mailbox(1 << 16)  # (host, how it died; None: it has not lived yet)
         self._has_begun = False
-        self._awaited: dict[str, asyncio.Future[str]] = {}  # host -> the exit that the starter is to tell of
+        self._awaited: dict[str, asyncio.Future[str]] = {}  # host -> the exit that the fork server is to tell of
         self._causes: dict[str, str] = {}  # host -> why it dies, where more is known of it than its exit status
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
@@ -115,26 +115,26 @@ class Revival:
             reaped = self._hosts.exits[host]
             if not reaped.done() and self._awaited.get(host) is not reaped:
                 self._awaited[host] = reaped
-                asyncio.get_running_loop().call_later(STARTER_SECONDS, self._tell_unless, reaped, host)
+                asyncio.get_running_loop().call_later(FORK_SERVER_SECONDS, self._tell_unless, reaped, host)
 
     def on_exit(self, host: str, how: str) -> None:
         """The process has ended and was reaped, one that the run outlives."""
         self.on_gone(host)
         self._down.post((host, how))
 
-    def on_line_end(self, line: WorkerLine) -> None:
-        """Its control line has ended, and it was not told to stop: its process should end too."""
+    def on_line_end(self, line: ControlConnection) -> None:
+        """Its control connection has ended, and it was not told to stop: its process should end too."""
         line.answer_for_it()
         if not line.is_known_over:
-            self._leave(line, self._causes.get(line.host, "it has closed its control line"))
+            self._leave(line, self._causes.get(line.host, "it has closed its control connection"))
             ended = self._hosts.exits[line.host]
             asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill_unless, ended, line.host)
 
-    def blame(self, line: WorkerLine, reason: str) -> None:
+    def blame(self, line: ControlConnection, reason: str) -> None:
         """It says that it fails, or speaks nonsense: it is about to end, and this is why."""
         self._causes.setdefault(line.host, reason)
 
-    def on_link_lost(self, line: WorkerLine, lost: LinkLost) -> bool:
+    def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> bool:
         """True when one of the two ends may die: that one is killed if it has not ended by itself soon."""
         peer = self._run.workers.get(lost.peer)
         for end, other in ((peer, line), (line, peer)):
@@ -146,7 +146,7 @@ class Revival:
             return True
         return False
 
-    def condemn(self, line: WorkerLine, why: str) -> None:
+    def condemn(self, line: ControlConnection, why: str) -> None:
         """This life is to be used no more: all are told, then it is killed, so that it cannot come back."""
         if not line.is_known_over and self.outlives(line.host) and not self._stopping.is_set():
             self._causes.setdefault(line.host, why)
@@ -158,10 +158,10 @@ class Revival:
         self._hosts.kill_now(host)
 
     def _tell_unless(self, reaped: asyncio.Future[str], host: str) -> None:
-        """Only the starter can reap and fork, and it does not: what it was asked to bring back stays down, unless it wakes up."""
+        """Only the fork server can reap and fork, and it does not: what it was asked to bring back stays down, unless it wakes up."""
         if not reaped.done() and not self._stopping.is_set():
             asked = "is it stopped, or the machine overloaded?"
-            self._stay_down(host, f"it died {STARTER_SECONDS:g} s ago, and the starter has not said so: {asked}")
+            self._stay_down(host, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not said so: {asked}")
 
     def _stay_down(self, host: str, why: str) -> None:
         for name in self._hosts.workers_of(host):
@@ -171,19 +171,19 @@ class Revival:
         if not ended.done():
             self._hosts.kill_now(host)
 
-    def _leave(self, line: WorkerLine, why: str) -> None:
+    def _leave(self, line: ControlConnection, why: str) -> None:
         """Once per life: tell those that may use it."""
         if not line.is_known_over and not line.told_to_stop:
             line.is_known_over = True
             self._tell_others(line, (*self._neighbours.get(line.name, ()), MONITOR), Left(line.name, line.incarnation, why))
 
-    def _tell_others(self, line: WorkerLine, names: tuple[str, ...], control: Control) -> None:
+    def _tell_others(self, line: ControlConnection, names: tuple[str, ...], control: Control) -> None:
         for name in names:
             other = self._run.workers.get(name)
             if other is not None and other.host != line.host and not other.is_over:
                 other.post(control)
 
-    def _lines(self, host: str) -> list[WorkerLine]:
+    def _lines(self, host: str) -> list[ControlConnection]:
         names = [name for name in self._hosts.workers_of(host) if name in self._run.workers]
         return [self._run.workers[name] for name in names]
 
@@ -204,11 +204,12 @@ class Revival:
             is_first = False
             try:
                 lines = await self.fork_again(host)
-            except (WorkerDiedError, UserError) as error:  # no memory or no descriptor for it; or the starter has died, which ends the run
-                if self._hosts.has_exited(STARTER):
+            # no memory or no descriptor for it; or the fork server has died, which ends the run
+            except (WorkerDiedError, UserError) as error:
+                if self._hosts.has_exited(FORK_SERVER):
                     return
-                if isinstance(error, WorkerDiedError) and error.process == STARTER:  # it stands still
-                    self._stay_down(host, f"the starter {error.reason}")
+                if isinstance(error, WorkerDiedError) and error.process == FORK_SERVER:  # it stands still
+                    self._stay_down(host, f"the fork server {error.reason}")
                     return
                 continue
             if await self._introduce(lines) and how is not None:
@@ -218,14 +219,14 @@ class Revival:
             return
 
     async def _explained(self, host: str, how: str) -> str:
-        """How it died, and why if that is known: what it said on its control lines may be read after the word of its end."""
+        """How it died, and why if that is known: what it said on its control connections may be read after the word of its end."""
         unread = [line.ended for line in self._lines(host) if not line.ended.done()]
         if unread:
             await asyncio.wait(unread, timeout=_LAST_WORDS_SECONDS)
         cause = self._causes.get(host)
         return how if cause is None else f"{cause}; {how}"
 
-    async def fork_again(self, host: str) -> list[WorkerLine]:
+    async def fork_again(self, host: str) -> list[ControlConnection]:
         """The next life of a host, and of its workers. Raises WorkerDiedError and UserError as Hosts.fork_again."""
         for name in self._hosts.workers_of(host):
             self._run.renew(name)
@@ -250,7 +251,7 @@ class Revival:
         self._stay_down(host, f"{decision.why}; the next try is in {decision.retry_seconds:g} s")
         return not await self._pause(decision.retry_seconds)
 
-    async def _introduce(self, lines: list[WorkerLine]) -> bool:
+    async def _introduce(self, lines: list[ControlConnection]) -> bool:
         """Lead new lives from Start to where the others know them. False: they have died, which is another death like the first."""
         assert self._lives is not None
         for line in lines:

@@ -34,10 +34,10 @@ class _Accusation:
 
 
 class Verdict:
-    """Collects accusations. `last_words(host)` gives the last lines of an OS process, asked when the verdict is spoken."""
+    """Collects accusations. `output_tail(host)` gives the last lines of an OS process, asked when the verdict is spoken."""
 
-    def __init__(self, clock: Clock, last_words: Callable[[str], tuple[str, ...]]) -> None:
-        self._clock, self._last_words = clock, last_words
+    def __init__(self, clock: Clock, output_tail: Callable[[str], tuple[str, ...]]) -> None:
+        self._clock, self._output_tail = clock, output_tail
         self._accusations: list[_Accusation] = []
         self._any = asyncio.Event()
 
@@ -64,7 +64,7 @@ class Verdict:
         if worst.kind is Kind.BAD_INPUT:
             return UserError(worst.reason)
         reason = f"failed: {worst.reason}" if worst.kind is Kind.COMPLAINED else worst.reason
-        return WorkerDiedError(worst.name, reason, self._last_words(worst.host))
+        return WorkerDiedError(worst.name, reason, self._output_tail(worst.host))
 
 
 def named_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,7 +1,7 @@
 """Which OS process hosts which worker, how many threads it computes with, and which transport each edge uses. Pure.
 
 Here: `pack`, `host_name`, `num_threads`, `choose_transports`, `available_transports`. Not here: starting anything
-(launcher.py, starter.py), what a scheme can do (transports/). Called by the launcher, by the api for `graph show`, by doctor.
+(launcher.py, fork_server.py), what a scheme can do (transports/). Called by the launcher, by the api for `graph show`, by doctor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How many files a process may have open (RLIMIT_NOFILE), and what to say when that is too few.
 
-Here: the need of a launching process, looked at before it starts anything. Called by launcher.py, forked.py and the command line.
+Here: the need of a launching process, looked at before it starts anything. Called by launcher.py, fork_server_client.py and the command
+line.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import resource
 from flowrt.errors import UserError
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-# A launcher's own (loop, line to the starter, a file being read); per process its line, words, pidfd, life lock, links.
+# A launcher's own (loop, line to the fork server, a file being read); per process its line, words, pidfd, exit lock, links.
 _LAUNCHER, _PER_PROCESS = 16, 7
 
 

@@ -1,7 +1,7 @@
 """A lock that a process holds for as long as it lives: who waits for it hears of the death before the dead memory is given back.
 
-Here: `LifeLock`, the waiting side, and `hold`, the dying one. Not here: what follows from a death (revival.py), how the lock's memory
-travels (forked.py, starter.py).
+Here: `ExitLock`, the waiting side, and `hold`, the dying one. Not here: what follows from a death (revival.py), how the lock's memory
+travels (fork_server_client.py, fork_server.py).
 
 A pidfd and the end of a socket are told of late: the kernel first takes the memory of the dying process apart, 10 ms for 100 MB, seconds
 for the weights of a large model. Robust mutexes it releases before that, for this very purpose: whoever waits must not wait for one who
@@ -38,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def hold(fd: int) -> None:
-    """Take the lock of the LifeLock that `fd` is of, for as long as the calling thread lives: the process's first. Closes `fd`.
+    """Take the lock of the ExitLock that `fd` is of, for as long as the calling thread lives: the process's first. Closes `fd`.
 
     Should the system refuse, this death will be heard of by the pidfd only.
     """
@@ -61,7 +61,7 @@ def hold(fd: int) -> None:
     _held.append(memory)
 
 
-class LifeLock:
+class ExitLock:
     """Calls `on_death` in the running loop, once, when the process that was given `fd` and holds the lock ends, however it ends.
 
     A thread sleeps until then. `fd` is -1 where the system has no such locks, or has run out of something: then nobody is told.

@@ -1,11 +1,12 @@
-"""The starter: a small process that imports torch once, starts no thread, and forks the workers. `python -m flowrt.processes.fork_server`
+"""The fork server: a small process that imports torch once, starts no thread, and forks the workers. `python -m
+flowrt.processes.fork_server`
 
-Here: both sides of the fork. Not here: who asks for it (forked.py, in the launching process) or what a worker does (any
+Here: both sides of the fork. Not here: who asks for it (fork_server_client.py, in the launching process) or what a worker does (any
 "module:function" by name; nothing of flowrt/workers is imported by this file). One thread, blocking calls, no event loop:
 what is forked is a process in which nothing else was going on.
 
-Who dies with whom: the kernel kills the starter when the launcher dies, and every worker when the starter dies (PDEATHSIG). When
-the launcher closes the line, the starter kills all it forked and all that those started, reaps them, and ends. Ctrl-C reaches
+Who dies with whom: the kernel kills the fork server when the launcher dies, and every worker when the fork server dies (PDEATHSIG). When
+the launcher closes the line, the fork server kills all it forked and all that those started, reaps them, and ends. Ctrl-C reaches
 none of them: they are a session of their own and ignore SIGINT; the launcher decides.
 """
 
@@ -59,7 +60,7 @@ class _Child:
 
 
 @dataclass
-class _Starter:
+class _ForkServer:
     line: socket.socket
     library_fds: frozenset[int]  # opened by imported libraries for themselves: children keep them
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -87,18 +88,18 @@ class _Starter:
     def fork(self, request: Fork, fds: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        starter_pid = os.getpid()
+        fork_server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             self.report(NotForked(host=request.host, error=f"{type(error).__name__}: {error}"))
             return
         finally:
-            if os.getpid() == starter_pid:
+            if os.getpid() == fork_server_pid:
                 for fd in fds:
                     os.close(fd)
         if pid == 0:
-            self.become_worker(request, fds, starter_pid)
+            self.become_worker(request, fds, fork_server_pid)
         child = _Child(request.host, pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
         self.children[pid] = child
         if child.pidfd is None:
@@ -137,23 +138,23 @@ class _Starter:
                 os.kill(pid, signal.SIGKILL)
             ended = not self.reap(options=0)
 
-    def become_worker(self, request: Fork, fds: list[int], starter_pid: int) -> NoReturn:
-        """The child's side of the fork: never returns into the starter's frames."""
+    def become_worker(self, request: Fork, fds: list[int], fork_server_pid: int) -> NoReturn:
+        """The child's side of the fork: never returns into the fork server's frames."""
         status = 1
         try:
-            _die_with(starter_pid)
+            _die_with(fork_server_pid)
             os.dup2(fds[0], 1)
             os.dup2(fds[0], 2)
             self.selector.close()
             self.line.close()
             _close_all_but({0, 1, 2, *fds[1:], *self.library_fds})
-            if request.holds_life_lock:
+            if request.holds_exit_lock:
                 hold(fds.pop())
             for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE}:
                 if signal.getsignal(number) is not None:  # None: reserved by the C library
                     with contextlib.suppress(OSError):
                         signal.signal(number, signal.SIG_DFL)
-            faulthandler.enable(file=2)  # a crash in native code leaves its last words too
+            faulthandler.enable(file=2)  # a crash in native code leaves its output tail too
             _name_process(request.host)
             _set_threads(request.threads)
             set_log_level(request.log_level)
@@ -171,7 +172,7 @@ class _Starter:
 
 
 async def _host(worker: WorkerMain, lines: list[tuple[str, socket.socket]]) -> None:
-    """Run one worker per control line. They share the process, so the first that fails takes the others along."""
+    """Run one worker per control connection. They share the process, so the first that fails takes the others along."""
 
     async def run_one(line: socket.socket) -> None:
         control = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity("gateway"))
@@ -201,7 +202,7 @@ def fault_of(error: BaseException) -> BaseException | None:
 
 
 def _only(error: BaseException) -> BaseException:
-    """The error inside groups of one, so that last words are not spent on frames around it."""
+    """The error inside groups of one, so that output tail are not spent on frames around it."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
@@ -281,14 +282,14 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # what was imported stays shared memory: collections in workers do not touch it
     gc.enable()
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    starter = _Starter(line, library_fds)
-    starter.report(Loaded(num_threads=num_threads))
+    fork_server = _ForkServer(line, library_fds)
+    fork_server.report(Loaded(num_threads=num_threads))
     try:
-        starter.serve()
+        fork_server.serve()
     except Exception:
         traceback.print_exc()  # now: end_all ends this process too
     finally:
-        starter.end_all()
+        fork_server.end_all()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The starter as the launcher sees it: starting it, asking it for processes, hearing of their ends, and leaving none behind.
+"""The fork server as the launcher sees it: starting it, asking it for processes, hearing of their ends, and leaving none behind.
 
-Here: `StarterProcess`. Not here: the fork itself (starter.py), last words (words.py), what workers are told (launcher.py).
+Here: `ForkServerProcess`. Not here: the fork itself (fork_server.py), output tail (words.py), what workers are told (launcher.py).
 Owns descriptors and one child process, no task: everything arrives through readers of the running loop. Works on any loop in
-any thread, and needs no main guard: the starter is a fresh interpreter that runs flowrt's own module.
+any thread, and needs no main guard: the fork server is a fresh interpreter that runs flowrt's own module.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import STARTER
+from flowrt.graph.model import FORK_SERVER
 from flowrt.processes.descriptors import NO_DESCRIPTOR, too_few_descriptors
-from flowrt.processes.exit_lock import LifeLock
+from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.fork_server import ORIGINAL_PATH
 from flowrt.processes.frames import (
     Exited,
@@ -37,10 +37,10 @@ from flowrt.processes.frames import (
     send_first,
 )
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, processes_marked
-from flowrt.processes.output_tail import Words, exit_text
+from flowrt.processes.output_tail import OutputTail, exit_text
 
-_REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the starter's line to its exit status
-_GRACE_SECONDS = 3.0  # for the starter to end all it forked, and itself, once told to
+_REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the fork server's line to its exit status
+_GRACE_SECONDS = 3.0  # for the fork server to end all it forked, and itself, once told to
 
 
 def _reap_adopted(pid: int) -> None:
@@ -49,11 +49,13 @@ def _reap_adopted(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-class StarterProcess:
-    """A running starter and the OS processes it forked, called by their host names.
+class ForkServerProcess:
+    """A running fork server and the OS processes it forked, called by their host names.
 
-    `on_exit(host, status)` is called once per process that ends by itself, and with host STARTER when the starter does. Where the kernel
-    can tell, `on_gone(host)` comes before it, whatever the starter is busy with: once when the process begins to die (its life lock), once
+    `on_exit(host, status)` is called once per process that ends by itself, and with host FORK_SERVER when the fork server does. Where the
+    kernel
+    can tell, `on_gone(host)` comes before it, whatever the fork server is busy with: once when the process begins to die (its exit lock),
+    once
     when it has ended (pidfd).
     """
 
@@ -69,25 +71,25 @@ class StarterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._loaded = False
-        self._importing = ""  # what the starter is busy with, for its death notice
+        self._importing = ""  # what the fork server is busy with, for its death notice
         self._reader: FrameReader | None = None
-        self._words: dict[str, Words] = {}
-        self._life_locks: dict[str, LifeLock] = {}
+        self._words: dict[str, OutputTail] = {}
+        self._exit_locks: dict[str, ExitLock] = {}
         self._pidfds: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        self._answers: dict[str, asyncio.Future[int]] = {}  # host -> its pid; STARTER -> its number of threads
-        self._ended: asyncio.Future[None] = self._loop.create_future()  # the starter has ended
+        self._answers: dict[str, asyncio.Future[int]] = {}  # host -> its pid; FORK_SERVER -> its number of threads
+        self._ended: asyncio.Future[None] = self._loop.create_future()  # the fork server has ended
         self.statuses: dict[str, int] = {}  # of those that have ended
 
     async def start(self, preload: Sequence[str]) -> int:
-        """Start the starter and wait until it has imported `preload`. Returns its number of threads.
+        """Start the fork server and wait until it has imported `preload`. Returns its number of threads.
 
-        Raises WorkerDiedError(STARTER) when an import fails. The starter dies when the calling thread does.
+        Raises WorkerDiedError(FORK_SERVER) when an import fails. The fork server dies when the calling thread does.
         """
         if not sys.executable:
-            raise WorkerDiedError(STARTER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
+            raise WorkerDiedError(FORK_SERVER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
         ours, theirs = socket.socketpair()
-        words = self._words[STARTER] = Words(STARTER, self._on_line)
+        words = self._words[FORK_SERVER] = OutputTail(FORK_SERVER, self._on_line)
         self._line, self._reader = ours, FrameReader(ours)
         environment = {**os.environ, MARKER: self._run_id, PARENT_MARKER: str(os.getpid())}
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle compute threads sleep: other processes need the cores
@@ -110,23 +112,23 @@ class StarterProcess:
         ours.setblocking(False)
         self._loop.add_reader(ours.fileno(), self._on_readable)
         self._importing = f" while importing {', '.join(preload)}" if preload else ""
-        num_threads = await self._answer(STARTER)
+        num_threads = await self._answer(FORK_SERVER)
         self._importing = ""
         self._loaded = True
         return num_threads
 
     async def fork(self, host: str, workers: Sequence[str], worker: str, threads: int, log_level: str) -> tuple[int, list[socket.socket]]:
-        """A new OS process running `worker` ("module:function") once per name. Returns its pid and our ends of the control lines.
+        """A new OS process running `worker` ("module:function") once per name. Returns its pid and our ends of the control connections.
 
         A process of this name that has ended, and whose end was told, is forgotten. Raises WorkerDiedError when the kernel refuses or
-        the starter is gone.
+        the fork server is gone.
         """
         self.statuses.pop(host, None)
         self._pids.pop(host, None)
         if (former := self._words.pop(host, None)) is not None:
             former.close()
-        words = self._words[host] = Words(host, self._on_line)
-        life_lock = self._life_locks[host] = LifeLock(host, lambda: self._on_gone(host))
+        words = self._words[host] = OutputTail(host, self._on_line)
+        exit_lock = self._exit_locks[host] = ExitLock(host, lambda: self._on_gone(host))
         ours: list[socket.socket] = []
         theirs: list[socket.socket] = []
         try:
@@ -134,21 +136,21 @@ class StarterProcess:
                 mine, other = socket.socketpair()
                 ours.append(mine)
                 theirs.append(other)
-            fds = [words.write_end, *(line.fileno() for line in theirs), *([life_lock.fd] if life_lock.fd >= 0 else [])]
+            fds = [words.write_end, *(line.fileno() for line in theirs), *([exit_lock.fd] if exit_lock.fd >= 0 else [])]
             request = Fork(
                 host=host,
                 workers=tuple(workers),
                 worker=worker,
                 threads=threads,
                 log_level=log_level,
-                holds_life_lock=life_lock.fd >= 0,
+                holds_exit_lock=exit_lock.fd >= 0,
                 num_fds=len(fds),
             )
             await self._send(request, fds)
             pid = await self._answer(host)
-            life_lock.given_away()
+            exit_lock.given_away()
         except BaseException:
-            life_lock.close()
+            exit_lock.close()
             for line in ours:
                 line.close()
             raise
@@ -163,12 +165,12 @@ class StarterProcess:
 
     async def kill(self, host: str, number: int) -> None:
         """Send a signal, if the process still lives."""
-        if host not in self.statuses and STARTER not in self.statuses:
+        if host not in self.statuses and FORK_SERVER not in self.statuses:
             with contextlib.suppress(WorkerDiedError):
                 await self._send(Kill(host=host, signal=number))
 
     def kill_now(self, host: str) -> None:
-        """SIGKILL, if the process still lives, without asking the starter, which may be busy."""
+        """SIGKILL, if the process still lives, without asking the fork server, which may be busy."""
         if (pidfd := self._pidfds.get(host)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -176,13 +178,13 @@ class StarterProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pids[host], signal.SIGKILL)
 
-    def last_words(self, host: str) -> tuple[str, ...]:
+    def output_tail(self, host: str) -> tuple[str, ...]:
         """The last lines `host` wrote, oldest first."""
         words = self._words.get(host)
         return words.last if words is not None else ()
 
     async def aclose(self) -> None:
-        """End our half of the line, upon which the starter kills and reaps all it forked and ends; make sure of it. Idempotent."""
+        """End our half of the line, upon which the fork server kills and reaps all it forked and ends; make sure of it. Idempotent."""
         try:
             if self._line is not None and not self._ended.done():
                 with contextlib.suppress(TimeoutError, OSError):
@@ -193,7 +195,7 @@ class StarterProcess:
             self.end_now()
 
     def end_now(self) -> None:
-        """Kill all that was forked and all that those started, then the starter. None of them runs when it returns. Idempotent.
+        """Kill all that was forked and all that those started, then the fork server. None of them runs when it returns. Idempotent.
 
         Blocks while they die, milliseconds as a rule, so that not even a cancelled caller leaves anything.
         """
@@ -208,7 +210,7 @@ class StarterProcess:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.wait()
-            for host, pidfd in self._pidfds.items():  # of a starter that could not end them itself
+            for host, pidfd in self._pidfds.items():  # of a fork server that could not end them itself
                 self._watch_no_more(pidfd)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -222,9 +224,9 @@ class StarterProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 _reap_adopted(pid)
-        for life_lock in self._life_locks.values():
-            life_lock.close()
-        self._life_locks.clear()
+        for exit_lock in self._exit_locks.values():
+            exit_lock.close()
+        self._exit_locks.clear()
         for words in self._words.values():
             words.close()
 
@@ -238,7 +240,7 @@ class StarterProcess:
             self._reader.close()
 
     async def _answer(self, host: str) -> int:
-        if STARTER in self.statuses:
+        if FORK_SERVER in self.statuses:
             raise self._lost()
         future: asyncio.Future[int] = self._loop.create_future()
         self._answers[host] = future
@@ -250,7 +252,7 @@ class StarterProcess:
     async def _send(self, frame: Frame, fds: Sequence[int] = ()) -> None:
         data = encode(frame)
         while True:
-            if self._line is None or STARTER in self.statuses:
+            if self._line is None or FORK_SERVER in self.statuses:
                 raise self._lost()
             try:
                 sent = send_first(self._line, data, fds)
@@ -285,7 +287,7 @@ class StarterProcess:
             return
         if not open_still:
             self._loop.remove_reader(self._line.fileno())
-            self._on_starter_end(self._loop.time() + _REAP_SECONDS)
+            self._on_fork_server_end(self._loop.time() + _REAP_SECONDS)
 
     def _on_report(self, report: Loaded | Forked | NotForked | Exited, reader: FrameReader) -> None:
         if isinstance(report, Exited):
@@ -293,11 +295,11 @@ class StarterProcess:
             if (pidfd := self._pidfds.pop(report.host, None)) is not None:
                 self._watch_no_more(pidfd)
                 os.close(pidfd)
-            if (life_lock := self._life_locks.pop(report.host, None)) is not None:
-                life_lock.close()
+            if (exit_lock := self._exit_locks.pop(report.host, None)) is not None:
+                exit_lock.close()
             self._on_exit(report.host, report.status)
             return
-        host = STARTER if isinstance(report, Loaded) else report.host
+        host = FORK_SERVER if isinstance(report, Loaded) else report.host
         if isinstance(report, Forked):
             self._pids[host] = report.pid
             if report.num_fds:
@@ -321,10 +323,12 @@ class StarterProcess:
             self._loop.remove_reader(pidfd)
 
     def _on_broken_line(self, error: Exception) -> None:
-        """What the starter says cannot be read any more: whoever waits hears why, and the run ends as if the starter had."""
+        """What the fork server says cannot be read any more: whoever waits hears why, and the run ends as if the fork server had."""
         assert self._line is not None
         self._loop.remove_reader(self._line.fileno())
-        reason: Exception = WorkerDiedError(STARTER, f"cannot be understood: {type(error).__name__}: {error}", self.last_words(STARTER))
+        reason: Exception = WorkerDiedError(
+            FORK_SERVER, f"cannot be understood: {type(error).__name__}: {error}", self.output_tail(FORK_SERVER)
+        )
         if isinstance(error, MissingDescriptorsError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR):
             reason = UserError(too_few_descriptors())
         waiting = [answer for answer in self._answers.values() if not answer.done()]
@@ -333,24 +337,26 @@ class StarterProcess:
         if not self._ended.done():
             self._ended.set_result(None)
         if not waiting:  # nobody to tell it to but the run's owner
-            self.statuses[STARTER] = -signal.SIGKILL
-            self._on_exit(STARTER, self.statuses[STARTER])
+            self.statuses[FORK_SERVER] = -signal.SIGKILL
+            self._on_exit(FORK_SERVER, self.statuses[FORK_SERVER])
 
-    def _on_starter_end(self, deadline: float) -> None:
+    def _on_fork_server_end(self, deadline: float) -> None:
         """Its line ended: it is dying or dead, and all it forked with it. Looks again until its status can be had, or `deadline`."""
         if self._process is None:  # ended by us meanwhile
             return
         status = self._process.poll()
         if status is None and self._loop.time() < deadline:
-            self._loop.call_later(_REAP_POLL_SECONDS, self._on_starter_end, deadline)
+            self._loop.call_later(_REAP_POLL_SECONDS, self._on_fork_server_end, deadline)
             return
-        self.statuses[STARTER] = -signal.SIGKILL if status is None else status
+        self.statuses[FORK_SERVER] = -signal.SIGKILL if status is None else status
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._lost())
         if not self._ended.done():
             self._ended.set_result(None)
-        self._on_exit(STARTER, self.statuses[STARTER])
+        self._on_exit(FORK_SERVER, self.statuses[FORK_SERVER])
 
     def _lost(self) -> WorkerDiedError:
-        return WorkerDiedError(STARTER, exit_text(self.statuses.get(STARTER, -signal.SIGKILL)) + self._importing, self.last_words(STARTER))
+        return WorkerDiedError(
+            FORK_SERVER, exit_text(self.statuses.get(FORK_SERVER, -signal.SIGKILL)) + self._importing, self.output_tail(FORK_SERVER)
+        )

@@ -1,7 +1,8 @@
-"""What the launcher and the starter say to each other: small frames on a unix stream socket, some with descriptors attached.
+"""What the launcher and the fork server say to each other: small frames on a unix stream socket, some with descriptors attached.
 
-Here: the frames, their bytes, and `FrameReader`, which splits a stream into them. Not here: who acts on them (starter.py,
-forked.py), the control line of a worker (flowrt/actors/control.py). A frame is 4 bytes of length and a MessagePack map; its
+Here: the frames, their bytes, and `FrameReader`, which splits a stream into them. Not here: who acts on them (fork_server.py,
+fork_server_client.py), the control connection of a worker (flowrt/actors/control.py). A frame is 4 bytes of length and a MessagePack map;
+its
 descriptors travel with the first byte (SCM_RIGHTS), so the n-th frame that announces descriptors owns the n-th ones received.
 """
 
@@ -28,8 +29,8 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(Frame, frozen=True, kw_only=True):
-    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, one control line per worker, and a life lock's
-    memory if it `holds_life_lock`.
+    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, one control connection per worker, and a exit lock's
+    memory if it `holds_exit_lock`.
 
     `worker` is the "module:function" that each of `workers` runs; `threads` is how many compute threads they share.
     """
@@ -39,7 +40,7 @@ class Fork(Frame, frozen=True, kw_only=True):
     worker: str
     threads: int
     log_level: str
-    holds_life_lock: bool = False
+    holds_exit_lock: bool = False
 
 
 class Kill(Frame, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class Kill(Frame, frozen=True, kw_only=True):
 
 
 class Loaded(Frame, frozen=True, kw_only=True):
-    """The starter has imported what workers need and serves. `num_threads` should be 1: forking copies no other thread."""
+    """The fork server has imported what workers need and serves. `num_threads` should be 1: forking copies no other thread."""
 
     num_threads: int
 
@@ -145,7 +146,7 @@ class FrameReader:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
         if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes on the starter's line: at most {MAX_FRAME_BYTES} are allowed")
+            raise ValueError(f"a frame of {length} bytes on the fork server's line: at most {MAX_FRAME_BYTES} are allowed")
         if len(self._data) < _LENGTH.size + length:
             return None
         body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])

@@ -1,6 +1,6 @@
 """Finding the processes of a run: every process flowrt starts carries the run's id in its environment, and so do their children.
 
-Here: the marker and the search. Not here: ending them (forked.py for one's own run, doctor for earlier ones). Linux only:
+Here: the marker and the search. Not here: ending them (fork_server_client.py for one's own run, doctor for earlier ones). Linux only:
 elsewhere nothing is found.
 """
 

@@ -1,6 +1,6 @@
 """What OS processes say at their end: their last lines, and their exit status in words.
 
-Here: `Words`, `exit_text`, `write_line`. Not here: starting processes (forked.py, which calls this).
+Here: `Words`, `exit_text`, `write_line`. Not here: starting processes (fork_server_client.py, which calls this).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
-NUM_LAST_WORDS = 50
+OUTPUT_TAIL_LINES = 50
 _MAX_LINE_CHARACTERS = 4096
 
 
@@ -32,13 +32,13 @@ def write_line(name: str, line: str) -> None:
     print(f"[{name}] {line}", file=sys.stderr, flush=True)
 
 
-class Words:
-    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last NUM_LAST_WORDS kept."""
+class OutputTail:
+    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last OUTPUT_TAIL_LINES kept."""
 
     def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
         self._name, self._on_line = name, on_line
         self._loop = asyncio.get_running_loop()
-        self._last: deque[str] = deque(maxlen=NUM_LAST_WORDS)
+        self._last: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
         self._rest = b""
         self._fd, self.write_end = os.pipe()
         os.set_blocking(self._fd, False)

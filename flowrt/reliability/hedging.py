@@ -16,8 +16,8 @@ from dataclasses import dataclass
 LATE_FACTOR = 3.0  # of what the best of the others takes
 AVOID_FACTOR, TAKE_BACK_FACTOR = 3.0, 1.5
 FIRST_SECONDS = 1.0  # late while nothing is known of such parts
-LEAST_SECONDS = 2e-3  # nothing is late before: what takes this long is the scheduler of the machine
-FEWEST_ANSWERS = 8  # before an estimate counts
+MIN_SECONDS = 2e-3  # nothing is late before: what takes this long is the scheduler of the machine
+MIN_ANSWERS = 8  # before an estimate counts
 BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
 PROBE = 64
 OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # late by so much: others are told (the monitor suspects it)
@@ -40,7 +40,7 @@ class _Estimate:
 
     @property
     def counts(self) -> bool:
-        return self.count >= FEWEST_ANSWERS
+        return self.count >= MIN_ANSWERS
 
 
 class Steering:
@@ -75,7 +75,7 @@ class Steering:
         if own is None or not own.counts or best is None:
             return False
         factor = TAKE_BACK_FACTOR if server in self.avoided else AVOID_FACTOR
-        return own.mean > max(LEAST_SECONDS, factor * best)
+        return own.mean > max(MIN_SECONDS, factor * best)
 
     def probes(self) -> bool:
         """Whether this tag is one that asks servers which are avoided, too."""
@@ -89,7 +89,7 @@ class Steering:
         points = [own.mean + 4 * own.deviation] if own is not None and own.counts else []
         if best is not None:
             points.append(LATE_FACTOR * best)
-        return max(LEAST_SECONDS, min(points)) if points else FIRST_SECONDS
+        return max(MIN_SECONDS, min(points)) if points else FIRST_SECONDS
 
     def overdue_after(self, server: int, num_rows: int) -> float:
         """Seconds after which a part is so late that others should know."""

@@ -19,7 +19,7 @@ from flowrt.errors import UserError
 
 MAX_FILE_BYTES = 256 << 20
 _BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
-_MOST_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
+_MAX_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
 _CUT_TOKENS = 8
 _LONGEST_WINDOW_TOKENS = 64  # no text is that long without a boundary
 
@@ -54,7 +54,7 @@ class TextStream:
             return self._give(text)
         # An open character is one U+FFFD at the end with byte-level tokens; with byte tokens it is a few, and takes characters
         # before it along. More than that are bytes that will never be text, of which only the last may still become some.
-        num_held = num_open if num_open <= _MOST_OPEN else 1
+        num_held = num_open if num_open <= _MAX_OPEN else 1
         certain = text[: len(text) - num_held]
         if not certain.startswith(self._given):
             return ""

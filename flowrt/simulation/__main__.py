@@ -27,7 +27,7 @@ from flowrt.simulation.world import Outcome
 REPORT_EVERY = 100
 DEFAULT_GRAPHS = ("examples/quickstart.yaml",)
 ALL_KINDS_FROM = 1000  # seeds: so many must have met each kind of fault
-MOST_FAILURES = 10  # to look at
+MAX_FAILURES = 10  # to look at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(case.seed, came.digest, came.num_steps, f"{came.virtual_seconds:.9f}", flush=True)
         if tally.num_seeds % REPORT_EVERY == 0 or tally.num_seeds == given.seeds:
             print(f"{tally.num_seeds} seeds, {len(tally.failures)} failed, {tally.num_steps} steps", flush=True)
-        return len(tally.failures) < MOST_FAILURES
+        return len(tally.failures) < MAX_FAILURES
 
     seeds = range(given.first, given.first + given.seeds)
     tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, on_run=on_run)

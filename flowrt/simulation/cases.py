@@ -88,7 +88,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         graph = _draw_opening(random.Random(f"opening {seed}"), _draw_reliability(random.Random(f"reliability {seed}"), graph))
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions = NetworkConditions(
-        most_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
+        max_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
         slow_one_in=chance.choice((0, 50, 5)),
         duplicate_one_in=chance.choice((0, 40, 4)),
         tick_seconds=chance.choice((0.0, 50e-6, 1e-3)),
@@ -177,14 +177,14 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     assert graph.model is not None
     vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
     room = min(limits.kv_pages * limits.page_size, _positions(graph.model.path))
-    most_new = min(limits.max_tokens, 8)
+    max_new = min(limits.max_tokens, 8)
     pool = []
     for number in range(POOL):
-        length = min((1, 3, 9, 17, 30, 13)[number % 6], room - most_new)
+        length = min((1, 3, 9, 17, 30, 13)[number % 6], room - max_new)
         stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
         sampled = number % 3 == 1
         parameters = Parameters(
-            max_tokens=most_new if number % 6 == 1 else chance.randint(1, most_new),
+            max_tokens=max_new if number % 6 == 1 else chance.randint(1, max_new),
             min_tokens=1 if number % 8 == 2 else 0,
             n=2 if number in (1, 3, 5, 10, 15) else 1,
             temperature=0.9 if sampled else 0.0,

@@ -1,6 +1,6 @@
 """A whole graph in virtual time: the real workers, each a process of its own, and a gateway that submits requests and reads tokens.
 
-Here: `serve`, which starts the workers, introduces them to each other over simulated control lines, places the requests while the
+Here: `serve`, which starts the workers, introduces them to each other over simulated control connections, places the requests while the
 scenario's faults happen, waits for every end, heals everything, looks for what is left and stops all. Not here: faults (faults.py),
 whether what came out is right (invariants.py), its result (served.py). The launcher's own part of the protocol is short and tied to
 processes, so it is said again here (lines.py, servers.py); what is decided about requests, and who is to blame for a failed run, is the
@@ -146,7 +146,7 @@ class _Cluster:
         for name in self._servers.mortal:
             self._rules.append(tasks.create_task(self._servers.rule(name), name=f"lives of {name}"))
         if MONITOR in self._servers.mortal:
-            self._rules.append(tasks.create_task(self._servers.beat(), name="beats of the launcher"))
+            self._rules.append(tasks.create_task(self._servers.heartbeat(), name="beats of the launcher"))
         self._first_seconds = self._world.loop.time()
         self._faults.begin()
         await self._submit(tasks, requests)

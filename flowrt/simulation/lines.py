@@ -1,4 +1,4 @@
-"""The launcher's end of one worker: its process, its control line, what it says and how it ends.
+"""The launcher's end of one worker: its process, its control connection, what it says and how it ends.
 
 Here: Line. Not here: what the whole run does (cluster.py), who may die and live again (servers.py). The rules of blame are those of
 flowrt/launcher/launcher.py: who ends without being told, fails, or loses a peer whose death nothing explains, is accused; the verdict
@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from flowrt.actors.control import (
-    Beat,
     Cleared,
     Condemned,
     Connected,
@@ -22,6 +21,7 @@ from flowrt.actors.control import (
     Ended,
     ExpertsLost,
     Failed,
+    Heartbeat,
     Late,
     LinkLost,
     Listening,
@@ -179,7 +179,7 @@ class Line:
                 pass
             case Failed(error, user):
                 self._accuse(Kind.BAD_INPUT if user else Kind.COMPLAINED, error)
-            case Beat() | Late() | Suspected() | Cleared() | Condemned():
+            case Heartbeat() | Late() | Suspected() | Cleared() | Condemned():
                 self._owner.on_word(self, control)
             case LinkLost(peer, reason):
                 if not self._owner.on_link_lost(self, control):

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from flowrt.actors.beats import send_beats
-from flowrt.actors.control import Beat, Condemned, Control, Joined, Late, Left, LinkLost, Peers, Start, Suspected
+from flowrt.actors.control import Condemned, Control, Heartbeat, Joined, Late, Left, LinkLost, Peers, Start, Suspected
+from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.graph.roles import may_die
 from flowrt.reliability.supervision import GiveUp, Supervision
@@ -115,9 +115,9 @@ class Servers:
             self.counts["started again"] += 1
             await self._introduce(self._owner.begin(name))
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """The launcher's own sign of life, for the monitor."""
-        await send_beats(_OwnSigns(self._world.new_incarnation()), self._clock, self._relay, process=GATEWAY)
+        await send_heartbeats(_OwnSigns(self._world.new_incarnation()), self._clock, self._relay, process=GATEWAY)
 
     # what is looked at
 
@@ -164,8 +164,8 @@ class Servers:
     # what lines tell
 
     def on_word(self, line: Line, word: Control) -> None:
-        if isinstance(word, Beat | Late) and line.connected.done() and not line.over.done():
-            if isinstance(word, Beat):
+        if isinstance(word, Heartbeat | Late) and line.connected.done() and not line.over.done():
+            if isinstance(word, Heartbeat):
                 self._relay(msgspec.structs.replace(word, process=line.name, pid=self._world.processes[line.name].pid))
             else:
                 self._relay(msgspec.structs.replace(word, by=line.name))

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from flowrt.simulation.cases import Case, Kept
 
-MOST_RUNS = 60
+MAX_RUNS = 60
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], most_runs: int = MOST_RUNS) -> Kept:
+def shrink(case: Case, fails: Callable[[Case], bool], max_runs: int = MAX_RUNS) -> Kept:
     """What to keep of `case`, which fails: nothing of it can be left out alone without the failure going away, unless the runs were
     used up before. Any failure counts as the same: two faults of one bug rarely show alike."""
     kept = Kept(tuple(range(len(case.scenario.faults))), tuple(range(len(case.requests))))
@@ -22,12 +22,12 @@ def shrink(case: Case, fails: Callable[[Case], bool], most_runs: int = MOST_RUNS
     def still_fails(smaller: Kept) -> bool:
         nonlocal runs
         runs += 1
-        return runs <= most_runs and fails(smaller.of(case))
+        return runs <= max_runs and fails(smaller.of(case))
 
     if still_fails(replace(kept, calm=True)):
         kept = replace(kept, calm=True)
     shrunk = True
-    while shrunk and runs < most_runs:
+    while shrunk and runs < max_runs:
         shrunk = False
         if len(kept.faults or ()) > 1 and still_fails(replace(kept, faults=())):
             kept, shrunk = replace(kept, faults=()), True

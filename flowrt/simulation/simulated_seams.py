@@ -24,8 +24,8 @@ class ComputeCost:
     takes no time and gives way to nobody. One worker in `beside_one_in` computes beside its loop: what a call of it gives before its
     end comes to the loop meanwhile, at times drawn. 0: none ever does."""
 
-    least_seconds: float = 50e-6
-    most_seconds: float = 2e-3
+    min_seconds: float = 50e-6
+    max_seconds: float = 2e-3
     short_one_in: int = 3
     beside_one_in: int = 2
 
@@ -95,7 +95,7 @@ class SimulatedCompute:
         try:
             if short:
                 return call()
-            seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.least_seconds, self._cost.most_seconds)
+            seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
             before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
             if before:
                 await self._pass(before, [])

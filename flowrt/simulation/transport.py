@@ -126,9 +126,7 @@ class SimulatedNetwork:
     def delay_seconds(self, num_bytes: int = 0) -> float:
         """How long a frame of `num_bytes` takes, drawn anew each time."""
         conditions = self.conditions
-        delay = (
-            self._random.uniform(conditions.least_delay_seconds, conditions.most_delay_seconds) + num_bytes / conditions.bytes_per_second
-        )
+        delay = self._random.uniform(conditions.min_delay_seconds, conditions.max_delay_seconds) + num_bytes / conditions.bytes_per_second
         return delay + conditions.slow_seconds if self._hit(conditions.slow_one_in) else delay
 
     def duplicates(self) -> bool:

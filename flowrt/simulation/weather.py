@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 class NetworkConditions:
     """How the network behaves. Times in seconds; `one_in` counts frames (or channels), 0 means never."""
 
-    least_delay_seconds: float = 20e-6
-    most_delay_seconds: float = 400e-6
+    min_delay_seconds: float = 20e-6
+    max_delay_seconds: float = 400e-6
     slow_one_in: int = 50  # frames that take `slow_seconds` on top
     slow_seconds: float = 20e-3
     duplicate_one_in: int = 40
@@ -24,7 +24,7 @@ class NetworkConditions:
     tiny_one_in: int = 0  # channels that hold a single message, whatever their limits allow
 
 
-CALM = NetworkConditions(most_delay_seconds=50e-6, slow_one_in=0, duplicate_one_in=0)
+CALM = NetworkConditions(max_delay_seconds=50e-6, slow_one_in=0, duplicate_one_in=0)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Endpoint:
         self._next += 1
         future = self._waiting[tag.step] = asyncio.get_running_loop().create_future()
         try:
-            self._worker.mint(INPUT, tag, {name: Payload((self._given(tensor),)) for name, tensor in tensors.items()})
+            self._worker.emit(INPUT, tag, {name: Payload((self._given(tensor),)) for name, tensor in tensors.items()})
         except BaseException:
             self._end(tag.step)
             raise

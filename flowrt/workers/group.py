@@ -111,15 +111,15 @@ class Group:
         for end in ends:
             self._send(end)
         for start in self._engine.next_steps():
-            self._mint(start)
+            self._emit(start)
         if self._drain_asked and self._engine.drained:
             self._drain_asked = False
             self._send(Drained())
 
-    def _mint(self, start: StartStep) -> None:
+    def _emit(self, start: StartStep) -> None:
         """A step's tags: the layout for every layer, what is sampled, and last the tokens, with which the step begins."""
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.lane, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:
-            self._runner.mint(self._node, tag, {"layout": payloads["layout"]})
-        self._runner.mint(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})
+            self._runner.emit(self._node, tag, {"layout": payloads["layout"]})
+        self._runner.emit(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})

@@ -1,7 +1,8 @@
 """The monitor: a process of its own that hears everybody's beats and says who is suspect and who is dead.
 
-Here: `run_monitor`, its entry, led by the launcher over one control line like any worker. Not here: the decisions
-(flowrt/reliability/detector.py), beats (flowrt/actors/beats.py), what follows from a verdict (flowrt/cluster). It loads no torch, opens
+Here: `run_monitor`, its entry, led by the launcher over one control connection like any worker. Not here: the decisions
+(flowrt/reliability/detector.py), beats (flowrt/actors/heartbeats.py), what follows from a verdict (flowrt/cluster). It loads no torch,
+opens
 no channel and holds nothing that is not learned again: one that is started anew knows whom it is told of, or whose beat it hears first.
 
 Told: Start, Peers, Stop; Joined and Left; everybody's Beat and Late, each with its process. The launcher's own Beat (process `gateway`)
@@ -19,11 +20,11 @@ import msgspec
 
 from flowrt.actors.control import (
     Ask,
-    Beat,
     Cleared,
     Condemned,
     Connected,
     Control,
+    Heartbeat,
     Joined,
     Late,
     Left,
@@ -49,7 +50,7 @@ log = logging.getLogger("flowrt.monitor")
 
 TICK_SECONDS = 0.05
 FAREWELL_SECONDS = 2.0
-_MOST_WORDS = 1 << 12  # that the launcher may be behind
+_MAX_WORDS = 1 << 12  # that the launcher may be behind
 _MESSAGES: dict[type[Decision], type[Suspected | Cleared | Condemned]] = {
     detector.Suspected: Suspected,
     detector.Cleared: Cleared,
@@ -64,7 +65,7 @@ class _Settings(msgspec.Struct):
 
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
-    """Serve until Stop, or until the control line ends."""
+    """Serve until Stop, or until the control connection ends."""
     start = from_message(await control.recv())
     if not isinstance(start, Start):
         raise msgspec.ValidationError(f"a monitor's first message is Start, not {start.kind!r}")
@@ -85,12 +86,12 @@ class Monitor:
         settings = msgspec.json.decode(start.graph, type=_Settings).reliability
         self.detector = Detector(Timeouts(settings.suspect_seconds, settings.dead_seconds))
         self._name, self._seams = start.name, seams
-        self._line = Link(control, _MOST_WORDS, self._on_message)
+        self._line = Link(control, _MAX_WORDS, self._on_message)
         self._stopped = asyncio.Event()
         self._pids: dict[str, int] = {}
 
     async def run_line(self) -> None:
-        """Read and write the control line; when it ends, however it ends, so does the monitor."""
+        """Read and write the control connection; when it ends, however it ends, so does the monitor."""
         try:
             await self._line.run()
         except LinkLostError:
@@ -132,12 +133,14 @@ class Monitor:
     def _on_message(self, message: Message) -> None:
         now, detector = self._seams.clock.now(), self.detector
         match from_message(message):
-            case Beat(process=process) if process == GATEWAY:
+            case Heartbeat(process=process) if process == GATEWAY:
                 detector.record_launcher_heartbeat(now)
-            case Beat(process=process) as beat:
-                operation = None if beat.running is None else Operation(beat.running, beat.running_seconds, beat.bound_seconds)
-                times = self._times(process, beat.pid)
-                self._tell(detector.record_heartbeat(now, process, beat.incarnation, beat.sequence, operation, times))
+            case Heartbeat(process=process) as heartbeat:
+                operation = (
+                    None if heartbeat.running is None else Operation(heartbeat.running, heartbeat.running_seconds, heartbeat.bound_seconds)
+                )
+                times = self._times(process, heartbeat.pid)
+                self._tell(detector.record_heartbeat(now, process, heartbeat.incarnation, heartbeat.sequence, operation, times))
             case Late() as late:
                 seconds = late.waited_seconds, late.expected_seconds
                 self._tell(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flowrt.actors.beats import send_beats
 from flowrt.actors.control import (
     Ask,
     Connected,
@@ -35,6 +34,7 @@ from flowrt.actors.control import (
     as_message,
     from_message,
 )
+from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Link, LinkLostError, Links
 from flowrt.dataflow.matching import Firing
@@ -67,7 +67,7 @@ FAREWELL_SECONDS = 2.0
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """Serve until Stop, or until the control line ends: nobody works for a launcher that is gone.
+    """Serve until Stop, or until the control connection ends: nobody works for a launcher that is gone.
 
     What goes wrong is told to the launcher as Failed, and raised; what the user can mend as UserError.
     """
@@ -148,11 +148,11 @@ class Worker:
     def num_firings(self) -> int:
         return self._runner.statistics.num_firings if self._runner is not None else 0
 
-    def mint(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
+    def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """A new tag of a source of this process. Raises RuntimeError before the worker has loaded."""
         if self._runner is None:
             raise RuntimeError(f"{self._start.name} has not loaded yet")
-        self._runner.mint(node, tag, outputs)
+        self._runner.emit(node, tag, outputs)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -160,7 +160,7 @@ class Worker:
             self._peers.set_result(None)
 
     async def run_line(self) -> None:
-        """Read and write the control line; when it ends, however it ends, so does the worker."""
+        """Read and write the control connection; when it ends, however it ends, so does the worker."""
         try:
             await self.line.run()
         except LinkLostError:
@@ -213,10 +213,10 @@ class Worker:
             tasks.create_task(runner.run(), name=f"runner of {self._start.name}")
             tasks.create_task(self._run_links(), name=f"links of {self._start.name}")
             if self._graph.reliability.detector and may_die(self._graph):
-                tasks.create_task(send_beats(self, self._seams.clock, self._send), name=f"beats of {self._start.name}")
+                tasks.create_task(send_heartbeats(self, self._seams.clock, self._send), name=f"beats of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:
-        """The last words to the launcher: one line, and whether it is the user who can mend it."""
+        """The output tail to the launcher: one line, and whether it is the user who can mend it."""
         cause = first_error(error)
         if isinstance(cause, asyncio.CancelledError):
             return
@@ -310,7 +310,7 @@ class Worker:
     def _on_control(self, message: Message) -> None:
         try:
             self._act(message)
-        except Exception as error:  # the control line must live on, to carry these last words
+        except Exception as error:  # the control connection must live on, to carry these output tail
             self._fault = self._fault or error
             self.stop()
 

@@ -24,7 +24,7 @@ from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, Node
 
-MOST_REMEMBERED = 1024  # combinations of dtypes and shapes of a node
+MAX_REMEMBERED = 1024  # combinations of dtypes and shapes of a node
 _LOOKS_LIKE_SPEC = re.compile(r"(?!list|dict|tuple|set|type)[a-z]+[0-9][a-z0-9_]*\[.*\]|bool\[.*\]")
 
 
@@ -112,7 +112,7 @@ class _UserNode:
         return {port: Payload((tensor,)) for port, tensor in named.items()}
 
     def _remember(self, fits: Any) -> None:
-        if len(self._fitting) >= MOST_REMEMBERED:
+        if len(self._fitting) >= MAX_REMEMBERED:
             self._fitting.clear()
         self._fitting.add(fits)
 

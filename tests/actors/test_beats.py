@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from flowrt.actors.beats import BEAT_SECONDS, OperationWatch, send_beats
-from flowrt.actors.control import Beat, Control
+from flowrt.actors.control import Control, Heartbeat
+from flowrt.actors.heartbeats import HEARTBEAT_SECONDS, OperationWatch, send_heartbeats
 from flowrt.process_status import other_threads_want_processor
 from flowrt.reliability.scenario import Scenario, Stall
 from flowrt.seams import BOUND_SECONDS, FIRST_STILL_SECONDS, STILL_SECONDS, Running, Seams, ThreadCompute
@@ -27,20 +27,20 @@ class Sources:
     running: Running | None = None
 
 
-def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Beat]]:
+def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
     """(when, beat) of a process in virtual time."""
 
-    async def main(world: World) -> list[tuple[float, Beat]]:
-        said: list[tuple[float, Beat]] = []
+    async def main(world: World) -> list[tuple[float, Heartbeat]]:
+        said: list[tuple[float, Heartbeat]] = []
         began = world.loop.time()
 
         def say(control: Control) -> None:
-            assert isinstance(control, Beat)
+            assert isinstance(control, Heartbeat)
             said.append((round(world.loop.time() - began, 6), control))
 
         async def work(seams: Seams) -> None:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(send_beats(Sources(), seams.clock, say))
+                task = group.create_task(send_heartbeats(Sources(), seams.clock, say))
                 await seams.clock.sleep(seconds)
                 task.cancel()
 
@@ -54,9 +54,9 @@ def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0,
 
 def test_a_beat_tells_what_the_sources_say_at_even_intervals() -> None:
     said = beats_of(1.05)
-    assert [at for at, _ in said] == [pytest.approx(BEAT_SECONDS * i, abs=1e-5) for i in range(11)]
-    assert [beat.sequence for _, beat in said] == list(range(11))
-    assert said[4][1] == Beat(4, 0.0, 3, incarnation="a")
+    assert [at for at, _ in said] == [pytest.approx(HEARTBEAT_SECONDS * i, abs=1e-5) for i in range(11)]
+    assert [heartbeat.sequence for _, heartbeat in said] == list(range(11))
+    assert said[4][1] == Heartbeat(4, 0.0, 3, incarnation="a")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChanne
             await end.aclose()
 
 
-MOST_KEPT = 2 * TOLD_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has told
+MAX_KEPT = 2 * TOLD_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has told
 
 
 async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbytes: int = 300) -> None:
@@ -69,7 +69,7 @@ async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbyte
     for channel in (one, two):
         for _ in range(1000):
             assert channel.recv_nowait() is None  # a link is always in recv
-            if len(channel.ledger.kept) < MOST_KEPT:
+            if len(channel.ledger.kept) < MAX_KEPT:
                 break
             await asyncio.sleep(0.01)
 
@@ -84,7 +84,7 @@ async def test_a_break_in_mid_stream_loses_and_doubles_nothing(first: str, plan:
         assert (one.num_fallbacks, two.num_fallbacks) == (1, 1)
         assert one.scheme == two.scheme == other
         for end, far in ((one, two), (two, one)):
-            assert len(end.ledger.kept) < MOST_KEPT
+            assert len(end.ledger.kept) < MAX_KEPT
             assert far.ledger.doubles <= end.ledger.resent
             assert far.statistics().messages_dropped == far.ledger.doubles
             assert far.ledger.received == 200

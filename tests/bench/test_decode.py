@@ -26,7 +26,7 @@ from flowrt.bench.memory import Memory, checkpoint_elements, kv_bytes, resident_
 from flowrt.bench.pairs import Target
 from flowrt.bench.peer_process import PeerProcess
 from flowrt.bench.report import Figure, Machine
-from flowrt.bench.step_split import StepSplit, least_bytes_per_step, thread_times
+from flowrt.bench.step_split import StepSplit, min_bytes_per_step, thread_times
 from flowrt.errors import UserError
 from flowrt.operators.families.registry import read_model_config
 
@@ -145,8 +145,8 @@ async def test_what_a_peer_started_ends_with_it(tmp_path: Path, word: str) -> No
     os.close(child)
 
 
-def has_ended(pidfd: int, most_seconds: float) -> bool:
-    return bool(select.select([pidfd], [], [], most_seconds)[0])
+def has_ended(pidfd: int, max_seconds: float) -> bool:
+    return bool(select.select([pidfd], [], [], max_seconds)[0])
 
 
 async def test_the_vllm_peer_speaks_the_protocol_without_flowrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,10 +246,10 @@ def test_a_step_reads_only_experts_that_some_row_goes_to(model: Path) -> None:
     config = read_model_config(model)
     experts, others = checkpoint_elements(model)
     without_table = others - config.vocab_size * config.hidden_size
-    one, many = (least_bytes_per_step(config, others, experts, batch, 0) for batch in (1, 10_000))
+    one, many = (min_bytes_per_step(config, others, experts, batch, 0) for batch in (1, 10_000))
     assert one == pytest.approx(4 * (without_table + experts * config.num_experts_per_token / config.num_experts))
     assert many == pytest.approx(4 * (without_table + experts))
-    assert least_bytes_per_step(config, others, experts, 1, 100) - one == pytest.approx(4 * 100 * config.num_layers * config.kv_width)
+    assert min_bytes_per_step(config, others, experts, 1, 100) - one == pytest.approx(4 * 100 * config.num_layers * config.kv_width)
 
 
 def test_a_roofline_is_the_slower_of_reading_and_computing() -> None:

@@ -80,7 +80,7 @@ def test_random_weights_have_the_size_of_trained_ones_and_are_not_alike() -> Non
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
 def test_all_operators_of_a_checkpoint_are_timed(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrt.bench.roofline.CASE_SECONDS", 0.0)
-    monkeypatch.setattr("flowrt.bench.roofline.FEWEST_TRIES", 1)
+    monkeypatch.setattr("flowrt.bench.roofline.MIN_TRIES", 1)
     monkeypatch.setattr("flowrt.bench.roofline.CACHE_BYTES", 1 << 12)
     directory = make_checkpoint(tmp_path / "model", architecture=architecture, tokenizer=False)
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What an obedient worker does to itself: orders are taken out of its control line, and computing suffers what they say."""
+"""What an obedient worker does to itself: orders are taken out of its control connection, and computing suffers what they say."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_a_second_interrupt_or_a_termination_ends_at_once(
     running.wait_for("ready after")
     running.read_answer()
     children = psutil.Process(running.process.pid).children(recursive=True)
-    assert len(children) >= 3, "the starter and two processes of workers"
+    assert len(children) >= 3, "the fork server and two processes of workers"
     for number in numbers:
         running.signal(number)
         running.wait_for("interrupted: ")

@@ -116,7 +116,7 @@ def test_without_a_tokenizer_token_ids_are_shown(graph: Graph) -> None:
 def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height: int, num_requests: int) -> None:
     view, out, console = live_view(graph, width, height)
     for event in (
-        events.StarterReady(1),
+        events.ForkServerReady(1),
         events.WorkerStarted("attention.0", 7),
         events.WorkerLoading("attention.0", "x", 2, 6),
         events.WorkerListening("experts.0", 1 << 28),
@@ -158,7 +158,7 @@ def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height:
 
 def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:
     view, out, _ = live_view(graph)
-    view.on_event(events.StarterReady(1))
+    view.on_event(events.ForkServerReady(1))
     view.on_event(events.WorkerLoading("attention.0", "x", 2, 6))
     view.on_event(events.WorkerListening("experts.1", 3 << 20))
     view.tick()

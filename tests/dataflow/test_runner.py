@@ -102,7 +102,7 @@ async def test_a_chain_in_one_process_runs_to_its_sink():
     edges = [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "x"), Edge(2, "b", "y", "end", "x")]
     bench = Bench(graph_of(nodes, edges), "p", {"a": double, "b": double})
     for step in range(3):
-        bench.runner.mint("in", tag(step), {"x": number(step)})
+        bench.runner.emit("in", tag(step), {"x": number(step)})
     await bench.settle()
     assert [(firing.tag.step, value_of(firing.inputs["x"])) for firing in bench.sunk] == [(0, 0), (1, 4), (2, 8)]
     assert bench.posted == []
@@ -117,7 +117,7 @@ PIPE = graph_of(
 async def test_a_firing_waits_until_its_edge_has_a_credit():
     bench = Bench(PIPE, "p", {"a": double})
     for step in range(4):
-        bench.runner.mint("in", tag(step), {"x": number(step)})
+        bench.runner.emit("in", tag(step), {"x": number(step)})
     await bench.settle()
     assert bench.data() == [(1, 0), (1, 2)]
     bench.runner.deliver(Message("credit", edge=1, header=CreditHeader(1)))
@@ -201,7 +201,7 @@ async def test_the_server_answers_only_who_asked_and_may_take_all_at_once():
 async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped():
     bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
     for step in range(3):
-        bench.runner.mint("in0", tag(step), {"x": number(step)})
+        bench.runner.emit("in0", tag(step), {"x": number(step)})
     await bench.settle()
     assert bench.data() == [(2, 0), (2, 1)]
     answer = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0))
@@ -217,7 +217,7 @@ async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped(
 
 async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_door():
     bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
-    bench.runner.mint("in0", tag(0), {"x": number(1)})
+    bench.runner.emit("in0", tag(0), {"x": number(1)})
     await bench.settle()
     assert bench.runner.roll_back("src@1", epoch=1) == 1
     bench.runner.deliver(to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0)))
@@ -225,7 +225,7 @@ async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_d
     assert bench.sunk == []
     assert bench.runner.waiting() == []
     for step in range(2):  # both credits are back
-        bench.runner.mint("in0", tag(step, epoch=1), {"x": number(step)})
+        bench.runner.emit("in0", tag(step, epoch=1), {"x": number(step)})
     await bench.settle()
     assert len(bench.data()) == 3
 
@@ -241,7 +241,7 @@ async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row()
 
     bench = Bench(graph_of(nodes, edges), "p", {"a": each(roll_back), "b": double})
     assert bench.runner._region.is_fused("b")
-    bench.runner.mint("in", tag(), {"x": number(1)})
+    bench.runner.emit("in", tag(), {"x": number(1)})
     await bench.settle()
     assert (bench.runner.waiting(), bench.sunk) == ([], [])
 
@@ -249,7 +249,7 @@ async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row()
 async def test_an_operator_that_raises_is_named():
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
     bench = Bench(graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
-    bench.runner.mint("in", tag(4), {"x": number(1)})
+    bench.runner.emit("in", tag(4), {"x": number(1)})
     with pytest.raises(OperatorError, match="a failed at step 4, layer 0: ZeroDivisionError"):
         await bench.settle()
 
@@ -259,7 +259,7 @@ async def test_an_output_no_edge_takes_is_an_error():
     bench = Bench(
         graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": each(lambda firing: {"z": number(1)})}
     )
-    bench.runner.mint("in", tag(), {"x": number(1)})
+    bench.runner.emit("in", tag(), {"x": number(1)})
     with pytest.raises(OperatorError, match="no edge takes"):
         await bench.settle()
 
@@ -420,7 +420,7 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
 
     functions = {"gate": double, "cut": double, "shared": shared}
     runner = Runner(model_like_graph(), "p", functions, BesideCompute(), RealClock(), post, ended.set_result, early=True)
-    runner.mint("in", tag(), {"x": number(1)})
+    runner.emit("in", tag(), {"x": number(1)})
     task = asyncio.get_running_loop().create_task(runner.run())
     async with asyncio.timeout(20):
         assert (await ended).node == "end"

@@ -106,7 +106,7 @@ class Client:
 
     def begin(self, step=0, epoch=0):
         outputs = {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
-        self.runner.mint("source", Tag("s@1", step=step, epoch=epoch), outputs)
+        self.runner.emit("source", Tag("s@1", step=step, epoch=epoch), outputs)
         self.runner.settle()
 
     def serve(self, server, count=1):
@@ -192,7 +192,7 @@ def test_parts_that_wait_for_a_copy_when_the_server_dies(client):
 def test_a_part_cut_before_its_server_died_and_sent_after(client):
     """The dispatch node ran on the compute thread; its outputs leave when the server is known to be gone."""
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.die(1)
     client.runner._leave(outputs)
@@ -205,7 +205,7 @@ def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
     client.die(0)
     client.die(1)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.failover.joined("experts.1")
     client.runner._leave(outputs)
@@ -223,7 +223,7 @@ def test_a_part_without_a_copy_when_another_server_dies_before_it_is_looked_at_a
     client.die(0)
     client.die(2)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.mint("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.failover.joined("experts.0")
     client.failover.joined("experts.2")
@@ -260,7 +260,7 @@ def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
-    client.runner._departures.windows[7].free -= 1
+    client.runner._outbound_edges.windows[7].free -= 1
     client.runner.accept(to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), 8, late.tag))
     client.check((0, 1))
 
@@ -269,7 +269,7 @@ def test_credits_of_a_former_life_do_not_count(client):
     """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
     for step in range(4):
         client.begin(step)
-    window = client.runner._departures.windows[5]
+    window = client.runner._outbound_edges.windows[5]
     assert window.free == 0
     client.die(0)
     client.serve_all()

@@ -496,7 +496,7 @@ def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, 
     assert found is None or (str(found).isprintable() and ";" in found.text)
 
 
-@pytest.mark.parametrize("name", ["gateway", "starter"])
+@pytest.mark.parametrize("name", ["gateway", "fork server"])
 def test_names_of_our_own_processes_are_refused(load, name: str) -> None:
     text = f"flowrt: 1\nnodes:\n  a: {{operator: 'ops:a', process: {name}}}\n"
     text += "edges:\n  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n"

@@ -9,12 +9,12 @@ import msgspec
 
 from flowrt.actors.control import (
     Ask,
-    Beat,
     Condemned,
     Connected,
     Control,
     Ended,
     Failed,
+    Heartbeat,
     Joined,
     Late,
     Left,
@@ -95,7 +95,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
                     case ["lost", *words]:
                         await say(LinkLost(words[0], "it broke", *words[1:]))
                     case ["beat"]:
-                        await say(Beat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
+                        await say(Heartbeat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
                     case ["late", process]:
                         await say(Late(process, "whoever", 1.0, 0.1))
                 await say(told(f"done {request.id}"))
@@ -123,7 +123,7 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
                 await say(Connected())
             case Ask():
                 await say(Statistics())
-            case Beat() as beat if beat.process == "gateway":
+            case Heartbeat() as heartbeat if heartbeat.process == "gateway":
                 if (folder / "verdict").exists():
                     kind, process, incarnation = (folder / "verdict").read_text().split()
                     (folder / "verdict").unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.actors.control import Beat
+from flowrt.actors.control import Heartbeat
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
@@ -18,8 +18,8 @@ class Told:
         self.now = 100.0
         self.standing = Standing(["attention.0"], lambda: self.now)
 
-    def beat(self, name: str, num_firings: int, running: str | None = None) -> None:
-        self.standing.on_beat(name, Beat(0, 0.0, num_firings, running, 0.5, 2.0))
+    def heartbeat(self, name: str, num_firings: int, running: str | None = None) -> None:
+        self.standing.on_heartbeat(name, Heartbeat(0, 0.0, num_firings, running, 0.5, 2.0))
 
     def hear(self, *told: events.Event) -> None:
         for event in told:
@@ -46,24 +46,24 @@ def test_open_requests_without_progress_are_not_ok_until_something_comes(told: T
 
 def test_steps_of_groups_are_progress_and_beats_alone_are_none(told: Told) -> None:
     told.standing.progress.opened(told.now)
-    told.beat("attention.0", 3)
+    told.heartbeat("attention.0", 3)
     told.now += 4.0
-    told.beat("attention.0", 4)
+    told.heartbeat("attention.0", 4)
     told.now += 4.0
     assert told.standing.health().ok, "a prompt is worked on"
-    told.beat("attention.0", 4)
-    told.beat("experts.0", 3)
+    told.heartbeat("attention.0", 4)
+    told.heartbeat("experts.0", 3)
     told.now += 1.1
-    told.beat("experts.0", 9)
+    told.heartbeat("experts.0", 9)
     assert not told.standing.health().ok
 
 
 def test_how_far_each_worker_has_come(told: Told) -> None:
-    told.beat("experts.0", 3)
+    told.heartbeat("experts.0", 3)
     told.now += 2.0
-    told.beat("experts.0", 5)
+    told.heartbeat("experts.0", 5)
     told.now += 1.0
-    told.beat("experts.0", 5, "'experts'")
+    told.heartbeat("experts.0", 5, "'experts'")
     progress = told.standing.health().workers["experts.0"]
     assert (progress.num_firings, progress.idle_seconds, progress.running, progress.bound_seconds) == (5, 1.0, "'experts'", 2.0)
     told.hear(events.WorkerLost("experts.0", "was killed by SIGKILL"))
@@ -92,10 +92,10 @@ def test_with_the_monitor_its_suspicions_are_gone(told: Told) -> None:
 
 
 def test_one_that_is_held_for_dead_and_cannot_be_replaced_is_suspect_until_it_works_again(told: Told) -> None:
-    told.beat("attention.0", 3)
-    told.hear(events.WorkerCondemned("attention.0", "no heartbeat for 1.1 s", is_killed=False))
+    told.heartbeat("attention.0", 3)
+    told.hear(events.WorkerMarkedDead("attention.0", "no heartbeat for 1.1 s", is_killed=False))
     assert told.warnings == ("attention.0 is suspect: no heartbeat for 1.1 s",)
-    told.beat("attention.0", 3)
+    told.heartbeat("attention.0", 3)
     assert told.warnings == ()
 
 

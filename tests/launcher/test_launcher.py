@@ -17,7 +17,7 @@ import uvloop
 
 from flowrt.actors.control import Control, Ended, Request, Submit, Tokens
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import STARTER, Graph, Node
+from flowrt.graph.model import FORK_SERVER, Graph, Node
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher, NotRunningError
 from flowrt.processes.fork_server import shown_name
@@ -71,24 +71,24 @@ class Run:
         return caught.value
 
 
-def starter_of(launcher: Launcher) -> int:
+def fork_server_of(launcher: Launcher) -> int:
     (pid,) = {psutil.Process(pid).ppid() for pid in launcher.pids.values()}
     return pid
 
 
 @contextlib.contextmanager
 def held(launcher: Launcher) -> Iterator[None]:
-    """The starter is stopped meanwhile: it reaps nobody and tells nothing."""
-    starter = starter_of(launcher)
-    os.kill(starter, signal.SIGSTOP)
+    """The fork server is stopped meanwhile: it reaps nobody and tells nothing."""
+    fork_server = fork_server_of(launcher)
+    os.kill(fork_server, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(starter, signal.SIGCONT)
+        os.kill(fork_server, signal.SIGCONT)
 
 
 def wait_dead(pid: int) -> None:
-    """Until the process has ended, without a turn of the loop. Its starter is held."""
+    """Until the process has ended, without a turn of the loop. Its fork server is held."""
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.001)
 
@@ -159,10 +159,10 @@ def test_six_workers_start_exchange_and_stop(run: Callable[..., object]) -> None
             with pytest.raises(NotRunningError):
                 await it.ask("echo.0", "late")
         kinds = [type(event) for event in it.events]
-        assert kinds[0] is events.StarterReady
+        assert kinds[0] is events.ForkServerReady
         assert kinds[-1] is events.Ready
         assert kinds.count(events.WorkerConnected) == 6
-        assert it.events[0] == events.StarterReady(num_threads=1)
+        assert it.events[0] == events.ForkServerReady(num_threads=1)
         assert it.lines == []
 
     on_loop(run, main)
@@ -302,7 +302,7 @@ def test_a_death_just_before_the_stop_is_told(turns: int) -> None:
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 stop = asyncio.ensure_future(launcher.stop())
-                await asyncio.sleep(0.05)  # the starter is held: how it ended is not known yet
+                await asyncio.sleep(0.05)  # the fork server is held: how it ended is not known yet
             with pytest.raises(WorkerDiedError, match=r"^echo\.1 was killed by SIGKILL$"):
                 await stop
 
@@ -337,9 +337,9 @@ def test_last_words_are_kept_and_go_to_stderr_under_the_workers_name(capfd: pyte
         error = await it.failure()
         assert isinstance(error, WorkerDiedError)
         assert (error.process, error.reason) == ("raise.0", "exited with status 1 without being told to")
-        assert error.last_words[:2] == ("first line", "second line")
-        assert error.last_words[-1] == "RuntimeError: out of tea"
-        assert capfd.readouterr().err.splitlines() == [f"[raise.0] {line}" for line in error.last_words]
+        assert error.output_tail[:2] == ("first line", "second line")
+        assert error.output_tail[-1] == "RuntimeError: out of tea"
+        assert capfd.readouterr().err.splitlines() == [f"[raise.0] {line}" for line in error.output_tail]
 
     on_loop(asyncio.run, main)
 
@@ -349,9 +349,9 @@ def test_at_most_fifty_last_words_of_a_crash_in_native_code() -> None:
         error = await Run("chatty.0").failure()
         assert isinstance(error, WorkerDiedError)
         assert error.reason == "was killed by SIGSEGV"
-        assert len(error.last_words) == 50
-        assert any("Fatal Python error: Segmentation fault" in line for line in error.last_words)
-        assert any(line == "line 199" for line in error.last_words)
+        assert len(error.output_tail) == 50
+        assert any("Fatal Python error: Segmentation fault" in line for line in error.output_tail)
+        assert any(line == "line 199" for line in error.output_tail)
 
     on_loop(asyncio.run, main)
 
@@ -375,7 +375,7 @@ def test_a_worker_that_never_answers_is_named(role: str) -> None:
         error = await it.failure()
         assert isinstance(error, WorkerDiedError)
         assert str(error) == f"{role}.0 gave no word for 1.5 s while loading"
-        assert error.last_words == (("WARNING about to hang",) if role == "hang" else ())
+        assert error.output_tail == (("WARNING about to hang",) if role == "hang" else ())
 
     on_loop(asyncio.run, main)
 
@@ -395,36 +395,36 @@ def test_a_module_that_cannot_be_imported_by_the_worker() -> None:
         error = await Run("echo.0", worker="launcher.broken_worker:run_worker").failure()
         assert isinstance(error, WorkerDiedError)
         assert error.process == "echo.0"
-        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+        assert error.output_tail[-1] == "ImportError: this module cannot be imported"
 
     on_loop(asyncio.run, main)
 
 
-def test_a_module_that_cannot_be_imported_by_the_starter() -> None:
+def test_a_module_that_cannot_be_imported_by_the_fork_server() -> None:
     async def main() -> None:
         error = await Run("echo.0", preload=("launcher.broken_worker",)).failure()
         assert isinstance(error, WorkerDiedError)
-        assert error.process == STARTER
+        assert error.process == FORK_SERVER
         assert error.reason == "exited with status 1 while importing launcher.broken_worker"
-        assert error.last_words[-1] == "ImportError: this module cannot be imported"
+        assert error.output_tail[-1] == "ImportError: this module cannot be imported"
 
     on_loop(asyncio.run, main)
 
 
-def test_a_killed_starter_takes_all_along() -> None:
+def test_a_killed_fork_server_takes_all_along() -> None:
     async def main() -> None:
         it = Run("echo.0", "echo.1")
 
         async def act(launcher: Launcher) -> None:
-            os.kill(starter_of(launcher), signal.SIGKILL)
+            os.kill(fork_server_of(launcher), signal.SIGKILL)
 
-        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert str(await it.failure(act)) == "fork server was killed by SIGKILL"
         assert processes_marked(it.launcher.run_id) == []
 
     on_loop(asyncio.run, main)
 
 
-def test_a_starter_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         it = Run("echo.0")
         looked: list[float] = []
@@ -436,15 +436,15 @@ def test_a_starter_that_ends_slowly_does_not_hold_up_the_loop(monkeypatch: pytes
 
         async def act(launcher: Launcher) -> None:
             monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
-            os.kill(starter_of(launcher), signal.SIGKILL)
+            os.kill(fork_server_of(launcher), signal.SIGKILL)
 
-        assert str(await it.failure(act)) == "starter was killed by SIGKILL"
+        assert str(await it.failure(act)) == "fork server was killed by SIGKILL"
         assert looked[0] < looked[1] < looked[2] < looked[3]
 
     on_loop(asyncio.run, main)
 
 
-START = [None, events.StarterReady, events.WorkerStarted, events.WorkerListening, events.Ready]
+START = [None, events.ForkServerReady, events.WorkerStarted, events.WorkerListening, events.Ready]
 
 
 @pytest.mark.parametrize("after", START, ids=lambda kind: "nothing" if kind is None else kind.__name__)
@@ -494,7 +494,7 @@ def test_what_a_worker_started_ends_with_the_run() -> None:
     async def main() -> None:
         it = Run("parent.0")
         async with it.launcher as launcher:
-            assert len(processes_marked(launcher.run_id)) == 3  # the starter, the worker, its child in a session of its own
+            assert len(processes_marked(launcher.run_id)) == 3  # the fork server, the worker, its child in a session of its own
             assert os.getpgid(launcher.pids["parent.0"]) != os.getpgid(0), "the terminal's interrupt is not for workers"
             os.kill(launcher.pids["parent.0"], signal.SIGINT)
             assert await it.ask("parent.0", "r", (1,)) == [1]
@@ -522,7 +522,7 @@ def test_a_killed_parent_takes_every_child_along() -> None:
         assert parent.stdout is not None
         run_id = parent.stdout.readline().strip()
         pids = processes_marked(run_id)
-        assert len(pids) == 4  # the starter and its workers
+        assert len(pids) == 4  # the fork server and its workers
         parent.kill()
         parent.wait()
         while processes_marked(run_id):  # the test's time limit is the bound
@@ -533,11 +533,11 @@ def test_a_killed_parent_takes_every_child_along() -> None:
     assert processes_marked(run_id) == []
 
 
-def test_the_starter_imports_torch_without_starting_a_thread() -> None:
+def test_the_fork_server_imports_torch_without_starting_a_thread() -> None:
     async def main() -> None:
         it = Run("echo.0", preload=("torch", "launcher.fake_workers"), answer_seconds=60.0)
         async with it.launcher:
             assert await it.ask("echo.0", "r", (1,)) == [1]
-        assert it.events[0] == events.StarterReady(num_threads=1)
+        assert it.events[0] == events.ForkServerReady(num_threads=1)
 
     on_loop(asyncio.run, main)

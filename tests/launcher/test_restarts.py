@@ -126,7 +126,7 @@ def test_a_killed_server_is_told_of_and_comes_back(run: Callable[..., object], t
     on_loop(run, main)
 
 
-async def test_left_is_told_while_the_starter_can_do_nothing(tmp_path: Path) -> None:
+async def test_left_is_told_while_the_fork_server_can_do_nothing(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         with held(launcher):
@@ -378,8 +378,8 @@ async def test_the_monitor_hears_of_lives_and_signs(tmp_path: Path) -> None:
         for name in ("client.0", "client.1", "server.0"):
             await r.until_monitor_hears("Joined", f'"{name}"', launcher.incarnations[name])
         await r.ask("server.0", "beat")
-        beat = await r.until_monitor_hears("Beat", '"process":"server.0"', launcher.incarnations["server.0"])
-        assert '"lag_seconds":0.5' in beat
+        heartbeat = await r.until_monitor_hears("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
+        assert '"lag_seconds":0.5' in heartbeat
         await r.ask("client.1", "late server.0")
         await r.until_monitor_hears("Late", '"process":"server.0"', '"by":"client.1"')
         _, incarnation = r.kill("server.0")
@@ -408,8 +408,8 @@ async def test_whom_the_monitor_condemns_is_killed_in_that_life_only(tmp_path: P
         (tmp_path / "verdict").write_text(f"suspect server.0 {launcher.incarnations['server.0']}")
         await r.until(lambda: r.of(events.WorkerSuspected, "server.0"))
         (tmp_path / "verdict").write_text(f"condemn client.0 {launcher.incarnations['client.0']}")
-        await r.until(lambda: r.of(events.WorkerCondemned, "client.0"))
-        assert r.of(events.WorkerCondemned, "client.0") == [events.WorkerCondemned("client.0", "no sign of it", is_killed=False)]
+        await r.until(lambda: r.of(events.WorkerMarkedDead, "client.0"))
+        assert r.of(events.WorkerMarkedDead, "client.0") == [events.WorkerMarkedDead("client.0", "no sign of it", is_killed=False)]
         await r.ask("client.0", "hello")
         await r.until(lambda: r.heard("client.0", "done", "hello"))
         assert len(r.of(events.WorkerLost, "server.0")) == 1

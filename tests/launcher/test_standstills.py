@@ -1,4 +1,4 @@
-"""Processes of ours that stand still, which nobody beats to: the monitor, and the starter."""
+"""Processes of ours that stand still, which nobody beats to: the monitor, and the fork server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flowrt.launcher import restarts as revival
 __all__ = ["fake_monitor", "nothing_left"]
 
 
-def starter_of(r: Run) -> int:
-    process = r.launcher._hosts._starter._process  # type: ignore[union-attr]
+def fork_server_of(r: Run) -> int:
+    process = r.launcher._hosts._fork_server._process  # type: ignore[union-attr]
     assert process is not None
     return process.pid
 
@@ -53,30 +53,30 @@ async def test_a_monitor_that_answers_is_left_alone(tmp_path: Path, monkeypatch:
         assert not r.of(events.WorkerLost, MONITOR)
 
 
-async def test_a_death_that_a_stopped_starter_does_not_tell_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revival, "STARTER_SECONDS", 0.3)
+async def test_a_death_that_a_stopped_fork_server_does_not_tell_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revival, "FORK_SERVER_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher:
-        os.kill(starter_of(r), signal.SIGSTOP)
+        os.kill(fork_server_of(r), signal.SIGSTOP)
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
             events.WorkerGivenUp(
-                "server.0", "it died 0.3 s ago, and the starter has not said so: is it stopped, or the machine overloaded?"
+                "server.0", "it died 0.3 s ago, and the fork server has not said so: is it stopped, or the machine overloaded?"
             ),
         ]
         await r.ask("client.0", "work")  # the run goes on
         await r.until(lambda: r.heard("client.0", "done", "work"))
-        os.kill(starter_of(r), signal.SIGCONT)
+        os.kill(fork_server_of(r), signal.SIGCONT)
         await r.until_back("server.0")
 
 
-async def test_a_restart_does_not_wait_for_ever_for_a_stopped_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
 
     def stop_it(event: events.Event) -> None:
         if isinstance(event, events.WorkerLost) and len(r.of(events.WorkerLost, "server.0")) == 1:
-            os.kill(starter_of(r), signal.SIGSTOP)  # it has told of the end, and is about to be asked for a fork
+            os.kill(fork_server_of(r), signal.SIGSTOP)  # it has told of the end, and is about to be asked for a fork
 
     async with r.launcher:
         monkeypatch.setattr(hosts, "FORK_SECONDS", 0.3)
@@ -84,17 +84,17 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_starter(tmp_path: 
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
-            events.WorkerGivenUp("server.0", "the starter has given no answer for 0.3 s: is it stopped, or the machine overloaded?"),
+            events.WorkerGivenUp("server.0", "the fork server has given no answer for 0.3 s: is it stopped, or the machine overloaded?"),
         ]
         monkeypatch.setattr(hosts, "FORK_SECONDS", 20.0)
-        os.kill(starter_of(r), signal.SIGCONT)
+        os.kill(fork_server_of(r), signal.SIGCONT)
         await r.until_back("server.0")
     assert not r.of(events.RunFailed, "server.0")
 
 
-async def test_a_run_ends_though_its_starter_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_ends_though_its_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReliabilitySettings(detector=False)
     r = Run(graph_of(tmp_path, "server.0", settings=settings))
     async with r.launcher as launcher, asyncio.timeout(60):
-        os.kill(starter_of(r), signal.SIGSTOP)
+        os.kill(fork_server_of(r), signal.SIGSTOP)
         await launcher.stop()

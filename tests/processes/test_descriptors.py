@@ -10,7 +10,7 @@ import pytest
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.processes.descriptors import check_descriptors
-from flowrt.processes.fork_server_client import StarterProcess
+from flowrt.processes.fork_server_client import ForkServerProcess
 from flowrt.processes.frames import Forked, FrameReader, encode
 
 
@@ -32,29 +32,29 @@ def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatc
 )
 async def test_what_cannot_be_read_ends_the_wait(said: bytes, error: type[Exception], text: str) -> None:
     ended: list[str] = []
-    starter = StarterProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
+    fork_server = ForkServerProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs:
-        starter._line, starter._reader = ours, FrameReader(ours)
-        starter._loop.add_reader(ours.fileno(), starter._on_readable)
+        fork_server._line, fork_server._reader = ours, FrameReader(ours)
+        fork_server._loop.add_reader(ours.fileno(), fork_server._on_readable)
         theirs.sendall(said)
         with pytest.raises(error, match=text):
-            await starter._answer("a")
+            await fork_server._answer("a")
         assert ended == []
-        starter.end_now()
+        fork_server.end_now()
 
 
 async def test_what_cannot_be_read_while_nobody_waits_ends_the_run() -> None:
     ended: list[str] = []
-    starter = StarterProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
+    fork_server = ForkServerProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs:
-        starter._line, starter._reader = ours, FrameReader(ours)
-        starter._loop.add_reader(ours.fileno(), starter._on_readable)
+        fork_server._line, fork_server._reader = ours, FrameReader(ours)
+        fork_server._loop.add_reader(ours.fileno(), fork_server._on_readable)
         theirs.sendall(b"\xff" * 8)
         os.sched_yield()
-        starter._on_readable()
-        assert ended == ["starter"]
-        starter.end_now()
+        fork_server._on_readable()
+        assert ended == ["fork server"]
+        fork_server.end_now()

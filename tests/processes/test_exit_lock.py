@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowrt.processes.exit_lock import LifeLock, hold
+from flowrt.processes.exit_lock import ExitLock, hold
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="robust mutexes in a memfd are Linux's")
 
@@ -56,7 +56,7 @@ async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] =
     pidfd = -1
     loop = asyncio.get_running_loop()
     was_first: asyncio.Future[bool] = loop.create_future()
-    lock = LifeLock("child", lambda: was_first.set_result(not select.select([pidfd], [], [], 0)[0]))
+    lock = ExitLock("child", lambda: was_first.set_result(not select.select([pidfd], [], [], 0)[0]))
     try:
         pid = fork(then, lock.fd)
         pidfd = os.pidfd_open(pid)
@@ -99,7 +99,7 @@ def test_every_death_is_told(number: int) -> None:
 def test_who_dies_before_it_holds_is_waited_for_by_nobody() -> None:
     async def main() -> None:
         told: list[None] = []
-        lock = LifeLock("child", lambda: told.append(None))
+        lock = ExitLock("child", lambda: told.append(None))
         pid = fork(os.close, lock.fd)
         lock.given_away()
         kill(pid)
@@ -116,7 +116,7 @@ def test_who_dies_before_it_holds_is_waited_for_by_nobody() -> None:
 def test_a_death_that_is_known_is_not_told() -> None:
     async def main() -> None:
         told: list[None] = []
-        lock = LifeLock("child", lambda: told.append(None))
+        lock = ExitLock("child", lambda: told.append(None))
         pid = fork(hold, lock.fd)
         lock.given_away()
         kill(pid)
@@ -132,7 +132,7 @@ def test_a_death_that_is_known_is_not_told() -> None:
 
 def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
     async def main() -> None:
-        lock = LifeLock("child", lambda: None)
+        lock = ExitLock("child", lambda: None)
         lock.close()
         lock.given_away()
         assert not lives()
@@ -146,7 +146,7 @@ def test_without_descriptors_nobody_is_told_and_nothing_fails(monkeypatch: pytes
             raise OSError(errno.EMFILE, "too many open files")
 
         monkeypatch.setattr(os, "memfd_create", refuse)
-        lock = LifeLock("child", lambda: None)
+        lock = ExitLock("child", lambda: None)
         assert lock.fd == -1
         lock.given_away()
         lock.close()
@@ -158,7 +158,7 @@ def test_without_descriptors_nobody_is_told_and_nothing_fails(monkeypatch: pytes
 def test_a_system_without_such_locks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr("flowrt.processes.exit_lock._library", lambda: None)
-        lock = LifeLock("child", lambda: None)
+        lock = ExitLock("child", lambda: None)
         assert lock.fd == -1
         lock.given_away()
         lock.close()

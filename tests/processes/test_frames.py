@@ -1,4 +1,4 @@
-"""The line between the launcher and the starter."""
+"""The line between the launcher and the fork server."""
 
 import os
 import socket

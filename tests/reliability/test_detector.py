@@ -39,7 +39,7 @@ class Process:
     cpu: float = 0.0
     loop_cpu: float = 0.0
     queued: float = 0.0
-    beats: bool = True
+    heartbeats: bool = True
     is_told: bool = True  # by the system
     times: ProcessTimes = ProcessTimes(0.0, 0.0, 0.0)
 
@@ -56,10 +56,10 @@ class Process:
         return ProcessSample(self.activity, self.times) if self.is_told else None
 
 
-STOPPED = Process(Activity.STOPPED, beats=False)
-ASLEEP = Process(beats=False)
-BUSY = Process(Activity.RUNNABLE, cpu=1.0, loop_cpu=1.0, beats=False)
-QUEUED = Process(Activity.RUNNABLE, queued=1.0, beats=False)
+STOPPED = Process(Activity.STOPPED, heartbeats=False)
+ASLEEP = Process(heartbeats=False)
+BUSY = Process(Activity.RUNNABLE, cpu=1.0, loop_cpu=1.0, heartbeats=False)
+QUEUED = Process(Activity.RUNNABLE, queued=1.0, heartbeats=False)
 HEALTHY = Process(cpu=0.3, loop_cpu=0.1)
 
 
@@ -85,7 +85,7 @@ class Scene:
             self.process.pass_time(tick)
             self.now += tick
             while self.next_heartbeat <= self.now:
-                if self.process.beats:
+                if self.process.heartbeats:
                     self.sequence += 1
                     self.take(self.detector.record_heartbeat(self.next_heartbeat, "x", "1", self.sequence, None, self.process.times))
                 self.next_heartbeat += HEARTBEAT
@@ -108,9 +108,9 @@ class Scene:
         (STOPPED, "stopped, no heartbeat for 1.", 1.0),
         (ASLEEP, "asleep, no heartbeat for 1.", 1.0),
         (BUSY, "received 1.0", 1.0),
-        (Process(Activity.OTHERS_RUNNABLE, cpu=1.0, beats=False), "received 1.0", 1.0),  # a thread that keeps Python's lock
-        (Process(Activity.RUNNABLE, cpu=0.5, loop_cpu=0.5, queued=0.5, beats=False), "received 1.0", 2.0),
-        (Process(Activity.DISK, beats=False), "waiting for a disk, no heartbeat for 60.", DISK_SECONDS),
+        (Process(Activity.OTHERS_RUNNABLE, cpu=1.0, heartbeats=False), "received 1.0", 1.0),  # a thread that keeps Python's lock
+        (Process(Activity.RUNNABLE, cpu=0.5, loop_cpu=0.5, queued=0.5, heartbeats=False), "received 1.0", 2.0),
+        (Process(Activity.DISK, heartbeats=False), "waiting for a disk, no heartbeat for 60.", DISK_SECONDS),
     ],
     ids=["stopped", "asleep", "busy", "lock-kept", "busy-with-half-a-processor", "disk"],
 )
@@ -129,10 +129,10 @@ def test_each_kind_of_evidence_marks_a_process_dead_in_time(behaviour: Process, 
 @pytest.mark.parametrize(
     "behaviour",
     [
-        Process(beats=False, is_told=False),
+        Process(heartbeats=False, is_told=False),
         QUEUED,
         dataclasses.replace(QUEUED, queued=0.0),  # the count of a thread's delay stands still until it has its turn
-        Process(Activity.RUNNABLE, cpu=4.0, beats=False),  # other threads compute, the loop waits for its turn
+        Process(Activity.RUNNABLE, cpu=4.0, heartbeats=False),  # other threads compute, the loop waits for its turn
         dataclasses.replace(HEALTHY, cpu=4.0, loop_cpu=0.99),
     ],
     ids=["unknown-to-the-system", "in-the-run-queue", "delay-not-counted-yet", "others-compute", "heartbeats-in-time"],
@@ -146,9 +146,9 @@ def test_hours_without_evidence_mark_no_process_dead(behaviour: Process) -> None
 def test_run_queue_delay_extends_the_deadline_of_a_sleeper() -> None:
     """It looks asleep at every look, and has waited for a processor nearly all the time between them."""
     scene = Scene()
-    scene.play(20.0, Process(queued=0.97, beats=False))
+    scene.play(20.0, Process(queued=0.97, heartbeats=False))
     assert scene.verdicts == []
-    scene.play(30.0, Process(queued=0.9, beats=False))
+    scene.play(30.0, Process(queued=0.9, heartbeats=False))
     assert [why.split(",")[0] for _, why in scene.verdicts] == ["asleep"]
 
 

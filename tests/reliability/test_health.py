@@ -38,7 +38,7 @@ def test_requests_without_progress_are_no_health() -> None:
         (ServiceState(), Health(True)),
         (ServiceState(num_open=7, idle_seconds=4.9), Health(True)),
         (ServiceState(num_open=7, idle_seconds=9.0), Health(False, ("7 requests are open, and nothing has come of any for 9.0 s",))),
-        (ServiceState(failure="starter was killed"), Health(False, ("the run has ended: starter was killed",))),
+        (ServiceState(failure="fork server was killed"), Health(False, ("the run has ended: fork server was killed",))),
         (ServiceState(lost_experts="no copy of expert 3 is left"), Health(False, ("no copy of expert 3 is left",))),
         (
             ServiceState(suspects={"experts.1": "no heartbeat for 0.42 s"}, given_up=["experts.0"]),

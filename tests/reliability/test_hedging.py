@@ -2,10 +2,10 @@
 
 import pytest
 
-from flowrt.reliability.hedging import BUDGET_MOST, FEWEST_ANSWERS, FIRST_SECONDS, LEAST_SECONDS, PROBE, Steering
+from flowrt.reliability.hedging import BUDGET_MOST, FIRST_SECONDS, MIN_ANSWERS, MIN_SECONDS, PROBE, Steering
 
 
-def steering(*seconds: float, rows: int = 1, times: int = FEWEST_ANSWERS) -> Steering:
+def steering(*seconds: float, rows: int = 1, times: int = MIN_ANSWERS) -> Steering:
     """One server per number, which takes so long."""
     steering = Steering(len(seconds))
     for _ in range(times):
@@ -17,7 +17,7 @@ def steering(*seconds: float, rows: int = 1, times: int = FEWEST_ANSWERS) -> Ste
 
 def test_before_something_is_known_only_what_takes_very_long_is_late():
     assert Steering(2).late_after(0, 1) == FIRST_SECONDS
-    assert steering(0.01, 0.01, times=FEWEST_ANSWERS - 1).late_after(0, 1) == FIRST_SECONDS
+    assert steering(0.01, 0.01, times=MIN_ANSWERS - 1).late_after(0, 1) == FIRST_SECONDS
 
 
 def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
@@ -29,13 +29,13 @@ def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
 
 
 def test_short_answers_are_not_late_at_once():
-    assert steering(1e-4, 1e-4).late_after(0, 1) == LEAST_SECONDS
+    assert steering(1e-4, 1e-4).late_after(0, 1) == MIN_SECONDS
 
 
 def test_sizes_are_told_apart():
     both = steering(0.010, 0.010)
     assert both.late_after(0, 500) == FIRST_SECONDS
-    for _ in range(FEWEST_ANSWERS):
+    for _ in range(MIN_ANSWERS):
         both.answered(0, 500, 2.0)
     assert both.late_after(0, 500) > 1.9
     assert both.late_after(0, 1) < 0.1

@@ -17,8 +17,8 @@ MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
 LINKS = "flowrt.actors.links"
 LIVES = "flowrt.actors.lives"
-BEATS = "flowrt.actors.beats"
-DEPARTURES = "flowrt.dataflow.departures"
+BEATS = "flowrt.actors.heartbeats"
+DEPARTURES = "flowrt.dataflow.outbound_edges"
 CREDITS = "flowrt.dataflow.credits"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
@@ -81,15 +81,15 @@ BUGS: tuple[Bug, ...] = (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "an answer does not bring its request's credit back", (
-        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "pass")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "pass")),
     bug("credit-doubled", "an answer brings two credits back", (
-        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "self._departures.release(edge.answers, 2)")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "self._outbound_edges.release(edge.answers, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
-        DEPARTURES, "Departures.take", "window.free -= 1", "window.free -= 0")),
+        DEPARTURES, "OutboundEdges.take", "window.free -= 1", "window.free -= 0")),
     bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
         RUNNER, "Runner._consumed", "if answered and (edge_id, firing.tag) in answered:", "if False:")),
     bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._departures.release(edge.answers, 1)", "self._is_stale(tag) or self._departures.release(edge.answers, 1)")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "self._is_stale(tag) or self._outbound_edges.release(edge.answers, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are taken", (
         RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
@@ -100,8 +100,8 @@ BUGS: tuple[Bug, ...] = (
     bug("leaves-twice", "what left early leaves again at the end", (
         REGION, "Region.run", "leaving = [output for output in leaving if output.edge.answers is not None]", "pass")),
     # waking up
-    bug("missed-wakeup-of-mint", "minting does not wake the runner", (
-        RUNNER, "Runner.mint", "self._wake()", "pass")),
+    bug("missed-wakeup-of-emit", "emitting does not wake the runner", (
+        RUNNER, "Runner.emit", "self._wake()", "pass")),
     bug("missed-wakeup-of-settle", "messages that leave something to fire do not wake the runner", (
         RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
     bug("wakeup-between", "the runner sleeps on a future made too late for who wakes it", (
@@ -196,9 +196,9 @@ BUGS: tuple[Bug, ...] = (
         LINKS, "Links._end", "link.end()", "pass")),
     bug("any-life-will-do", "the end of an old life ends the life that counts", (
         LIVES, "Lives.end", "self._current.get(life.name) != life.incarnation", "life.name not in self._current")),
-    # beats and the monitor
-    bug("beats-of-the-dead", "beats of an old life count for the new one", (
-        DETECTOR, "Detector.beat", "incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence", "life.state is State.DEAD")),
+    # heartbeats and the monitor
+    bug("heartbeats-of-the-dead", "heartbeats of an old life count for the new one", (
+        DETECTOR, "Detector.heartbeat", "incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence", "life.state is State.DEAD")),
     bug("own-lag-unseen", "a monitor that stood still takes all others for silent", (
         DETECTOR, "Detector._note_lag", "if lag_seconds <= LAG_SECONDS:\n        return", "return")),
     bug("path-unseen", "silence of the launcher is taken for the workers'", (
@@ -254,8 +254,8 @@ BUGS: tuple[Bug, ...] = (
     bug("end-before-tokens", "the end of a request is told before its last token", (
         GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tuple(tokens)))\n    for end in ends:\n        self._send(end)",
         "for end in ends:\n        self._send(end)\n    if tokens:\n        self._send(Tokens(tuple(tokens)))")),
-    bug("step-number-off", "the layout of a step is minted for all layers but the last when lanes are busy", (
-        GROUP, "Group._mint", "for tag in tags:", "for tag in tags[:len(tags) - (start.lane > 0)]:")),
+    bug("step-number-off", "the layout of a step is emitted for all layers but the last when lanes are busy", (
+        GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.lane > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
     bug("ended-twice", "the end of a request that its client cancelled is told again when the worker says so", (

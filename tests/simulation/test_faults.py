@@ -73,13 +73,13 @@ def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
             async with await transport.listen("shm://", Limits(), key, Identity("victim")) as listener:
                 address.set_result(listener.address)
                 channel = await listener.accept()
-                await channel.send(Message("last words"))
+                await channel.send(Message("output tail"))
                 await world.loop.create_future()
 
         process = world.start("victim", victim)
         async with await transport.connect(await address, Limits(), key, Identity("peer")) as channel:
             befall(world, Crash(process="victim", at_seconds=1.0))
-            assert (await channel.recv()).kind == "last words"
+            assert (await channel.recv()).kind == "output tail"
             with pytest.raises(BrokenChannelError, match="died"):
                 await channel.recv()
         with pytest.raises(AddressError):
@@ -90,14 +90,14 @@ def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
     run(seed, main)
 
 
-async def beats(world: World, *faults: object) -> tuple[list[float], list[float]]:
+async def heartbeats(world: World, *faults: object) -> tuple[list[float], list[float]]:
     """When a process's loop beat, and when its computing ended, one of each every 0.1 s, in seconds from the beginning."""
     began, looped, computed = world.loop.time(), [], []
 
     async def work(seams: Seams) -> None:
         compute = seams.new_compute("compute")
 
-        async def beat() -> None:
+        async def heartbeat() -> None:
             for _ in range(20):
                 await seams.clock.sleep(0.1)
                 looped.append(world.loop.time() - began)
@@ -109,7 +109,7 @@ async def beats(world: World, *faults: object) -> tuple[list[float], list[float]
                 await seams.clock.sleep(0.1)
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(beat())
+            tasks.create_task(heartbeat())
             tasks.create_task(calls())
         await compute.aclose()
 
@@ -132,14 +132,14 @@ def gap(times: list[float]) -> float:
     ],
 )
 def test_who_stands_still(fault: object, loop_stops: bool, compute_stops: bool) -> None:
-    looped, computed = run(1, lambda world: beats(world, fault)).result
+    looped, computed = run(1, lambda world: heartbeats(world, fault)).result
     assert (gap(looped) > 0.9) == loop_stops
     assert (gap(computed) > 0.9) == compute_stops
 
 
 def test_slow_and_skewed_processes_take_other_times() -> None:
-    plain, _ = run(1, lambda world: beats(world)).result
-    fast, _ = run(1, lambda world: beats(world, Skew(process="worker", rate=2.0))).result
+    plain, _ = run(1, lambda world: heartbeats(world)).result
+    fast, _ = run(1, lambda world: heartbeats(world, Skew(process="worker", rate=2.0))).result
     assert plain[-1] == pytest.approx(2.0)
     assert fast[-1] == pytest.approx(1.0, abs=0.11)
 

@@ -56,7 +56,7 @@ def test_weather_is_kept_when_it_matters_and_runs_are_bounded(case: Case) -> Non
     fails, seen = counted(lambda smaller: smaller.conditions == case.conditions)
     assert not shrink(case, fails).calm
     fails, seen = counted(lambda smaller: len(smaller.scenario.faults) == len(case.scenario.faults))
-    shrink(case, fails, most_runs=5)
+    shrink(case, fails, max_runs=5)
     assert len(seen) <= 5
 
 

@@ -428,7 +428,7 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     import torch
 
     from flowrt.dataflow import payload as coding
-    from flowrt.dataflow.departures import Departures
+    from flowrt.dataflow.outbound_edges import OutboundEdges
     from flowrt.dataflow.payload import Payload, from_message
     from flowrt.dataflow.region import Output
     from flowrt.graph.model import Edge
@@ -441,9 +441,9 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     monkeypatch.setattr(coding, "from_device_buffer", as_torch_would)
     edges = [Edge(number, "a", "x", "b", "x", scheme, credits=1) for number, scheme in enumerate(("cuda", "shm"))]
     posted: list[Message] = []
-    departures = Departures(edges, (), lambda edge, message: posted.append(message), print, on_device={0})
+    outbound_edges = OutboundEdges(edges, (), lambda edge, message: posted.append(message), print, on_device={0})
     for edge in edges:
-        departures.take(Output(edge, Tag("s"), Payload(tensors)))
+        outbound_edges.take(Output(edge, Tag("s"), Payload(tensors)))
     on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]
     assert on == [[True, False, True, False, True], [False] * 5]
     async with opened(pair_maker("cuda"), LIMITS) as pair:

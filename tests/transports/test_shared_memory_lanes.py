@@ -204,7 +204,7 @@ class TestChunks:
 class TestBulk:
     @pytest.fixture(autouse=True)
     def everything_is_bulk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ring_writer, "FEWEST_BYTES", INLINE_BYTES + 1)
+        monkeypatch.setattr(ring_writer, "MIN_BYTES", INLINE_BYTES + 1)
         monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: INLINE_BYTES + 1)
 
     @pytest.mark.parametrize("lanes", [1, 2, 16])
@@ -345,7 +345,7 @@ class TestCopiers:
         lane.close()
 
     def test_the_threshold_is_measured(self) -> None:
-        assert bulk.FEWEST_BYTES <= bulk.threshold_bytes() <= bulk.MOST_BYTES
+        assert bulk.MIN_BYTES <= bulk.threshold_bytes() <= bulk.MAX_BYTES
 
 
 def test_records_take_no_buffer_of_another_size() -> None:

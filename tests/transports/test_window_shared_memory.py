@@ -53,7 +53,7 @@ async def test_a_write_is_no_message(loop_kind: str) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_bulk_is_written_by_copiers(lanes: int, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
-    monkeypatch.setattr(shared_window, "FEWEST_BYTES", 1000)
+    monkeypatch.setattr(shared_window, "MIN_BYTES", 1000)
     monkeypatch.setattr(shared_window, "threshold_bytes", lambda: 1000)
     threads = len(os.listdir("/proc/self/task"))
     async with opened(pair_maker("shm"), Limits(lanes=lanes)) as (one, two):

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from flowrt.actors.beats import send_beats
 from flowrt.actors.control import (
     Ask,
-    Beat,
     Cleared,
     Condemned,
     Connected,
     Control,
+    Heartbeat,
     Joined,
     Late,
     Left,
@@ -34,6 +33,7 @@ from flowrt.actors.control import (
     as_message,
     from_message,
 )
+from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LOST, Link
 from flowrt.graph.model import GATEWAY
 from flowrt.process_status import Activity, process_activity, process_times
@@ -78,7 +78,7 @@ async def work(control: Channel, seams: Seams) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(calls()),
-            group.create_task(send_beats(sources, seams.clock, lambda beat: link.post(as_message(beat)))),
+            group.create_task(send_heartbeats(sources, seams.clock, lambda heartbeat: link.post(as_message(heartbeat)))),
         ]
         await link.run()
         for task in tasks:
@@ -104,17 +104,17 @@ class Scene:
             with contextlib.suppress(*LOST):
                 await self.monitor.send(as_message(control))
 
-    def pass_on(self, beat: Control) -> None:
+    def pass_on(self, heartbeat: Control) -> None:
         """A beat that finds no room is of no use later: nobody waits for a monitor."""
         if self.monitor is not None:
             with contextlib.suppress(*LOST):
-                self.monitor.send_nowait(as_message(beat))
+                self.monitor.send_nowait(as_message(heartbeat))
 
     async def relay(self, name: str, channel: Channel) -> None:
         with contextlib.suppress(*LOST):
             while True:
                 control = from_message(await channel.recv())
-                assert isinstance(control, Beat)
+                assert isinstance(control, Heartbeat)
                 self.pass_on(msgspec.structs.replace(control, process=name, pid=self.world.processes[name].pid))
         await self.tell_monitor(Left(name, "1", "its line ended"))
 
@@ -141,7 +141,7 @@ class Scene:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.relay(name, ours)) for name, (ours, _) in lines.items()]
                 tasks.append(group.create_task(self.watch(gateway, began)))
-                tasks.append(group.create_task(send_beats(Sources("g"), seams.clock, self.pass_on, process=GATEWAY)))
+                tasks.append(group.create_task(send_heartbeats(Sources("g"), seams.clock, self.pass_on, process=GATEWAY)))
                 await seams.clock.sleep(seconds)
                 for task in tasks:
                     task.cancel()
@@ -238,11 +238,13 @@ async def test_over_a_real_socket() -> None:
         assert isinstance(await hear(line), Listening)
         await say(line, Peers({}, {}))
         assert isinstance(await hear(line), Connected)
-        await say(line, Beat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
+        await say(line, Heartbeat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
         assert await hear(line) == Condemned("experts.0", "a", "'call' has run 2.00 s, its bound is 1.00 s")
         await say(line, Joined("experts.0", "b", {}), Late("experts.0", "b", 0.5, 0.1, by="attention.0"))
         assert await hear(line) == Suspected("experts.0", "b", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
-        await say(line, Left("experts.0", "b", "was killed"), Beat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"), Ask(), Stop())
+        await say(
+            line, Left("experts.0", "b", "was killed"), Heartbeat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"), Ask(), Stop()
+        )
         assert isinstance(await hear(line), Statistics)  # of a life that is over nothing is said
         assert isinstance(await hear(line), Statistics)
 
@@ -281,7 +283,7 @@ async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
         assert isinstance(await hear(line), Listening)
         await say(line, Joined("experts.0", "a", {}))
         assert isinstance(await hear(line), Suspected)
-        await say(line, Beat(0, 0.0, 7, incarnation="a", process="experts.0"))
+        await say(line, Heartbeat(0, 0.0, 7, incarnation="a", process="experts.0"))
         assert await hear(line) == Cleared("experts.0", "a", "its heartbeats come in time, and no client reports it")
         await say(line, Stop())
 

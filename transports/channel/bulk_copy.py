@@ -17,7 +17,7 @@ from flowrt.transports.contract import MAX_LANES
 if TYPE_CHECKING:
     from flowrt.transports.native._words import Lane, Memory
 
-FEWEST_BYTES, MOST_BYTES = 1 << 18, 1 << 22
+MIN_BYTES, MAX_BYTES = 1 << 18, 1 << 22
 WORTH = 8  # a copy that would keep the loop this many times as long as handing it over does
 _PROBE_BYTES = 1 << 18
 _NUM_PROBES = 5
@@ -76,7 +76,7 @@ def threshold_bytes() -> int:
         memory = Memory(memfd, _PROBE_BYTES)
         lane = Lane(MAX_LANES - 1, memory, 0, 64, -1, -1)
     except OSError:
-        return MOST_BYTES
+        return MAX_BYTES
     finally:
         os.close(memfd)
     source = bytes(_PROBE_BYTES // 2)
@@ -90,4 +90,4 @@ def threshold_bytes() -> int:
         copying = min(copying, middle - start)
         handing = min(handing, time.perf_counter() - middle)
     lane.close()
-    return int(max(FEWEST_BYTES, min(MOST_BYTES, WORTH * handing * len(source) / copying)))
+    return int(max(MIN_BYTES, min(MAX_BYTES, WORTH * handing * len(source) / copying)))

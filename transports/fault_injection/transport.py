@@ -23,8 +23,8 @@ from flowrt.transports.wire.codec import Part, WireError, decode, encode
 from flowrt.transports.wire.message import Message
 
 PREFIX = "faulty+"
-_MOST_RECORDED = 10_000
-_MOST_LOGGED = 20  # per channel; the record has the rest
+_MAX_RECORDED = 10_000
+_MAX_LOGGED = 20  # per channel; the record has the rest
 log = logging.getLogger("flowrt.transports.faulty")
 
 
@@ -39,7 +39,7 @@ class Injected(NamedTuple):
     detail: str = ""
 
 
-injected: deque[Injected] = deque(maxlen=_MOST_RECORDED)  # of this process, oldest first
+injected: deque[Injected] = deque(maxlen=_MAX_RECORDED)  # of this process, oldest first
 
 
 class FaultyChannel(Channel):
@@ -225,7 +225,7 @@ class FaultyChannel(Channel):
         done = Injected(self.scheme, self._number, direction, number, kind, detail)
         injected.append(done)
         self._num_logged += 1
-        if self._num_logged <= _MOST_LOGGED:
+        if self._num_logged <= _MAX_LOGGED:
             log.warning(
                 "%s, channel %d to %s, %s: %s at message %d %s", self.scheme, self._number, self.peer.name, direction, kind, number, detail
             )

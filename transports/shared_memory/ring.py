@@ -54,7 +54,7 @@ RECORD_BYTES = 24  # the head of a record
 RECORD_ALIGNMENT = 32
 SKIP, INLINE, PLACED, BULK, CHUNKED = range(5)
 _MAX_RECORDS_BYTES = 1 << 18
-_FEWEST_SLOTS_BYTES = 1 << 17
+_MIN_SLOTS_BYTES = 1 << 17
 
 
 class Layout(NamedTuple):
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         largest = RECORD_BYTES + RECORD_ALIGNMENT + limits.max_header_bytes + INLINE_BYTES
         records = _pages(max(2 * largest, min(limits.capacity_bytes // 8, _MAX_RECORDS_BYTES)))
         lanes = max(1, min(limits.lanes, MAX_LANES))
-        slot = max(PAGE_BYTES, max(limits.capacity_bytes // 8, _FEWEST_SLOTS_BYTES) // lanes // SLOTS // PAGE_BYTES * PAGE_BYTES)
+        slot = max(PAGE_BYTES, max(limits.capacity_bytes // 8, _MIN_SLOTS_BYTES) // lanes // SLOTS // PAGE_BYTES * PAGE_BYTES)
         rest = limits.capacity_bytes - records - lanes * SLOTS * slot
         area = max(rest, limits.capacity_bytes // 2) // PAGE_BYTES * PAGE_BYTES
         return cls(records, slot, lanes, area if area >= 8 * INLINE_BYTES else 0)

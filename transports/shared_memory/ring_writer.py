@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from flowrt.transports.channel.bulk_copy import FEWEST_BYTES, Lanes, threshold_bytes
+from flowrt.transports.channel.bulk_copy import MIN_BYTES, Lanes, threshold_bytes
 from flowrt.transports.channel.flow_control import SendWindow
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Memory
 
 FIRST_AREA_BYTES = 1 << 20  # the part of an area used, and so allocated, until more is on the way at once
-_MOST_PLACED_BYTES = (1 << 32) - 1  # a record's head says them in 32 bits
+_MAX_PLACED_BYTES = (1 << 32) - 1  # a record's head says them in 32 bits
 _NOTHING: list[object] = []
 _NO_SIZES: list[int] = []
 
@@ -99,7 +99,7 @@ class RingWriter:
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
         if not later and total > self._most_at_once:
             return False
-        bulk = later and total >= FEWEST_BYTES and total >= threshold_bytes()
+        bulk = later and total >= MIN_BYTES and total >= threshold_bytes()
         if self._send(message, envelope, sizes, total, bulk):
             return True
         if self._refresh() and self._send(message, envelope, sizes, total, bulk):
@@ -217,7 +217,7 @@ class RingWriter:
             start = self._place(area_bytes)
             if start < 0:
                 return False
-            if bulk or total > _MOST_PLACED_BYTES:
+            if bulk or total > _MAX_PLACED_BYTES:
                 parts = list(map(tensor_bytes, message.tensors))
                 if not self._put_record(BULK, start, 0, envelope):
                     return False
@@ -313,8 +313,8 @@ class RingWriter:
         if may_be_placed and window.taken_messages < window.sent_messages:
             return False  # the area may have room once the reader has read what is on the way
         if whole:
-            most_used = max(map(int.__sub__, self._lane_heads, self._lane_tails))
-            if total > layout.lanes * (layout.lane_bytes - most_used):
+            max_used = max(map(int.__sub__, self._lane_heads, self._lane_tails))
+            if total > layout.lanes * (layout.lane_bytes - max_used):
                 return False
         parts = list(map(tensor_bytes, message.tensors))
         if not self._slots_are_there:

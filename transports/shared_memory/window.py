@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from flowrt.transports.channel.bulk_copy import FEWEST_BYTES, Lanes, threshold_bytes
+from flowrt.transports.channel.bulk_copy import MIN_BYTES, Lanes, threshold_bytes
 from flowrt.transports.channel.rendezvous import Lifeline
 from flowrt.transports.channel.window_memory import TOKEN_BYTES, WindowKey, check_flag, check_range, check_window, flat
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, RemoteWindow, Window
@@ -300,7 +300,7 @@ class _PeerWindow(RemoteWindow):
         check_range(offset, len(view), self.nbytes)
         if flag is not None:
             check_flag(flag, self.num_flags, value)
-        if len(view) >= FEWEST_BYTES and len(view) >= threshold_bytes():
+        if len(view) >= MIN_BYTES and len(view) >= threshold_bytes():
             await self._copy_beside(PAGE_BYTES + offset, view)
             self._expect_open()
         else:
@@ -313,10 +313,10 @@ class _PeerWindow(RemoteWindow):
         check_range(offset, nbytes, self.nbytes)
         shared = memoryview(self._memory)[PAGE_BYTES + offset :][:nbytes]
         found = memoryview(bytearray(nbytes))
-        for start in range(0, nbytes, FEWEST_BYTES):
+        for start in range(0, nbytes, MIN_BYTES):
             if start:
                 await asyncio.sleep(0)  # the loop has others to serve
-            end = min(start + FEWEST_BYTES, nbytes)
+            end = min(start + MIN_BYTES, nbytes)
             found[start:end] = shared[start:end]
         return found
 

@@ -31,7 +31,7 @@ class BlockPool:
     """Blocks of one channel. Not shared between threads, but for leases that end on another one."""
 
     def __init__(self, idle_bytes: int) -> None:
-        self._most_idle_bytes = idle_bytes
+        self._max_idle_bytes = idle_bytes
         self._idle_bytes = 0
         self._idle: dict[int, list[Block]] = {}
         self._ended: deque[Block] = deque()  # by leases, perhaps on another thread
@@ -57,7 +57,7 @@ class BlockPool:
     def give_back(self, block: Block) -> None:
         """The block is free: kept for the next one, unless enough are."""
         size = len(block)
-        if not self._closed and self._idle_bytes + size <= self._most_idle_bytes:
+        if not self._closed and self._idle_bytes + size <= self._max_idle_bytes:
             self._idle_bytes += size
             self._idle.setdefault(size, []).append(block)
 

@@ -1,6 +1,6 @@
 """What leaves a process for other workers: edge by edge, as far as credits go.
 
-Here: Departures. Not here: who fires and when (runner.py), credits that are given back (credits.py), channels (flowrt/actors). One per
+Here: OutboundEdges. Not here: who fires and when (runner.py), credits that are given back (credits.py), channels (flowrt/actors). One per
 runner, which asks it before a firing whether there is room, and hands it every output for somebody else.
 """
 
@@ -16,7 +16,7 @@ from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
 
 
-class Departures:
+class OutboundEdges:
     """`edges` leave the process; those in `staying` lead to another worker of the same OS process and carry the tensors themselves;
     those in `on_device` take tensors that lie on a device as they are, all others bring them to the host.
 

@@ -1,6 +1,6 @@
 """Beats: a worker's sign of life, made by the very loop that does its work.
 
-Here: `send_beats`, a task of that loop, and OperationWatch, which tells a hung operation from a long one. Not here: what follows from
+Here: `send_heartbeats`, a task of that loop, and OperationWatch, which tells a hung operation from a long one. Not here: what follows from
 beats and from their absence (flowrt/reliability/detector.py), who passes them on (flowrt/cluster). Called by workers, and by the
 launcher for itself.
 
@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
-from flowrt.actors.control import Beat, Control
+from flowrt.actors.control import Control, Heartbeat
 from flowrt.reliability.detector import LAG_SECONDS
 from flowrt.seams import Clock, Running
 
-BEAT_SECONDS = 0.1
-LAUNCHER_BEAT_SECONDS = 0.05  # silence counts up to its latest beat, so that is how much later a verdict comes
+HEARTBEAT_SECONDS = 0.1
+LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest beat, so that is how much later a verdict comes
 STILL_SHARE = 0.01  # of the time: who uses less of a processor than this only looks whether it may go on
 TOLD_SECONDS = 0.3  # from then on standing still is told
 
 
-class BeatSources(Protocol):
+class HeartbeatSources(Protocol):
     """What a beat tells; looked at when one is made."""
 
     @property
@@ -34,18 +34,18 @@ class BeatSources(Protocol):
     def running(self) -> Running | None: ...
 
 
-async def send_beats(
-    sources: BeatSources, clock: Clock, say: Callable[[Control], None], beat_seconds: float = BEAT_SECONDS, process: str = ""
+async def send_heartbeats(
+    sources: HeartbeatSources, clock: Clock, say: Callable[[Control], None], heartbeat_seconds: float = HEARTBEAT_SECONDS, process: str = ""
 ) -> NoReturn:
-    """Say a Beat every `beat_seconds` until cancelled, the first one at once. `say` must not wait."""
-    watch = OperationWatch(beat_seconds)
+    """Say a Beat every `heartbeat_seconds` until cancelled, the first one at once. `say` must not wait."""
+    watch = OperationWatch(heartbeat_seconds)
     sequence, now = 0, clock.now()
     due = now
     while True:
         lag = now - due
         label, running_seconds, bound_seconds = watch.look(now, sources.running)
         say(
-            Beat(
+            Heartbeat(
                 sequence=sequence,
                 lag_seconds=lag if lag > LAG_SECONDS else 0.0,  # the loop may compute for so long itself
                 num_firings=sources.num_firings,
@@ -57,9 +57,9 @@ async def send_beats(
             )
         )
         sequence += 1
-        due += beat_seconds  # a late beat delays no later one ...
+        due += heartbeat_seconds  # a late beat delays no later one ...
         if due <= now:
-            due = now + beat_seconds  # ... and missed ones are not made up for
+            due = now + heartbeat_seconds  # ... and missed ones are not made up for
         await clock.sleep(max(0.0, due - clock.now()))
         now = clock.now()
 
@@ -72,7 +72,7 @@ class OperationWatch:
     do so for `still_seconds`: then its bound is what it had run until it stood still, and those.
     """
 
-    def __init__(self, look_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(self, look_seconds: float = HEARTBEAT_SECONDS) -> None:
         self._max_between = 1.5 * look_seconds
         self._operation: tuple[str, float] | None = None
         self._looked = self._computed = self._queued = self._seconds = self._still = 0.0
