@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flowrt.cli.app import app as cli
+from flowrt.cli import app as cli
 from flowrt.cli.check import print_results
 from flowrt.transports import inproc
 from flowrt.transports.conformance.suite import Result, plan, usable_loops
