@@ -14,6 +14,7 @@ edge that it can reach has a credit left.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,12 +27,15 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.parts import PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, from_reference
-from flowrt.dataflow.region import NodeFunction, Output, Region, part_of
+from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
 from flowrt.transports.wire.message import Message, Tag
 
+log = logging.getLogger("flowrt.worker")
+
+FAILED = "failed"  # kind of the message that answers a request whose firing failed
 MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
@@ -46,11 +50,19 @@ class RunnerStatistics(msgspec.Struct):
     sent: dict[int, list[int]] = {}
 
 
+class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a FAILED message: what went wrong, in one line."""
+
+    error: str
+
+
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to `on_sink`.
     `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see OutboundEdges. `early`: long
     calls run on a thread of their own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent`
-    is given what would leave on a closed edge, `on_answer` the edge and the tag of every answer.
+    is given what would leave on a closed edge, `on_answer` the edge and the tag of every answer. `on_failed(tag, error)` is called when a
+    firing of that tag fails here, unless it belongs to a request of another worker: that worker receives the error as the response, and
+    its own `on_failed` is called. Without `on_failed` the first error ends `run`.
 
     Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
     short without a turn of the loop.
@@ -71,6 +83,7 @@ class Runner:
         on_unsent: Callable[[Output], None] | None = None,
         on_answer: Callable[[int, Tag], None] | None = None,
         on_device: Collection[int] = (),
+        on_failed: Callable[[Tag, OperatorError], None] | None = None,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -83,6 +96,8 @@ class Runner:
         self._post = post
         self._on_sink = on_sink
         self._on_answer = on_answer
+        self._on_failed = on_failed
+        self._answers = {edge.answers: edge for edge in graph.edges if edge.answers is not None}  # by the edge of the request
         self._table = MatchingTable(nodes, graph.edges, _plan_of)
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
@@ -133,6 +148,14 @@ class Runner:
         if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return
+        if message.kind == FAILED:
+            if edge.answers is None:
+                raise ValueError(f"a {FAILED!r} message for edge {edge_id}, which carries no responses")
+            error = OperatorError(message.decode_header(FailedHeader).error)
+            if self._on_failed is None:
+                raise error
+            self._on_failed(tag, error)
+            return
         payload = from_reference(message) if incoming.by_reference else from_message(message, self._device)
         alone = incoming.alone.get(tag.layer)
         if alone is None:
@@ -158,7 +181,12 @@ class Runner:
                 if batch is None:
                     break
                 start = now()
-                self._finish(batch, run_inline(batch[0].node, partial(run, batch, leave)), start, inline=True)
+                try:
+                    outputs = run_inline(batch[0].node, partial(run, batch, leave))
+                except OperatorError as error:
+                    self._fail(batch[0], error)
+                else:
+                    self._finish(batch, outputs, start, inline=True)
                 if not ready:
                     return
         except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
@@ -211,7 +239,7 @@ class Runner:
     # --- the one task ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Fire until cancelled. Raises OperatorError when an operator fails."""
+        """Fire until cancelled. Raises OperatorError when an operator fails and there is no `on_failed`."""
         num_inline = 0
         while True:
             if self._failure is not None:
@@ -227,10 +255,24 @@ class Runner:
             node = batch[0].node
             short = self._compute.is_short(node)
             num_inline = num_inline + 1 if short else 0
-            start = self._clock.now()
             leave = None if not self._early else self._leave if short else self._leave_from_thread(asyncio.get_running_loop())
-            self._finish(batch, await self._compute.run(node, partial(self._region.run, batch, leave)), start, inline=short)
+            await self._run_batch(batch, short, leave)
             del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
+
+    async def _run_batch(self, batch: Sequence[Firing], short: bool, leave: Callable[[list[Output]], None] | None) -> None:
+        """Fire them in one call; when that fails, each in a call of its own, so that only those fail which cannot be computed."""
+        node, start = batch[0].node, self._clock.now()
+        try:
+            outputs = await self._compute.run(node, partial(self._region.run, batch, leave))
+        except OperatorError as error:
+            if len(batch) == 1:
+                self._fail(batch[0], error)
+                return
+        else:
+            self._finish(batch, outputs, start, inline=short)
+            return
+        for firing in batch:
+            await self._run_batch((firing,), short, leave)
 
     def waiting(self) -> list[str]:
         """What every unfinished tag waits for, a line each: the answer to "why is it stuck?"."""
@@ -289,6 +331,20 @@ class Runner:
             self._consumed(firing, answered)
         if self._epochs and any(self._is_stale(firing.tag) for firing in batch):
             self._drop_rows()  # rolled back while it was computed: nodes fused behind it may have left rows
+
+    def _fail(self, firing: Firing, error: OperatorError) -> None:
+        """Answer a request of another worker with the error, which gives its credit back; report any other firing."""
+        if self._on_failed is None:
+            raise error
+        log.error("%s", error, exc_info=error.__cause__)
+        tag, stale = firing.tag, self._is_stale(firing.tag)
+        answers = [edge for each in firing.via if (edge := self._answers.get(each)) is not None and edge.id in self._outbound_edges.sent]
+        for edge in answers:
+            if not stale:
+                self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error))))
+        self._consumed(firing, None if stale else [(each, tag) for each in firing.via if each in {edge.answers for edge in answers}])
+        if not stale and not answers:
+            self._on_failed(tag, error)
 
     def _leave_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[list[Output]], None]:
         def leave(outputs: list[Output]) -> None:

@@ -195,6 +195,7 @@ class Engine:
         tokens, told = iter(token_ids), iter(logprobs)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
+            sequence.is_suspect = False
             sequence.is_degraded = sequence.is_degraded or degraded
             self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
@@ -223,6 +224,24 @@ class Engine:
                 if sequence.cancelled:
                     self._scheduler.remove(sequence)
         return []
+
+    def fail_step(self, lane: int, step: int, error: str) -> list[Decision]:
+        """A step cannot be computed: roll back, and compute it once more. Its sequences are suspects now, and run one by one. A suspect
+        whose step fails ends its request with this error. A step that is not running is ignored."""
+        running = self._steps[lane]
+        if running is None or running.number != step:
+            return []
+        decisions = self.roll_back()
+        for sequence, _ in running.parts:
+            if sequence.is_suspect and not sequence.cancelled:
+                decisions += self._fail(sequence.request, error)
+            sequence.is_suspect = True
+        return decisions
+
+    def is_suspect_step(self, lane: int, step: int) -> bool:
+        """Whether this step runs, and is that of a sequence whose latest step failed."""
+        running = self._steps[lane]
+        return running is not None and running.number == step and any(sequence.is_suspect for sequence, _ in running.parts)
 
     def fail_all(self, error: str) -> list[Decision]:
         """Roll back, and end every request with this error: what their steps wait for will not come."""

@@ -65,10 +65,15 @@ class Scheduler:
         """The sequences of the lane's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
 
         Decoding sequences come first, one row each, then chunks of those whose tokens are not all computed, oldest first. Call it
-        only for a lane that runs no step.
+        only for a lane that runs no step. A suspect runs alone: no other sequence of any lane is in a step meanwhile.
         """
         self._admit()
         self._balance()
+        if (suspect := next((sequence for sequence in self.running if sequence.is_suspect), None)) is not None:
+            if suspect.lane != lane or any(sequence.in_step for sequence in self.running):
+                return []
+            suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted anew
+            return [(suspect, self._chunk(suspect, self._limits.max_num_batched_tokens))]
         free_rows = self._limits.max_num_batched_tokens
         parts: list[Part] = []
         idle = [sequence for sequence in self.running if sequence.lane == lane]  # the lane runs no step, so none of them is in one

@@ -44,6 +44,7 @@ class Sequence:
     in_step: bool = False
     cancelled: bool = False  # its end has been told; its pages stay its own until its step is over
     num_preemptions: int = 0
+    is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
 
     def __post_init__(self) -> None:

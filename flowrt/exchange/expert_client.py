@@ -38,6 +38,7 @@ class Asked:
     num_active: int
     parts: list[Part]
     num_first: int  # parts before any was cut anew
+    losses: dict[int, int] = field(default_factory=dict)  # by id of a part: servers that were lost with it, or with what it replaces
     hedged: set[int] = field(default_factory=set)  # ids of parts that were asked of another server too
 
 
@@ -182,6 +183,14 @@ class ExpertClient:
 
         return [number for number in here if can_be_asked(asked.parts[number])]
 
+    def lose_part(self, tag: Tag, number: int) -> int:
+        """The server of this part was lost. Returns how many were lost with it, or with those that it replaces."""
+        asked = self._asked.get(tag)
+        if asked is None:
+            return 0
+        asked.losses[number] = asked.losses.get(number, 0) + 1
+        return asked.losses[number]
+
     def again(self, tag: Tag, number: int) -> Again | None:
         """Cut a part anew by the map of now. None for a tag that is whole."""
         asked = self._asked.get(tag)
@@ -194,6 +203,8 @@ class ExpertClient:
         new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, table)
         first = len(asked.parts)
         asked.parts.extend(new)
+        if losses := asked.losses.get(number):
+            asked.losses.update(dict.fromkeys(range(first, first + len(new)), losses))
         outputs = {f"server{part.server}": _request(asked.x_TH, first + at, part) for at, part in enumerate(new) if part.server != NOWHERE}
         return Again(number, tuple(range(first, first + len(new))), outputs)
 

@@ -9,7 +9,7 @@ it computed, from any client and of any layer, and batches those of one layer (s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,21 +22,41 @@ from flowrt.operators.experts import Experts
 class ExpertService:
     """Port in: `rows` (x_RH, row_P, expert_P, weight_P; header: part id). Out: `results` (y_RH, the weighted sums; same header).
 
-    With strict numerics the results are y_PH, one row per pair without its weight: which sums are taken here must not show."""
+    With strict numerics the results are y_PH, one row per pair without its weight: which sums are taken here must not show.
 
-    def __init__(self, experts: Experts, strict: bool = False) -> None:
+    Memory is bounded before it is taken: a call computes at most `max_pairs` pairs, unless one request alone has more, and a request
+    of more than `max_part_pairs` is refused."""
+
+    def __init__(self, experts: Experts, strict: bool = False, max_pairs: int = 1 << 20, max_part_pairs: int = 1 << 20) -> None:
         self._experts, self._strict = experts, strict
+        self._max_pairs, self._max_part_pairs = max_pairs, max_part_pairs
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
         by_layer: dict[int, list[int]] = {}
         for place, firing in enumerate(firings):
             by_layer.setdefault(firing.tag.layer, []).append(place)
         answers: list[dict[str, Payload]] = [{} for _ in firings]
-        for layer, places in by_layer.items():
-            requests = [firings[place].inputs["rows"] for place in places]
-            for place, request, y_RH in zip(places, requests, self._compute(layer, requests), strict=True):
-                answers[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
+        for layer, all_places in by_layer.items():
+            for places in self._batches(all_places, firings):
+                requests = [firings[place].inputs["rows"] for place in places]
+                for place, request, y_RH in zip(places, requests, self._compute(layer, requests), strict=True):
+                    answers[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
         return answers
+
+    def _batches(self, places: Sequence[int], firings: Sequence[Firing]) -> Iterator[list[int]]:
+        """`places`, in order, cut so that the requests of each batch have at most `max_pairs` pairs together."""
+        batch: list[int] = []
+        batch_pairs = 0
+        for place in places:
+            num_pairs = len(firings[place].inputs["rows"].tensors[1])
+            if num_pairs > self._max_part_pairs:
+                raise ValueError(f"a part has {num_pairs} pairs; a step of this graph has at most {self._max_part_pairs}")
+            if batch and batch_pairs + num_pairs > self._max_pairs:
+                yield batch
+                batch, batch_pairs = [], 0
+            batch.append(place)
+            batch_pairs += num_pairs
+        yield batch
 
     def _compute(self, layer: int, requests: Sequence[Payload]) -> Sequence[torch.Tensor]:
         if len(requests) == 1:

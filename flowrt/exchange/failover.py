@@ -8,6 +8,7 @@ Everything here is synchronous and on the loop. A server is known by its process
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from flowrt.dataflow.region import Output, part_of
@@ -47,8 +48,9 @@ class Failover:
         }
         self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
 
-    def begin(self, runner: Runner) -> None:
-        self._runner = runner
+    def begin(self, runner: Runner, may_redispatch: Callable[[Tag, int], bool] = lambda tag, num_losses: True) -> None:
+        """`may_redispatch(tag, num_losses)`: whether a part that was lost with so many servers is sent again. False: its step is over."""
+        self._runner, self._may_redispatch = runner, may_redispatch
 
     @property
     def processes(self) -> frozenset[str]:
@@ -66,7 +68,9 @@ class Failover:
         self._runner.close_edges(self._edges.get(process, []))
         for server in servers:
             self._client.lose(server)
-        self._ask_again(frozenset(servers))
+        for tag, part in self._missing_at(frozenset(servers)):
+            if self._may_redispatch(tag, self._client.lose_part(tag, part)):
+                self._again(tag, part)
 
     def joined(self, process: str) -> None:
         """A new life of it can be asked. What waited for a copy of an expert is asked now."""
@@ -150,11 +154,15 @@ class Failover:
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _ask_again(self, servers: frozenset[int]) -> None:
+        for tag, part in self._missing_at(servers):
+            self._again(tag, part)
+
+    def _missing_at(self, servers: frozenset[int]) -> Iterator[tuple[Tag, int]]:
         assert self._runner is not None
         for tag in self._client.tags:
             missing = self._runner.missing(self._combine, self._gather, tag)
             for part in self._client.at(servers, tag, missing):
-                self._again(tag, part)
+                yield tag, part
 
     def _again(self, tag: Tag, part: int) -> None:
         assert self._runner is not None

@@ -13,12 +13,15 @@ import torch
 
 from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.region import OperatorError
 from flowrt.dataflow.runner import Runner
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import Node
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
+
+MAX_LOSSES = 2  # servers that may be lost with one part before its step is suspected of killing them
 
 
 class Group:
@@ -72,6 +75,21 @@ class Group:
     def roll_back(self) -> None:
         """Drop the steps that run and compute their rows again, in a new epoch."""
         self._begin_epoch(self._engine.roll_back())
+
+    def fail_step(self, tag: Tag, error: OperatorError) -> None:
+        """A step of this group cannot be computed: compute it once more, then end its requests."""
+        self._fail_step(tag, f"a step of this request failed twice: {error}")
+
+    def may_redispatch(self, tag: Tag, num_losses: int) -> bool:
+        """A part of this step was lost with so many servers. False: the step may be what they died of, and is rolled back."""
+        if num_losses < MAX_LOSSES and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
+            return True
+        self._fail_step(tag, "expert servers died or hung again and again while they computed a part of this request")
+        return False
+
+    def _fail_step(self, tag: Tag, error: str) -> None:
+        if tag.source == self._source and tag.epoch == self._engine.epoch:
+            self._begin_epoch(self._engine.fail_step(tag.micro_batch, tag.step, error))
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each one that comes until `accept`: nothing can be computed for now. Said again, it

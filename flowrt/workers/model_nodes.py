@@ -21,7 +21,7 @@ from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import INPUT, OUTPUT, Graph, Node
+from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.placement import expert_map_of, held_experts
 from flowrt.operators.attention import Attention, attention_for
 from flowrt.operators.dense import DenseMlp, SharedExperts
@@ -37,11 +37,12 @@ from flowrt.operators.row_blocks import WHOLE, StrictBlocks, describe
 from flowrt.operators.sampling import log_probabilities, sample
 from flowrt.operators.sampling_inputs import Draw, SamplingInputs
 from flowrt.operators.step_layout import StepLayout
-from flowrt.operators.weights import Checkpoint
+from flowrt.operators.weights import TORCH_DTYPES, Checkpoint
 from flowrt.transports.wire.message import Tag
 
 log = logging.getLogger("flowrt.worker")
 
+MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert server computes several requests in one call
 Outputs = list[dict[str, Payload]]
 M = TypeVar("M", Attention, Gate, DenseMlp, SharedExperts, Experts, Head)
 
@@ -100,7 +101,9 @@ def build_model_nodes(
                 functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
-                functions[node.name] = ExpertService(proven(Experts(config, checkpoint, held, device, blocks, now)), strict)
+                functions[node.name] = ExpertService(
+                    proven(Experts(config, checkpoint, held, device, blocks, now)), strict, **pair_bounds(config, graph.limits)
+                )
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)
             case "head":
@@ -111,6 +114,15 @@ def build_model_nodes(
     if isinstance(blocks, StrictBlocks):
         log.info("%s: strict numerics: %s", process, describe(blocks.sizes))
     return functions
+
+
+def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
+    """How many pairs an expert service computes in one call, and how many a part may have."""
+    pair_bytes = TORCH_DTYPES[config.dtype].itemsize * 2 * (config.hidden_size + config.expert_width)
+    return {
+        "max_pairs": max(1, MAX_BATCH_BYTES // pair_bytes),
+        "max_part_pairs": limits.max_num_batched_tokens * config.num_experts_per_token,
+    }
 
 
 def strict_blocks_text(graph: Graph) -> str:

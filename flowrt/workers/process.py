@@ -262,9 +262,8 @@ class Worker:
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
             on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
             on_device={edge.id for edge in graph.edges if edge.transport in abilities and abilities[edge.transport].device_memory},
+            on_failed=self._on_failed if graph.model is not None else None,
         )
-        if self._failover is not None:
-            self._failover.begin(self._runner)
         wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
         self._links = Links(
             identity,
@@ -304,6 +303,8 @@ class Worker:
                 self._device,
                 *((self._failover.roll_back, self._failover.take_degraded) if self._failover is not None else ()),
             )
+        if self._failover is not None and self._group is not None:
+            self._failover.begin(self._runner, self._group.may_redispatch)
 
     # --- messages -------------------------------------------------------------------------------------------------------------
 
@@ -334,6 +335,11 @@ class Worker:
     def _on_lost(self, peer: Identity, reason: str) -> None:
         assert self._survival is not None
         self._survival.on_lost(peer, reason)
+
+    def _on_failed(self, tag: Tag, error: OperatorError) -> None:
+        if self._group is None:
+            raise error
+        self._group.fail_step(tag, error)
 
     def _on_step_end(self, firing: Firing) -> None:
         assert self._group is not None

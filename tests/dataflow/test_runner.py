@@ -13,7 +13,7 @@ from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
 from flowrt.dataflow.region import OperatorError, Output, Region
-from flowrt.dataflow.runner import Runner
+from flowrt.dataflow.runner import FailedHeader, Runner
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
@@ -60,7 +60,7 @@ def each(function):
 class Bench:
     """One runner, everything it posted, everything its sinks got."""
 
-    def __init__(self, graph, process, functions):
+    def __init__(self, graph, process, functions, **options):
         self.posted: list[tuple[Edge, Message]] = []
         self.sunk = []
         self.runner = Runner(
@@ -71,6 +71,7 @@ class Bench:
             RealClock(),
             lambda edge, message: self.posted.append((edge, message)),
             self.sunk.append,
+            **options,
         )
 
     async def settle(self):
@@ -252,6 +253,79 @@ async def test_an_operator_that_raises_is_named():
     bench.runner.emit("in", tag(4), {"x": number(1)})
     with pytest.raises(OperatorError, match="a failed at step 4, layer 0: ZeroDivisionError"):
         await bench.settle()
+
+
+def fails_for(*values):
+    def run(firing):
+        if value_of(firing.inputs["x"]) in values:
+            raise MemoryError("no room")
+        return {"y": number(2 * value_of(firing.inputs["x"]))}
+
+    return each(run)
+
+
+SERVICE = graph_of(
+    [
+        node("in", "p", outputs=["x"]),
+        node("b", "q", ["x"], ["y"], batches=True),
+        node("end", "p", ["x"]),
+    ],
+    [Edge(0, "in", "x", "b", "x", credits=4), Edge(1, "b", "y", "end", "x", answers=0)],
+)
+
+
+@pytest.mark.parametrize("settles", [False, True])
+async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
+    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
+    failed = []
+    bench = Bench(
+        graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]),
+        "p",
+        {"a": fails_for(1)},
+        on_failed=lambda tag, error: failed.append((tag, str(error))),
+    )
+    for step in range(3):
+        bench.runner.emit("in", tag(step), {"x": number(step)})
+    if settles:
+        bench.runner.settle()
+    await bench.settle()
+    assert failed == [(tag(1), "a failed at step 1, layer 0: MemoryError: no room")]
+    assert [value_of(firing.inputs["x"]) for firing in bench.sunk] == [0, 4]
+
+
+async def test_a_request_that_fails_is_answered_with_its_error_and_alone():
+    """Requests of a batch are computed one by one when the batch fails; each response brings its credit back."""
+    failed = []
+    server = Bench(SERVICE, "q", {"b": fails_for(1, 3)}, on_failed=lambda tag, error: failed.append(tag))
+    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error: failed.append((tag.step, str(error))))
+    for step in range(4):
+        client.runner.emit("in", tag(step), {"x": number(step)})
+    requests = [message for _, message in client.posted]
+    assert len(requests) == 4
+    for message in requests:
+        server.runner.deliver(message)
+    await server.settle()
+    assert failed == []
+    assert [message.kind for _, message in server.posted] == ["data", "failed", "data", "failed"]
+    for _, message in server.posted:
+        client.runner.deliver(message)
+    assert failed == [(step, f"b failed at step {step}, layer 0: MemoryError: no room") for step in (1, 3)]
+    assert [value_of(firing.inputs["x"]) for firing in client.sunk] == [0, 4]
+    client.posted.clear()
+    for step in range(4, 8):  # all four credits are back
+        client.runner.emit("in", tag(step), {"x": number(step)})
+    assert len(client.posted) == 4
+
+
+async def test_the_failure_of_an_older_epoch_is_dropped():
+    failed = []
+    client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error: failed.append(tag))
+    client.runner.emit("in", tag(), {"x": number(1)})
+    client.runner.roll_back("src@1", 1)
+    client.runner.deliver(Message("failed", tag(), 1, FailedHeader("too late")))
+    assert failed == []
+    with pytest.raises(ValueError, match="carries no responses"):
+        Bench(SERVICE, "q", {"b": double}, on_failed=failed.append).runner.deliver(Message("failed", tag(), 0, FailedHeader("nonsense")))
 
 
 async def test_an_output_no_edge_takes_is_an_error():

@@ -416,3 +416,46 @@ def test_strict_chunks_must_fit_into_a_step() -> None:
 
 def test_the_toy_model_tells_prefixes_apart() -> None:
     assert len({next_token(prefix, seed) for prefix in ((1, 2), (2, 1), (1, 2, 3)) for seed in (0, 1)}) > 3
+
+
+def test_a_step_that_fails_is_computed_once_more() -> None:
+    group = ToyGroup(ROOMY, num_lanes=2)
+    requests = [request(f"r{n}", (n, n + 1), max_tokens=6, seed=n) for n in range(5)]
+    group.submit(*requests)
+    group.start()
+    group.fail(0)
+    assert group.engine.epoch == 1
+    assert not group.ends
+    group.run()
+    for each in requests:
+        assert group.tokens[(each.id, 0)] == expected_output(each)
+
+
+def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_ends() -> None:
+    group = ToyGroup(ROOMY, num_lanes=2)
+    requests = [request(f"r{n}", (n + 1, n + 2), max_tokens=6, seed=n) for n in range(6)]
+    group.submit(*requests)
+
+    def sequences(lane: int) -> list[str]:
+        return group.running[lane].batch.sequence_names
+
+    for _ in range(200):
+        group.start()
+        if not group.running:
+            break
+        lane = max(group.running)
+        if "r3/0" in sequences(lane):
+            alone = len(sequences(lane)) == 1
+            if alone:
+                assert len(group.running) == 1, "no other lane runs a step meanwhile"
+                assert group.engine.is_suspect_step(lane, group.running[lane].step)
+            group.fail(lane)
+        else:
+            group.finish(lane)
+    assert group.engine.idle
+    assert group.ends[("r3", 0)] == Ended("r3", 0, "error", "it failed")
+    for each in requests:
+        if each.id != "r3":
+            assert group.tokens[(each.id, 0)] == expected_output(each)
+            assert group.ends[(each.id, 0)].reason == "length"
+    assert group.engine.statistics().num_free_pages == ROOMY.kv_pages

@@ -105,6 +105,8 @@ class ToyGroup:
     def check(self) -> None:
         """What must hold at every moment, over the batches running now."""
         names = [name for step in self.running.values() for name in step.batch.sequence_names]
+        if any(self.engine.is_suspect_step(lane, step.step) for lane, step in self.running.items()):
+            assert len(names) == 1, "a suspect runs alone"
         assert len(names) == len(set(names)) <= self.limits.max_num_seqs
         writers: dict[int, str] = {}
         readers: dict[int, set[str]] = {}
@@ -149,6 +151,13 @@ class ToyGroup:
     def finish(self, lane: int) -> None:
         sampled = self.compute(lane)
         self.take(self.engine.step_done(lane, self.running.pop(lane).step, sampled))
+
+    def fail(self, lane: int) -> list[str]:
+        """The lane's step fails. Returns the requests that must end for it."""
+        step, suspects = self.running[lane], self.engine.is_suspect_step(lane, self.running[lane].step)
+        self.running.clear()
+        self.take(self.engine.fail_step(lane, step.step, "it failed"))
+        return [name.split("/")[0] for name in step.batch.sequence_names] if suspects else []
 
     def roll_back(self, half_written: bool = True) -> None:
         if half_written:

@@ -77,13 +77,13 @@ def graph():
 class Client:
     """A group's side with its runner; `asked[server]` are the requests on their way there."""
 
-    def __init__(self, strict=False):
+    def __init__(self, strict=False, fences=False):
         self.strict = strict
         self.graph = graph()
         self.client = ExpertClient(ExpertMap.from_held(SERVERS, NUM_EXPERTS), len(SERVERS))
         self.failover = Failover(self.graph, "dispatch", self.client)
         self.asked = {server: deque() for server in SERVERS}
-        self.ends = []
+        self.ends, self.suspects = [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
             self.graph,
@@ -96,7 +96,7 @@ class Client:
             on_unsent=self.failover.on_unsent,
             on_answer=self.failover.on_answer,
         )
-        self.failover.begin(self.runner)
+        self.failover.begin(self.runner, *([self.fence] if fences else []))
 
     def post(self, edge, message):
         self.asked[int(edge.target.removeprefix("experts."))].append(message)
@@ -121,6 +121,15 @@ class Client:
     def serve_all(self):
         while waiting := [server for server, requests in self.asked.items() if requests]:
             self.serve(waiting[0])
+
+    def fence(self, tag, num_losses):
+        """As a group: the step of a part that was lost with two servers is given up."""
+        if num_losses < 2:
+            return True
+        self.suspects.append(tag)
+        self.runner.roll_back(tag.source, tag.epoch + 1)
+        self.failover.roll_back(tag.source, tag.epoch + 1)
+        return False
 
     def die(self, server):
         self.asked[server].clear()
@@ -415,3 +424,47 @@ def test_who_owes_an_answer_for_far_too_long_is_told():
     client.serve(1)
     client.die(2)  # nobody complains of the dead
     assert client.failover.overdue() == {}
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "strict"])
+def fencing(request):
+    return Client(request.param, fences=True)
+
+
+def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
+    fencing.begin()
+    fencing.die(0)
+    assert fencing.asked[1]
+    assert fencing.asked[2]
+    fencing.die(1)
+    assert fencing.suspects == [Tag("s@1")]
+    assert not fencing.client.tags
+    for server in (0, 1):
+        fencing.failover.joined(f"experts.{server}")
+    assert not fencing.asked[0]
+    assert not fencing.asked[1]
+
+
+def test_losses_count_for_the_part_and_not_for_the_step(fencing):
+    """Two servers that die with different parts of one step are no reason to suspect it."""
+    fencing.begin()
+    fencing.die(2)
+    for server in (0, 1):  # what was redispatched is answered first
+        fencing.asked[server].rotate(1)
+        fencing.serve(server)
+    fencing.die(0)
+    assert fencing.suspects == []
+    fencing.failover.joined("experts.0")
+    fencing.serve_all()
+    fencing.check()
+
+
+def test_a_part_that_was_never_sent_is_not_lost(fencing):
+    """Its server is known to be gone when it is to leave."""
+    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+    fencing.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
+    outputs = fencing.runner._region.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
+    fencing.die(1)
+    fencing.runner._leave(outputs)
+    fencing.die(0)
+    assert fencing.suspects == []

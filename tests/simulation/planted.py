@@ -131,7 +131,7 @@ BUGS: tuple[Bug, ...] = (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
     bug("parts-not-cut-anew", "parts of a dead server are not asked of others", (
-        FAILOVER, "Failover.lost", "self._ask_again(frozenset(servers))", "pass")),
+        FAILOVER, "Failover.lost", "self._again(tag, part)", "pass")),
     bug("map-keeps-the-dead", "a dead server stays in its client's map", (
         FAILOVER, "Failover.lost", "self._client.lose(server)", "pass")),
     bug("map-never-regains", "a server that is back stays out of the map", (

@@ -1,0 +1,101 @@
+"""A request that its model cannot be computed for: it ends with an error, and neither the others nor the processes suffer.
+
+One token of the vocabulary has an embedding of NaN. A `sitecustomize` makes the real expert servers fail, die or hang on rows with NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from served_models import Served
+
+import flowrt
+from flowrt.launcher import events
+
+FAULTS = {"raise": "raise MemoryError('no room for this part')", "die": "os._exit(9)"}
+CUSTOM = """
+import os
+from flowrt.operators.experts import Experts
+
+def poisoned(function):
+    def run(self, layer, x_RH, *more):
+        if x_RH.isnan().any():
+            {fault}
+        return function(self, layer, x_RH, *more)
+    return run
+
+Experts.forward, Experts.forward_pairs = poisoned(Experts.forward), poisoned(Experts.forward_pairs)
+"""
+PARAMETERS = flowrt.Parameters(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def poison(served: Served, tmp_path: Path) -> tuple[Path, list[int]]:
+    """The served model with a poisoned token, and a prompt that ends with it."""
+    directory = tmp_path / "poisoned"
+    directory.mkdir()
+    for path in served.directory.iterdir():
+        (directory / path.name).symlink_to(path)
+    used = {token for tokens in (*served.prompts, *served.expected) for token in tokens}
+    token = next(token for token in range(512) if token not in used)
+    (weights,) = directory.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][token] = torch.nan
+    weights.unlink()
+    save_file(tensors, weights)
+    return directory, [*served.prompts[1], token]
+
+
+@pytest.fixture
+def fail_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def write(fault: str) -> None:
+        folder = tmp_path / "custom"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(CUSTOM.format(fault=FAULTS[fault]))
+        monkeypatch.syspath_prepend(folder)
+
+    return write
+
+
+async def run(served: Served, tmp_path: Path, poison: tuple[Path, list[int]], told: list[events.Event]) -> flowrt.Completion:
+    """The poisoned request among good ones, which must be answered exactly, and one more when it has ended. Returns its completion."""
+    directory, prompt = poison
+    deploy = {"attention": {"groups": 1, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}}
+    graph = served.write(tmp_path, deploy, limits={"max_tokens": 64}, numerics="strict")
+    async with asyncio.timeout(100), flowrt.open(graph, model=directory, on_event=told.append) as running:
+        good = [asyncio.create_task(running.complete(each, PARAMETERS)) for each in served.prompts[:4]]
+        bad = await running.complete(prompt, PARAMETERS)
+        done = [*await asyncio.gather(*good), await running.complete(served.prompts[0], PARAMETERS)]
+    for each, expected in zip(done, [*served.expected[:4], served.expected[0]], strict=True):
+        assert each.error is None
+        assert list(each.token_ids) == expected[:24]
+    assert bad.finish_reason == "error"
+    assert bad.error is not None
+    return bad
+
+
+async def test_a_part_that_cannot_be_computed_ends_its_request_and_no_process(
+    served: Served, tmp_path: Path, poison: tuple[Path, list[int]], fail_with: Callable[[str], None]
+) -> None:
+    fail_with("raise")
+    told: list[events.Event] = []
+    bad = await run(served, tmp_path, poison, told)
+    assert "a step of this request failed twice: experts." in (bad.error or "")
+    assert "MemoryError: no room for this part" in (bad.error or "")
+    assert not [event for event in told if isinstance(event, events.WorkerLost)]
+
+
+async def test_a_request_whose_parts_kill_servers_is_ended(
+    served: Served, tmp_path: Path, poison: tuple[Path, list[int]], fail_with: Callable[[str], None]
+) -> None:
+    fail_with("die")
+    told: list[events.Event] = []
+    bad = await run(served, tmp_path, poison, told)
+    assert bad.error == "expert servers died or hung again and again while they computed a part of this request"
+    lost = [event.name for event in told if isinstance(event, events.WorkerLost)]
+    assert 2 <= len(lost) <= 6, "in a batch it kills two, or as many as its parts went to; alone as many as these again"
