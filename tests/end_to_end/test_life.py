@@ -36,13 +36,16 @@ async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path)
                 async with grown:
                     await grown.wait_for(lambda: len(tokens[request]) >= count)
 
-        async def stood_still(request: int) -> int:
-            """The count of a stopped group, once what it had sent before has been read."""
-            while True:
-                count = len(tokens[request])
-                await asyncio.sleep(0.2)
-                if len(tokens[request]) == count:
-                    return count
+        async def until_stopped(pid: int) -> None:
+            """Every thread of the process stands still, and every token it has sent before is read."""
+            threads = Path(f"/proc/{pid}/task")
+            async with asyncio.timeout(60):
+                while {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()} != {"T"}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+            counts: list[int] = []
+            while len(counts) < 100 or counts[-1] != counts[-100]:  # each turn of the loop reads what there is to read
+                await asyncio.sleep(0)
+                counts.append(len(tokens[first]))
 
         async with asyncio.TaskGroup() as group:
             for request in requests:
@@ -51,9 +54,9 @@ async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path)
             await reached(first, 5)
             os.kill(running.pids["attention.0"], signal.SIGSTOP)
             try:
-                other = len(tokens[second])
-                stopped_at = await stood_still(first)
-                await reached(second, other + 50)
+                await until_stopped(running.pids["attention.0"])
+                stopped_at = len(tokens[first])
+                await reached(second, len(tokens[second]) + 50)
                 assert len(tokens[first]) == stopped_at < 200
             finally:
                 os.kill(running.pids["attention.0"], signal.SIGCONT)

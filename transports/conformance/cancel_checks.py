@@ -23,6 +23,7 @@ from flowrt.transports.conformance.kit import (
     numbered,
     opened,
     receive_all,
+    until,
     within,
 )
 from flowrt.transports.contract import Channel, Identity, Limits, Listener
@@ -150,7 +151,7 @@ async def check_connect_cancelled_at_every_turn(scheme: str) -> None:
             if not connecting.cancelled():
                 await connecting.result().aclose()
             await _meet(scheme, listener, number)
-        await _settled(lambda: num_descriptors() <= before + 2, "a cancelled connect leaves no descriptor behind")
+        await until(lambda: num_descriptors() <= before + 2, "a cancelled connect leaves no descriptor behind")
 
 
 async def check_accept_cancelled_at_every_turn(scheme: str) -> None:
@@ -184,15 +185,6 @@ async def _meet(scheme: str, listener: Listener, number: int) -> None:
                 except TransportError:
                     continue
                 expect(False, "a caller who has given up sends nothing")
-
-
-async def _settled(condition: Callable[[], bool], promise: str) -> None:
-    """That `condition` holds soon; what the other side has to notice first takes a moment."""
-    for _ in range(100):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    expect(False, promise)
 
 
 CANCELLED_CHANNEL_CHECKS: tuple[ChannelCheck, ...] = (

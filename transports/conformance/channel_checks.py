@@ -22,6 +22,7 @@ from flowrt.transports.conformance.kit import (
     SMALL,
     Header,
     MakePair,
+    carry_one,
     check_numbered,
     expect,
     expect_error,
@@ -31,7 +32,7 @@ from flowrt.transports.conformance.kit import (
     receive_all,
     received_bytes,
     send_all,
-    soon,
+    until_waiting,
     within,
 )
 from flowrt.transports.contract import Channel, Limits
@@ -111,7 +112,8 @@ async def check_bounds(make_pair: MakePair) -> None:
                 expect(sent <= most, f"at most {most} messages of {nbytes} bytes fit into {limits}")
             expect(sent, "an empty channel takes a message")
             waiting = asyncio.ensure_future(one.send(numbered(sent, nbytes)))
-            await soon(waiting)
+            await until_waiting(one, 1)
+            await carry_one(two, one)
             expect(not waiting.done(), "send waits while the channel is full")
             expect(not one.send_nowait(numbered(sent + 1)), "send_nowait does not overtake a waiting send")
             expect(one.statistics().sends_waited == 1, "a send that waits is counted")
@@ -145,7 +147,7 @@ async def check_line_of_senders(make_pair: MakePair) -> None:
         tasks = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(4)]
         gone = asyncio.ensure_future(one.send(numbered(999)))
         tasks += [asyncio.ensure_future(one.send(numbered(number + 4 + index))) for index in range(4)]
-        await soon(gone)
+        await until_waiting(one, 9)
         gone.cancel()
         await asyncio.wait([gone])
         expect(gone.cancelled(), "a waiting send can be cancelled")
@@ -158,12 +160,13 @@ async def check_cancelled_at_the_head(make_pair: MakePair) -> None:
     """Cancelling the first of the line, also at the moment its turn comes, passes the turn on."""
     async with opened(make_pair) as (one, two):
         for turns in range(6):
-            count = 0
+            await carry_one(two, one)  # after it come no more credits of the round before
+            count, waited = 0, one.statistics().sends_waited
             while one.send_nowait(numbered(count)):
                 count += 1
             first = asyncio.ensure_future(one.send(numbered(count)))
             second = asyncio.ensure_future(one.send(Message("last")))
-            await soon(first)
+            await until_waiting(one, waited + 2)
             check_numbered(await within(two.recv(), "recv"), 0)
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -179,9 +182,10 @@ async def check_cancelled_large_send(make_pair: MakePair) -> None:
     limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
     async with opened(make_pair, limits) as (one, two):
         for _ in range(3):
+            waited = one.statistics().sends_waited
             await one.send(numbered(0, 100_000))
             sending = asyncio.ensure_future(one.send(numbered(1, 1 << 23)))
-            await soon(sending)
+            await until_waiting(one, waited + 1)
             check_numbered(await within(two.recv(), "recv"), 0, 100_000)
             receiving = asyncio.ensure_future(two.recv())
             for _ in range(3):
@@ -260,7 +264,7 @@ async def check_close_under_pending_calls(make_pair: MakePair) -> None:
             while one.send_nowait(numbered(number)):
                 number += 1
             sending = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(3)]
-            await soon(sending[0])
+            await until_waiting(one, 3)
             await within(pair[closer].aclose(), "aclose")
             own = closer == 0
             await expect_error(ClosedChannelError if own else EndOfChannel, receiving, "closing wakes recv")

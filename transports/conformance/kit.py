@@ -22,7 +22,7 @@ from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
 
 PATIENCE_SECONDS = 20.0  # before something that must happen is said not to
-MANY_SECONDS = 0.02  # long enough for a message to arrive that must not
+_LOOK_SECONDS = 0.002  # between two looks at a condition that wakes no task
 SMALL = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 20)
 
 
@@ -121,9 +121,27 @@ async def receive_all(channel: Channel, first: int, last: int, nbytes: int = 0) 
         check_numbered(await within(channel.recv(), f"message {number}"), number, nbytes)
 
 
-async def soon(task: asyncio.Task[Any]) -> None:
-    """Let `task`, and whatever carries messages, run for a while."""
-    await asyncio.wait([task], timeout=MANY_SECONDS)
+async def until(condition: Callable[[], object], promise: str) -> None:
+    """That `condition` holds soon, for conditions that wake no task."""
+
+    async def look() -> None:
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    await within(look(), promise)
+
+
+async def carry_one(sender: Channel, receiver: Channel) -> None:
+    """Carry a message to a `recv` that waits for it. Once it has come, whatever was started before, on this channel, has taken effect."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(receive_all(receiver, 0, 1))
+        await asyncio.sleep(0)
+        await within(sender.send(numbered(0)), "send")
+
+
+async def until_waiting(channel: Channel, count: int) -> None:
+    """That `count` sends of `channel` have found it full since it was opened."""
+    await until(lambda: channel.statistics().sends_waited >= count, f"{count} sends wait in a full channel")
 
 
 def num_descriptors() -> int:

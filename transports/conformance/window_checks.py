@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from flowrt.transports.conformance.kit import (
     SMALL,
     MakePair,
+    carry_one,
     check_numbered,
     expect,
     expect_error,
@@ -21,7 +22,6 @@ from flowrt.transports.conformance.kit import (
     pattern,
     receive_all,
     send_all,
-    soon,
     within,
 )
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, Channel, Limits, RemoteWindow, Window
@@ -179,11 +179,10 @@ async def check_window_closed(make_pair: MakePair) -> None:
     """A window that its owner takes back is refused, who waits for it is told, and the channel and other windows go on."""
     async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
         other = one.open_window(1000, 2)
-        waiting = [asyncio.ensure_future(window.wait_flag(0))]
-        await soon(waiting[0])
+        waiting = asyncio.ensure_future(window.wait_flag(0))
+        await carry_one(two, one)
         await within(asyncio.gather(window.aclose(), window.aclose()), "aclose")
-        for task in waiting:
-            await expect_error(WindowError, task, "closing a window wakes who waits for it")
+        await expect_error(WindowError, waiting, "closing a window wakes every call that waits for its flags")
         await expect_error(WindowError, window.wait_flag(0), "a closed window has no flags to wait for")
         for call in (remote.write(0, b"x"), remote.read(0, 1), remote.set_flag(0, 1), two.attach_window(window.key)):
             await expect_error(WindowError, call, "a closed window is closed")
@@ -210,9 +209,9 @@ async def check_window_ends_with_the_channel(make_pair: MakePair) -> None:
     """Closing either end wakes those who wait for flags, and ends every call; the owner's memory stays as long as it is referred to."""
     for closer in (0, 1):
         async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
-            await within(remote.write(0, b"kept"), "write")
             waiting = [asyncio.ensure_future(window.wait_flag(0)), asyncio.ensure_future(remote.wait_flag(1))]
-            await soon(waiting[0])
+            await within(remote.write(0, b"kept"), "write")
+            await carry_one(two, one)
             await within((one, two)[closer].aclose(), "aclose")
             kinds = (ClosedChannelError, BrokenChannelError)
             await expect_error(kinds[closer], waiting[0], "closing wakes who waits")
@@ -251,22 +250,21 @@ async def check_acknowledged(make_pair: MakePair) -> None:
         remote = await within(two.attach_window((window := one.open_window(5000)).key), "attach_window")
         for number, nbytes in enumerate((0, 100, 5000, 9000, 100_000, 700_000)):
             first = asyncio.ensure_future(two.send_acknowledged(numbered(3 * number, nbytes)))
-            await soon(first)
             await within(remote.write(0, pattern(5000, number)), "write")
             others = [asyncio.ensure_future(two.send_acknowledged(numbered(3 * number + index, 10))) for index in (1, 2)]
-            await soon(others[1])
-            expect(not first.done() and not others[0].done(), "a synchronous send waits until its message is taken")
+            await carry_one(one, two)
+            expect(not any(task.done() for task in (first, *others)), "a synchronous send waits until its message is taken")
             for index, task in enumerate((first, *others)):
                 check_numbered(await within(one.recv(), "recv"), 3 * number + index, nbytes if not index else 10)
                 await within(task, "a synchronous send")
             expect(window.buffer == pattern(5000, number), "windows go on meanwhile")
         lost = asyncio.ensure_future(two.send_acknowledged(numbered(99)))
-        await soon(lost)
+        await carry_one(one, two)
         await within(one.aclose(), "aclose")
         await expect_error(BrokenChannelError, lost, "a peer that closes without taking it breaks a synchronous send")
     async with opened(make_pair) as (one, two):
         held = asyncio.ensure_future(two.send_acknowledged(numbered(0)))
-        await soon(held)
+        await asyncio.sleep(0)
         await within(two.aclose(), "aclose")
         await expect_error(ClosedChannelError, held, "closing wakes a synchronous send")
 
