@@ -155,15 +155,25 @@ def _import(node: Node) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"node {node.name}: cannot import {module_name!r} ({error}); it is looked for beside the graph file") from error
+        found = _loaded_from(module_name)
+        raise UserError(f"node {node.name}: cannot import {module_name!r} ({error}){found}; put it beside the graph file") from error
     except Exception as error:
         raise UserError(f"node {node.name}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"node {node.name}: {module_name!r} has no function {attribute!r}; it has {', '.join(names) or 'none'}")
+        missing = f"{module_name!r} has no function {attribute!r}{_loaded_from(module_name)}"
+        raise UserError(f"node {node.name}: {missing}; it has {', '.join(names) or 'none'}")
     result: Callable[..., Any] = function
     return result
+
+
+def _loaded_from(module_name: str) -> str:
+    """ ", loaded from FILE" for the innermost loaded package of `module_name`: a module of the same name may shadow the user's."""
+    while module_name and module_name not in sys.modules:
+        module_name = module_name.rpartition(".")[0]
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return f", {module_name!r} was loaded from {file}" if file else ""
 
 
 def _annotations(node: Node, function: Callable[..., Any]) -> dict[str, Any]:

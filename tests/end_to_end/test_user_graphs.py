@@ -182,7 +182,8 @@ async def test_an_output_that_breaks_its_spec_is_named(folder: Path) -> None:
     ("operator", "text"),
     [
         ("no_such_module:f", "cannot import 'no_such_module'"),
-        ("ops:nothing", "has no function 'nothing'; it has .*double"),
+        ("ops:nothing", r"has no function 'nothing', 'ops.*' was loaded from .*ops.*\.py; it has .*double"),
+        ("json.layers:f", r"cannot import 'json\.layers' .*'json' was loaded from .*json.__init__\.py"),
         ("ops:total", "takes parts, count, the graph feeds x"),
     ],
 )
