@@ -293,6 +293,10 @@ class RunningGraph:
                 self._endpoint.fail(event.error)
             if self._requests is not None:
                 self._requests.fail(event.error)
+        elif self._requests is not None and isinstance(event, events.WorkerMarkedDead):
+            self._requests.fence_group(event.name, event.why)
+        elif self._requests is not None and isinstance(event, events.WorkerCleared):
+            self._requests.readmit_group(event.name)
         self._on_event(event)
 
     def _on_control(self, worker: str, control: Control) -> None:

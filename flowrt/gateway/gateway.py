@@ -72,6 +72,7 @@ class Gateway:
         max_requests: int = 1024,
     ) -> None:
         self._loads = {group: GroupLoad() for group in groups}
+        self._fenced: dict[str, str] = {}  # group -> why
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
         self._draw_seed = draw_seed
@@ -140,9 +141,9 @@ class Gateway:
         log.seed = self._draw_seed() if parameters.seed is None else parameters.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
         log.max_tokens = max(room, 1) if parameters.max_tokens is None else parameters.max_tokens
-        group = choose_group(self._loads)
+        group = choose_group(self._loads, self._fenced)
         if group is None:
-            return self._refuse(log, _NO_GROUP)
+            return self._refuse(log, self._no_group())
         self._alive[log.id] = log
         return self._place(log, group)
 
@@ -204,14 +205,25 @@ class Gateway:
         log = self._logs[index]
         if log.group is None:
             raise ValueError(f"request {index} has ended")
-        group = choose_group(self._loads, avoid)
+        group = choose_group(self._loads, {*avoid, *self._fenced})
         if group is None:
-            self._end(log, "error", _NO_GROUP)
+            self._end(log, "error", self._no_group())
             assert log.end is not None
             return log.end
         self._load(log, -1)
         log.attempt += 1
         return self._place(log, group)
+
+    def fence_group(self, group: str, why: str) -> list[ClientEvent | SendCancel]:
+        """Route no request to `group` any more and end those that it has with an error that says why. The cancels free what they hold
+        there, should it wake up."""
+        self._fenced[group] = why
+        logs = [log for log in self._alive.values() if log.group == group]
+        return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", tell_worker=True)]
+
+    def readmit_group(self, group: str) -> None:
+        """Route requests to a fenced group again. What it still sends for requests that have ended changes nothing."""
+        self._fenced.pop(group, None)
 
     def end_all(self, reason: str, error: str | None = None) -> list[EndEvent]:
         """End every request: the run is over."""
@@ -219,6 +231,9 @@ class Gateway:
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
+
+    def _no_group(self) -> str:
+        return "; ".join([_NO_GROUP, *(f"{group} was marked dead: {why}" for group, why in self._fenced.items())])
 
     def _new_log(self, prompt_token_ids: Sequence[int], parameters: Parameters) -> RequestLog:
         log = RequestLog(self._num_requests, tuple(prompt_token_ids), parameters)

@@ -31,6 +31,7 @@ class Requests:
         self._followed: set[int] = set()
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
+        self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
         self._failure: Exception | None = None
         self._is_closing = False
 
@@ -59,11 +60,17 @@ class Requests:
             return self._refused(admitted)
         self._changed[admitted.index] = asyncio.Event()
         self._progress.opened(self._clock.now())
+        sending, submitting = asyncio.timeout(None), self._submitting[admitted.group]
+        submitting.add(sending)
         try:
-            await self._send(admitted.group, Submit(admitted.request))
+            async with sending:
+                await self._send(admitted.group, Submit(admitted.request))
         except BaseException:  # nobody has its number, so nobody else can end it
-            self._let_go(admitted.index)
-            raise
+            if not sending.expired():  # else the group was fenced, which has ended the request
+                self._let_go(admitted.index)
+                raise
+        finally:
+            submitting.discard(sending)
         return admitted.index
 
     def refuse(self, error: str) -> int:
@@ -102,6 +109,17 @@ class Requests:
                     self._carry_out(self.gateway.on_token(token))
             case Ended():
                 self._carry_out(self.gateway.on_ended(control))
+
+    def fence_group(self, group: str, why: str) -> None:
+        """End the requests of a group that was marked dead, those that are being submitted too, and route no more to it."""
+        if group in self._submitting:
+            self._carry_out(self.gateway.fence_group(group, why))
+            for sending in self._submitting[group]:
+                sending.reschedule(0.0)
+
+    def readmit_group(self, group: str) -> None:
+        """The group works again."""
+        self.gateway.readmit_group(group)
 
     def end_all(self) -> None:
         """The run was closed: what is left is cancelled."""

@@ -21,6 +21,11 @@ def may_die(graph: Graph) -> frozenset[str]:
     return frozenset(process for process, held in operators.items() if held <= _STATELESS)
 
 
+def is_watched(graph: Graph) -> bool:
+    """Whether a monitor watches the processes: those that can be restarted, and groups, whose requests can end without the run."""
+    return graph.reliability.detector and bool(may_die(graph) or graph.model is not None)
+
+
 def neighbours(graph: Graph) -> dict[str, tuple[str, ...]]:
     """process -> the others that share an edge with it, in the graph's order; a process without any is left out."""
     found: dict[str, dict[str, None]] = {}

@@ -102,7 +102,7 @@ class WorkerSuspected:
 
 @dataclass(frozen=True)
 class WorkerCleared:
-    """`name`, which was suspected, shows signs of work again."""
+    """`name`, which was suspected or marked dead, works again."""
 
     name: str
     why: str
@@ -110,7 +110,8 @@ class WorkerCleared:
 
 @dataclass(frozen=True)
 class WorkerMarkedDead:
-    """The monitor holds `name` for dead or stuck. It is killed if it may die, and so lost; if not, nothing follows."""
+    """The monitor marks `name` dead. It is killed if it may die, and so lost; if not, the gateway fences it, if it is a group, until it is
+    cleared."""
 
     name: str
     why: str
@@ -174,7 +175,7 @@ def news(event: Event) -> str | None:
         case WorkerGivenUp(name, why):
             return f"{name} stays down: {why}"
         case WorkerMarkedDead(name, why, is_killed) if not is_killed:
-            return f"{name} is held for dead ({why}); it cannot be replaced, so the run waits for it"
+            return f"{name} is marked dead ({why}); its requests end with an error, and it gets no new ones until it works again"
         case ExpertsLost(name, text, "degrade") if text:
             return f"{name}: {text}; it goes on without, and marks what it answers as degraded"
     return None

@@ -22,7 +22,7 @@ class Standing:
         self.progress = Progress()
         self._failure: str | None = None
         self._suspects: dict[str, str] = {}
-        self._stuck: dict[str, str] = {}  # held for dead and not replaced: the monitor says no more of them, their beats do
+        self._stuck: dict[str, str] = {}  # marked dead and not replaced: name -> why
         self._down: dict[str, str] = {}
         self._given_up: dict[str, None] = {}
         self._lost_experts: dict[str, events.ExpertsLost] = {}  # by group
@@ -47,6 +47,7 @@ class Standing:
                     self._stuck[name] = why
             case events.WorkerCleared(name):
                 self._suspects.pop(name, None)
+                self._stuck.pop(name, None)
             case events.WorkerLost(name, how):  # of attention groups nothing is heard here: their death ends the run
                 self._down[name] = how
                 self._given_up.pop(name, None)  # the fork server had only stood still
@@ -76,7 +77,6 @@ class Standing:
             if name in self._emitting:
                 self.progress.progressed(now)
         self._workers[name] = heartbeat, since
-        self._stuck.pop(name, None)
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         now = self._now()
@@ -88,7 +88,9 @@ class Standing:
             failure=self._failure,
             lost_experts="; ".join(lost) or None,
             degraded="; ".join(degraded) or None,
-            suspects=self._suspects | self._stuck,
+            suspects=self._suspects,
+            fenced=self._stuck,
+            groups=self._emitting,
             down=self._down,
             given_up=tuple(self._given_up),
             workers={name: _progress_of(heartbeat, now - since) for name, (heartbeat, since) in self._workers.items()},

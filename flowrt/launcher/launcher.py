@@ -1,9 +1,7 @@
 """The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
 
-Here: `Launcher` and the order of a run's life. Not here: forking (fork_server_client.py, fork_server.py), which worker shares a process
-and which transport
-an edge uses (choose.py), deaths that a run outlives (revival.py), requests and tokens (gateway.py), what a worker does (named as
-"module:function", never imported here unless `processes: one`). Called by the api and the cli.
+Not here: forking (fork_server_client.py), transports of edges (transport_choice.py), deaths that a run outlives (restarts.py), requests
+and tokens (flowrt/gateway).
 
 A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails that may not die,
 or a callback of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed.
@@ -22,6 +20,7 @@ from flowrt.actors.control import Control, Heartbeat, Late, LinkLost, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
+from flowrt.graph.roles import is_watched
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.ending import close_all, end_all, kill_all, see_end, tell_all
@@ -205,7 +204,7 @@ class Launcher:
                 await self._start(tasks, own)
                 self._revival.begin()
                 own.append(tasks.create_task(self._revival.run(), name="revival"))
-                if self.graph.reliability.detector and any(map(self._revival.outlives, self._hosts.exits)):
+                if is_watched(self.graph) and FORK_SERVER in self._hosts.exits:
                     own.append(tasks.create_task(self._watching.run(self._log_level), name="watching"))
                 self._ready.set_result(None)
                 await self._stop_wanted.wait()

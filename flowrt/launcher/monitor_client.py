@@ -41,6 +41,7 @@ class Watching:
 
     def __init__(self, run: Run, hosts: Hosts, revival: Revival, clock: Clock, run_id: str) -> None:
         self._run, self._hosts, self._revival, self._clock, self._run_id = run, hosts, revival, clock, run_id
+        self._fenced: set[str] = set()  # marked dead by the present monitor, and not killed
 
     async def run(self, log_level: str) -> None:
         """Have the monitor started, and tell it that we live, until cancelled."""
@@ -82,17 +83,26 @@ class Watching:
             case Suspected():
                 self._run.on_event(events.WorkerSuspected(control.process, control.why))
             case Cleared():
-                self._run.on_event(events.WorkerCleared(control.process, control.why))
+                self._clear(control.process, control.why)
             case Condemned():
                 is_killed = self._revival.outlives(accused.host)
+                if not is_killed:
+                    self._fenced.add(control.process)
                 self._run.on_event(events.WorkerMarkedDead(control.process, control.why, is_killed))
                 self._revival.condemn(accused, f"was held for dead ({control.why})")
 
     def on_connected(self, line: ControlConnection) -> None:
-        """A life of the monitor is there: it learns who else is."""
+        """A life of the monitor is there: it learns who else is, and marks anew whom it finds dead."""
+        if line.name == MONITOR:
+            for name in sorted(self._fenced):
+                self._clear(name, "the monitor was started again")
         for other in self._run.workers.values():
             if line.name == MONITOR and other is not line and other.connected.done() and not other.is_over and other.placed.task is None:
                 line.post(Joined(other.name, other.incarnation, {}, other.placed.pid))
+
+    def _clear(self, name: str, why: str) -> None:
+        self._fenced.discard(name)
+        self._run.on_event(events.WorkerCleared(name, why))
 
     def _relay(self, sign: Control) -> None:
         monitor = self._run.workers.get(MONITOR)

@@ -1,6 +1,7 @@
 """The failure detector: heartbeats and process samples in, verdicts out. Pure: the clock is an argument.
 
     alive  <->  suspect  ->  dead        a new incarnation of a dead process starts alive
+      ^-----------------------'          a heartbeat without a passed bound clears one that was neither killed nor removed
 
 A process is suspect while its heartbeats are late or a client reports that it waits for it; nothing follows from that but a warning.
 Silence alone never marks a process dead. These do, each since its last heartbeat:
@@ -53,7 +54,7 @@ class Suspected:
 
 @dataclass(frozen=True)
 class Cleared:
-    """It is not suspect any more."""
+    """It is neither suspect nor dead any more."""
 
     process: str
     incarnation: str
@@ -62,7 +63,7 @@ class Cleared:
 
 @dataclass(frozen=True)
 class Condemned:
-    """The verdict: this incarnation is dead or hung. Given once per incarnation."""
+    """The verdict: this incarnation is dead or hung. Given again only after it was cleared."""
 
     process: str
     incarnation: str
@@ -103,6 +104,7 @@ class Watched:
     sequence: int = -1
     reported_until: float = -math.inf
     past: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PAST))  # earlier incarnations
+    is_removed: bool = False  # it is dead for good
 
     heard_at: float = 0.0
     silent_seconds: float = 0.0  # that count
@@ -150,7 +152,7 @@ class Detector:
         return self._watched
 
     def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
-        """Watch a new incarnation. Idempotent; a dead one stays dead."""
+        """Watch a new incarnation. Idempotent."""
         known = self._watched.get(process)
         if known is None or (known.incarnation != incarnation and incarnation not in known.past):
             self._begin(now, process, incarnation, times)
@@ -159,7 +161,7 @@ class Detector:
         """Its connection has closed, or others have marked it dead: nothing is decided about it any more. Idempotent."""
         watched = self._watched.get(process) or self._begin(now, process, incarnation)
         if watched.incarnation == incarnation:
-            watched.state, watched.why = State.DEAD, watched.why or "its connection has closed"
+            watched.state, watched.why, watched.is_removed = State.DEAD, watched.why or "its connection has closed", True
         elif incarnation not in watched.past:
             watched.past.append(incarnation)
 
@@ -176,15 +178,16 @@ class Detector:
         watched = self._watched.get(process)
         if watched is None or (watched.state is State.DEAD and incarnation not in (watched.incarnation, *watched.past)):
             watched = self._begin(now, process, incarnation)  # an observer that was started later learns from heartbeats
-        if incarnation != watched.incarnation or watched.state is State.DEAD or sequence <= watched.sequence:
+        if incarnation != watched.incarnation or watched.is_removed or sequence <= watched.sequence:
             self.num_ignored += 1
             return []
-        fresh = Watched(incarnation, watched.state, watched.why, sequence, watched.reported_until, watched.past, now, times=times)
+        state, why = watched.state, watched.why
+        fresh = Watched(incarnation, state, why, sequence, watched.reported_until, watched.past, heard_at=now, times=times)
         self._watched[process] = fresh
         if operation is not None and 0 < operation.bound_seconds < operation.seconds:
             why = f"{operation.label} has run {operation.seconds:.2f} s, its bound is {operation.bound_seconds:.2f} s"
-            return [self._condemn(process, fresh, why)]
-        if fresh.state is State.SUSPECT and now >= fresh.reported_until:
+            return [self._condemn(process, fresh, why)] if state is not State.DEAD else []
+        if state is State.DEAD or (state is State.SUSPECT and now >= fresh.reported_until):
             return [self._clear(process, fresh)]
         return []
 

@@ -72,6 +72,8 @@ class ServiceState:
     lost_experts: str | None = None
     degraded: str | None = None
     suspects: Mapping[str, str] = field(default_factory=dict)
+    fenced: Mapping[str, str] = field(default_factory=dict)
+    groups: Collection[str] = ()
     down: Mapping[str, str] = field(default_factory=dict)
     given_up: Collection[str] = ()
     workers: Mapping[str, WorkerProgress] = field(default_factory=dict)
@@ -96,8 +98,12 @@ def health(state: ServiceState, stall_seconds: float = STALL_SECONDS) -> Health:
     if state.num_open and state.idle_seconds > stall_seconds:
         requests = "1 request is" if state.num_open == 1 else f"{state.num_open} requests are"
         problems.append(f"{requests} open, and nothing has come of any for {state.idle_seconds:.1f} s")
+    fenced = [f"{process} is marked dead: {why}" for process, why in sorted(state.fenced.items())]
+    if state.groups and state.fenced.keys() >= set(state.groups):
+        problems += fenced
     warnings = [f"{state.degraded}; output is degraded"] if state.degraded is not None else []
     warnings += [f"{process} is suspect: {why}" for process, why in sorted(state.suspects.items())]
+    warnings += [each for each in fenced if each not in problems]
     warnings += [f"{process} {how}; it is being started again" for process, how in sorted(state.down.items())]
     warnings += [f"{process} is down, and its restarts are used up" for process in sorted(state.given_up)]
     return Health(not problems, tuple(problems), tuple(warnings), dict(state.workers))

@@ -48,7 +48,7 @@ from flowrt.exchange.failover import Failover
 from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.roles import is_watched, may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute
@@ -212,7 +212,7 @@ class Worker:
             )
             tasks.create_task(runner.run(), name=f"runner of {self._start.name}")
             tasks.create_task(self._run_links(), name=f"links of {self._start.name}")
-            if self._graph.reliability.detector and may_die(self._graph):
+            if is_watched(self._graph):
                 tasks.create_task(send_heartbeats(self, self._seams.clock, self._send), name=f"beats of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:

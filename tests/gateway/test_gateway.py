@@ -318,6 +318,25 @@ def test_when_no_group_is_left_the_request_ends() -> None:
     assert door.num_unfinished == 0
 
 
+def test_requests_of_a_fenced_group_end_and_new_ones_go_elsewhere() -> None:
+    door = gateway()
+    lost, kept = place(door), place(door)
+    assert (lost.group, kept.group) == ("g0", "g1")
+    assert door.fence_group("g0", "stopped") == [
+        EndEvent(lost.index, "error", "", "g0 was marked dead: stopped"),
+        SendCancel("g0", Cancel(lost.request.id, 0)),
+    ]
+    assert door.on_token(tell(lost, "a")) == []  # it wakes up
+    assert [place(door).group for _ in range(3)] == ["g1"] * 3
+    assert isinstance(door.on_token(tell(kept, "a"))[0], TokenEvent)
+    door.fence_group("g1", "asleep")
+    refused = door.admit((1, 2))
+    assert isinstance(refused, EndEvent)
+    assert refused.error == "no attention group is left to serve the request; g0 was marked dead: stopped; g1 was marked dead: asleep"
+    door.readmit_group("g0")
+    assert place(door).group == "g0"
+
+
 def test_the_end_of_the_run_ends_every_request() -> None:
     door = gateway()
     for _ in range(3):

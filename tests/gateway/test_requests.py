@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from flowrt.actors.control import Cancel, Control, Submit, as_message
-from flowrt.gateway.gateway import Gateway, Parameters
+from flowrt.gateway.gateway import EndEvent, Gateway, Parameters
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.health import Progress
@@ -43,6 +43,30 @@ def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None
         requests.end_all()
         assert [event.finish_reason async for event in requests.follow(index)] == ["cancelled"]
         assert [type(each) for each in sent if not isinstance(each, Cancel)] == [Submit]
+        await requests.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_waits_for_room_at_a_group_ends_when_the_group_is_fenced() -> None:
+    async def main() -> None:
+        sending = asyncio.Event()
+
+        async def send(group: str, control: Control) -> None:
+            sending.set()
+            await asyncio.Event().wait()
+
+        progress = Progress()
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1), send, progress, RealClock())
+        requests.begin()
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            submitting = tasks.create_task(requests.submit([1, 2, 3], Parameters(max_tokens=4)))
+            await sending.wait()
+            requests.fence_group("g", "stopped")
+        (end,) = [event async for event in requests.follow(submitting.result())]
+        assert isinstance(end, EndEvent)
+        assert (end.finish_reason, end.error) == ("error", "g was marked dead: stopped")
+        assert progress.num_open == 0
         await requests.aclose()
 
     asyncio.run(main())

@@ -91,12 +91,20 @@ def test_with_the_monitor_its_suspicions_are_gone(told: Told) -> None:
     assert told.warnings == ("monitor was killed; it is being started again",)
 
 
-def test_one_that_is_held_for_dead_and_cannot_be_replaced_is_suspect_until_it_works_again(told: Told) -> None:
-    told.heartbeat("attention.0", 3)
-    told.hear(events.WorkerMarkedDead("attention.0", "no heartbeat for 1.1 s", is_killed=False))
-    assert told.warnings == ("attention.0 is suspect: no heartbeat for 1.1 s",)
-    told.heartbeat("attention.0", 3)
+def test_a_process_that_is_fenced_is_named_until_it_is_cleared(told: Told) -> None:
+    told.hear(events.WorkerMarkedDead("experts.0", "stopped", is_killed=False))
+    told.heartbeat("experts.0", 3)  # of an operation beyond its bound
+    assert told.warnings == ("experts.0 is marked dead: stopped",)
+    told.hear(events.WorkerCleared("experts.0", "it works again"))
     assert told.warnings == ()
+
+
+def test_without_any_group_that_works_the_service_is_not_healthy(told: Told) -> None:
+    told.hear(events.WorkerMarkedDead("attention.0", "stopped", is_killed=False))
+    assert told.standing.health().problems == ("attention.0 is marked dead: stopped",)
+    assert told.warnings == ()
+    told.hear(events.WorkerCleared("attention.0", "it works again"))
+    assert told.standing.health().ok
 
 
 def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(told: Told) -> None:

@@ -162,15 +162,15 @@ def test_a_short_stop_after_a_long_wait_for_a_processor_is_a_short_stop() -> Non
     assert {type(each) for _, each in scene.said} == {Suspected, Cleared}
 
 
-@pytest.mark.parametrize(("stall_seconds", "num_dead"), [(0.3, 0), (1.2, 1)])
-def test_an_hour_in_a_crowd(stall_seconds: float, num_dead: int) -> None:
+@pytest.mark.parametrize(("stall_seconds", "dies"), [(0.3, False), (1.2, True)])
+def test_an_hour_in_a_crowd(stall_seconds: float, dies: bool) -> None:
     """Waits of up to 3 s for a processor, and stalls. Those of 0.3 s cost no process; those of 1.2 s do, so the hour says something."""
     drawn, scene = random.Random(1), Scene()
     while scene.now < 1000.0 + HOUR:
         scene.play(drawn.uniform(0.1, 3.0), dataclasses.replace(QUEUED, cpu=0.12, loop_cpu=0.06, queued=drawn.choice([0.0, 0.9])))
         scene.play(stall_seconds, drawn.choice([STOPPED, ASLEEP, BUSY]))
         scene.play(drawn.uniform(0.1, 3.0), HEALTHY)
-    assert len(scene.verdicts) == num_dead
+    assert bool(scene.verdicts) is dies
 
 
 def test_short_stalls_are_not_even_suspected() -> None:
@@ -225,11 +225,23 @@ def test_an_operation_beyond_its_bound_marks_its_process_dead() -> None:
     ]
 
 
-def test_a_dead_incarnation_that_wakes_stays_dead_and_a_new_one_can_die() -> None:
+def test_a_dead_incarnation_that_works_again_is_cleared_unless_it_was_removed() -> None:
+    """What can be replaced is killed and removed; what cannot is fenced until its heartbeats come again, without a passed bound."""
     scene = Scene()
     scene.play(2.0, STOPPED)
+    detector = scene.detector
+    assert detector.record_heartbeat(scene.now, "x", "1", 10**6, Operation("'call'", 2.0, 1.0)) == []
+    scene.sequence = 10**6
+    scene.play(1.0, HEALTHY)
+    assert [type(each) for _, each in scene.said] == [Suspected, Condemned, Cleared]
+    detector.remove(scene.now, "x", "1")
     scene.play(2.0, HEALTHY)
-    assert len(scene.verdicts) == 1
+    assert [type(each) for _, each in scene.said] == [Suspected, Condemned, Cleared]
+
+
+def test_each_incarnation_can_die() -> None:
+    scene = Scene()
+    scene.play(2.0, STOPPED)
     detector = scene.detector
     detector.add(scene.now, "x", "2", scene.process.times)
     assert detector.watched["x"].state is State.ALIVE
@@ -299,15 +311,16 @@ class Evidence(RuleBasedStateMachine):
         self.incarnations: dict[str, int] = {}  # the latest of each
         self.processes: dict[str, Process] = {}  # of those that are not dead
         self.since: dict[str, dict[str, float]] = {}  # process -> what it did since its last heartbeat, in seconds
-        self.condemned: set[tuple[str, str]] = set()
+        self.removed: set[str] = set()  # those of which the latest incarnation was
         self.sequence = 0
 
-    def take(self, decisions: list[Decision], overrun: str | None = None) -> None:
+    def take(self, decisions: list[Decision], overrun: str | None = None, cleared: str | None = None) -> None:
         for decision in decisions:
             process = decision.process
             assert decision.why
             assert decision.incarnation == str(self.incarnations[process]), "a verdict on an earlier incarnation"
-            assert process in self.processes, "a verdict on the dead"
+            assert process not in self.removed, "a verdict on a closed connection"
+            assert (process in self.processes) != (process == cleared), "only the dead are cleared by a heartbeat, and nothing else follows"
             if isinstance(decision, Condemned):
                 did = self.since[process]
                 assert (
@@ -315,14 +328,17 @@ class Evidence(RuleBasedStateMachine):
                     or did.get("received", 0.0) >= self.timeouts.dead_seconds - 1e-6
                     or any(did.get(each, 0.0) >= SEEN_SHARE * self.timeouts.dead_seconds - 1e-6 for each in ("stopped", "asleep"))
                 ), f"no evidence: {decision.why}"
-                self.condemned.add((process, decision.incarnation))
                 del self.processes[process]
+            elif process == cleared:
+                assert isinstance(decision, Cleared)
+                self.processes[process] = Process()
 
     @rule(process=names)
     def add(self, process: str) -> None:
         self.incarnations[process] = self.incarnations.get(process, 0) + 1
         self.processes[process] = Process()
         self.since[process] = {}
+        self.removed.discard(process)
         self.detector.add(self.now, process, str(self.incarnations[process]), ProcessTimes(0.0, 0.0, 0.0))
 
     @rule(process=names, seconds=st.sampled_from([0.0, 0.5, 2.0]), bound=st.sampled_from([0.0, 1.0]))
@@ -337,7 +353,10 @@ class Evidence(RuleBasedStateMachine):
         times = None if known is None else known.times
         said = self.detector.record_heartbeat(self.now, process, str(self.incarnations[process]), self.sequence, operation, times)
         overrun = 0 < bound < seconds
-        self.take(said, process if overrun else None)
+        is_dead = known is None and process not in self.removed
+        if is_dead:
+            self.since[process] = {}
+        self.take(said, process if overrun else None, process if is_dead else None)
         assert not (overrun and process in self.processes), "an operation beyond its bound was not noticed"
 
     @rule(process=names)
@@ -352,6 +371,7 @@ class Evidence(RuleBasedStateMachine):
         if process in self.incarnations:
             self.detector.remove(self.now, process, str(self.incarnations[process]))
             self.processes.pop(process, None)
+            self.removed.add(process)
 
     @rule(process=names)
     def report(self, process: str) -> None:

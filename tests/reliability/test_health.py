@@ -45,6 +45,14 @@ def test_requests_without_progress_are_no_health() -> None:
             Health(True, (), ("experts.1 is suspect: no heartbeat for 0.42 s", "experts.0 is down, and its restarts are used up")),
         ),
         (
+            ServiceState(fenced={"attention.1": "stopped"}, groups=["attention.0", "attention.1"]),
+            Health(True, (), ("attention.1 is marked dead: stopped",)),
+        ),
+        (
+            ServiceState(fenced={"attention.0": "stopped", "experts.0": "asleep"}, groups=["attention.0"]),
+            Health(False, ("attention.0 is marked dead: stopped", "experts.0 is marked dead: asleep")),
+        ),
+        (
             ServiceState(degraded="no copy of expert 3 is left", down={"experts.1": "was killed by SIGKILL"}),
             Health(
                 True,
