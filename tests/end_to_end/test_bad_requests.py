@@ -1,4 +1,4 @@
-"""Badly typed requests and readers too many: each is told in a sentence, and the graph goes on serving."""
+"""Invalid requests and a second reader of a stream: each gets a one-line error, and the graph keeps serving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def end(running: RunningGraph, prompt: Any, **parameters: Any) -> flowrt.E
     return events[0]
 
 
-async def test_bad_requests_end_alone(served: Served, tmp_path: Path) -> None:
+async def test_bad_request_affects_no_other(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 0}})
     async with flowrt.open(graph) as running:
         for prompt in ([1.5], None, 5, ["a"], "half \ud800", b"ab"):
@@ -62,7 +62,7 @@ async def test_bad_requests_end_alone(served: Served, tmp_path: Path) -> None:
 async def test_logits_that_are_not_finite_end_their_request_with_an_error(
     served: Served, tmp_path: Path, logprobs: int | None, numerics: str
 ) -> None:
-    """One token of the vocabulary has an embedding of NaN; a request without it, in the same batches, is answered as ever."""
+    """One token of the vocabulary has an embedding of NaN; requests without it, in the same batches, keep their tokens."""
     for path in served.directory.iterdir():
         (tmp_path / path.name).symlink_to(path)
     prompt = served.prompts[2]
@@ -86,6 +86,6 @@ async def test_logits_that_are_not_finite_end_their_request_with_an_error(
 
 
 @pytest.mark.parametrize("prompts", [None, 5])
-def test_prompts_that_are_none(served: Served, tmp_path: Path, prompts: Any) -> None:
+def test_empty_prompts_are_refused(served: Served, tmp_path: Path, prompts: Any) -> None:
     with pytest.raises(flowrt.UserError, match=r"prompts is .*, it must be a text"):
         flowrt.generate(served.write(tmp_path), prompts)

@@ -1,4 +1,4 @@
-"""A graph that emulates other hardware: the same tokens, no step faster than its model, refusals before anything starts, void when slow."""
+"""Emulated hardware: equal tokens, no step faster than its model, early refusals, and void results when the machine is too slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK = {"latency_seconds": 1e-3, "bandwidth_bytes_per_second": 1e9, "message_sec
 
 
 class QuietTimer(LoopTimer):
-    """A machine whose waits end exactly: what the test is run on must not decide whether it may start."""
+    """Waits that end exactly, so that the test machine does not decide whether the graph may start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
         assert told[name].num_delivered >= received, statistics  # and the credits that came back
 
 
-async def test_reality_slower_than_the_model_is_void(served: Served, tmp_path: Path) -> None:
+async def test_result_is_void_when_reality_is_slower_than_the_model(served: Served, tmp_path: Path) -> None:
     emulate = {"dilation": 1, "compute": {"attention_seconds": 1e-9}}
     graph = served.write(tmp_path, {"processes": 1}, emulate=emulate)
     async with flowrt.open(graph, seams=QUIET) as running:
@@ -76,7 +76,7 @@ async def test_reality_slower_than_the_model_is_void(served: Served, tmp_path: P
     assert account.num_computed_late == account.num_computed == 2
 
 
-async def test_a_dilation_too_small_for_this_machine_is_refused_before_anything_starts(served: Served, tmp_path: Path) -> None:
+async def test_dilation_too_small_for_this_machine_is_refused_before_the_start(served: Served, tmp_path: Path) -> None:
     class CoarseTimer(QuietTimer):
         async def wait_until(self, when: float) -> None:
             self._seconds = when + 1e-4

@@ -1,4 +1,4 @@
-"""Expert servers that die while requests run, with real processes: no token is lost, doubled or changed, and what died comes back."""
+"""Death of expert servers during requests, with real processes: no token is lost, doubled or changed, and servers rejoin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 class Story:
-    """What became of the expert servers."""
+    """Events about the expert servers."""
 
     def __init__(self) -> None:
         self.lost: list[str] = []
@@ -50,7 +50,7 @@ def write(served: Served, folder: Path, deploy: dict[str, object], **more: objec
 
 
 async def tokens_of(running: flowrt.RunningGraph, prompts: Sequence[Sequence[int]], kill_at: Callable[[int], None]) -> list[list[int]]:
-    """All prompts at once; `kill_at` is told the number of tokens so far, of all of them."""
+    """Serve all prompts at the same time; calls `kill_at` with the number of tokens so far, over all prompts."""
     tokens: list[list[int]] = [[] for _ in prompts]
 
     async def follow(place: int, prompt: Sequence[int]) -> None:
@@ -69,8 +69,8 @@ async def tokens_of(running: flowrt.RunningGraph, prompts: Sequence[Sequence[int
 
 
 @pytest.mark.parametrize("transport", ["zmq", "auto"])
-async def test_killed_servers_change_no_token_and_come_back(served: Served, tmp_path: Path, transport: str) -> None:
-    """Each of three servers is killed once, while the others have room for what it held."""
+async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_path: Path, transport: str) -> None:
+    """Each of three servers is killed once, while every expert keeps a replica."""
     deploy = COPIES | {"links": {"attention-experts": {"transport": transport}}}
     story = Story()
     async with flowrt.open(write(served, tmp_path, deploy), on_event=story.note) as running:
@@ -95,7 +95,7 @@ async def test_killed_servers_change_no_token_and_come_back(served: Served, tmp_
         assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_the_last_copy_back_in_time_is_only_a_pause(served: Served, tmp_path: Path) -> None:
+async def test_last_replica_that_rejoins_in_time_only_delays(served: Served, tmp_path: Path) -> None:
     async with flowrt.open(write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 60})) as running:
         expected = await tokens_of(running, served.prompts[:2], lambda count: None)
         killed: list[int] = []
@@ -109,7 +109,7 @@ async def test_the_last_copy_back_in_time_is_only_a_pause(served: Served, tmp_pa
         assert running.pids["experts.1"] != killed[0]
 
 
-async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served: Served, tmp_path: Path) -> None:
+async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served: Served, tmp_path: Path) -> None:
     story = Story()
     graph = write(served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05})
     async with flowrt.open(graph, on_event=story.note) as running:
@@ -130,7 +130,7 @@ async def test_the_last_copy_gone_is_an_error_in_time_and_service_resumes(served
         assert again.token_ids == expected.token_ids
 
 
-async def test_the_last_copy_gone_and_output_goes_on_marked_until_it_is_back(served: Served, tmp_path: Path) -> None:
+async def test_degraded_output_is_marked_until_the_last_replica_rejoins(served: Served, tmp_path: Path) -> None:
     story = Story()
     graph = write(
         served, tmp_path, ALONE, reliability={"unavailable_expert_seconds": 0.05, "unavailable_expert": "degrade", "hedge": False}
@@ -154,7 +154,7 @@ async def test_the_last_copy_gone_and_output_goes_on_marked_until_it_is_back(ser
         assert again.token_ids == expected.token_ids
 
 
-async def test_a_server_killed_while_it_loads_its_weights_costs_nothing(served: Served, tmp_path: Path) -> None:
+async def test_server_killed_while_loading_weights_fails_no_request(served: Served, tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill(event: events.Event) -> None:
@@ -170,7 +170,7 @@ async def test_a_server_killed_while_it_loads_its_weights_costs_nothing(served: 
         assert not running.health().warnings
 
 
-async def test_without_failover_a_death_ends_the_run(served: Served, tmp_path: Path) -> None:
+async def test_death_ends_the_run_without_failover(served: Served, tmp_path: Path) -> None:
     async def run() -> None:
         async with flowrt.open(write(served, tmp_path, COPIES, reliability={"failover": False})) as running:
             os.kill(running.pids["experts.1"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A transport that breaks in mid-run under a served model: the tokens are those of the undisturbed run, and the account tells."""
+"""A transport that breaks during a run: tokens are unchanged, and the statistics count the fallback."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_request_that_waits_for_a_paused_server_is_no_health(served: Served, tmp_path: Path) -> None:
+async def test_run_is_unhealthy_while_a_request_waits_for_a_paused_server(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, ALONE, limits={"max_tokens": 40}, reliability={"detector": False})
     async with flowrt.open(graph) as running:
         assert running.health() == Health(True)
@@ -48,7 +48,7 @@ async def test_a_request_that_waits_for_a_paused_server_is_no_health(served: Ser
         assert is_ok()
 
 
-async def test_a_lost_expert_is_no_health_until_it_is_back_and_workers_tell_their_progress(served: Served, tmp_path: Path) -> None:
+async def test_run_is_unhealthy_while_an_expert_is_unavailable(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, ALONE, limits={"max_tokens": 40}, reliability={"unavailable_expert_seconds": 60})
     async with flowrt.open(graph, on_event=lambda event: None) as running:
         names = {"attention.0", "experts.0", "experts.1"}

@@ -1,4 +1,4 @@
-"""Strict numerics: every logit of every token has the same bits, whatever else is served, where experts lie, and what was preempted."""
+"""Strict numerics: logits are bit-equal for any batch, placement of experts and preemption."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Hashes:
-    """(seed, token index) -> hash of the logits that the token was drawn from, of all runs whose workers live in this process."""
+    """(seed, token index) -> hash of the logits that the token was drawn from, of all runs with workers in this process."""
     found: Hashes = {}
     sample = model_nodes.sample
 
@@ -62,7 +62,7 @@ def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "fl
 
 
 async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence[int], **settings: Any) -> list[flowrt.Completion]:
-    """All at once. A prompt's number is its seed, by which its logits are known."""
+    """Serve all prompts at the same time. The index of a prompt is its seed, which identifies its logits."""
 
     def asked(number: int) -> flowrt.Parameters:
         return flowrt.Parameters(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number, "logprobs": 5} | settings)
@@ -72,7 +72,7 @@ async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence
 
 
 async def each_alone(family: Served, folder: Path, hashes: Hashes, dtype: str) -> Hashes:
-    """The hashes when no request ever sees another."""
+    """The hashes when requests run one by one."""
     async with flowrt.open(write(family, folder, {}, dtype)) as running:
         for number, prompt in enumerate(family.prompts):
             await running.complete(prompt, flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
@@ -107,7 +107,7 @@ async def test_chunks_beside_others_and_recomputing_change_no_bit(
 
 
 async def test_logprobs_and_drawn_tokens_are_the_same_between_real_processes(family: Served, tmp_path: Path) -> None:
-    """Logprobs hold the sum over the whole vocabulary. They are compared as numbers are told, not to a tolerance."""
+    """Logprobs hold the sum over the whole vocabulary. They are compared exactly, without a tolerance."""
     drawn = {"temperature": 1.5, "n": 2}
     inside = write(family, tmp_path, {}, "bfloat16")
     alone = [told for number in (2, 6) for told in await serve(inside, family.prompts, [number], **drawn)]

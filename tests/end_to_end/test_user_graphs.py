@@ -187,7 +187,7 @@ async def test_an_output_that_breaks_its_spec_is_named(folder: Path) -> None:
         ("ops:total", "takes parts, count, the graph feeds x"),
     ],
 )
-async def test_an_operator_that_is_not_there_is_the_users_to_mend(folder: Path, operator: str, text: str) -> None:
+async def test_missing_operator_is_a_user_error(folder: Path, operator: str, text: str) -> None:
     graph = write(folder, f"  a: {{operator: {operator}, process: p}}", LINE)
     with pytest.raises(flowrt.UserError, match=text):
         async with flowrt.open(graph, on_line=lambda process, line: None):
@@ -221,7 +221,7 @@ async def test_an_input_that_breaks_a_spec_of_the_file_is_refused_in_the_call(fo
         assert torch.equal(await running(x=torch.ones(2, 4)), torch.full((2, 4), 2.0))
 
 
-async def test_an_input_larger_than_a_message_is_refused_at_the_door(folder: Path) -> None:
+async def test_input_larger_than_a_message_is_refused_in_the_call(folder: Path) -> None:
     graph = write(folder, "  a: {operator: ops:step, process: p}", LINE, "processes: one\nlimits: {max_message_bytes: 1048576}")
     async with flowrt.open(graph) as running:
         with pytest.raises(flowrt.UserError, match=r"input x has 4194304 bytes; limits.max_message_bytes is 1048576"):
@@ -238,7 +238,7 @@ async def test_a_message_too_large_between_nodes_ends_the_run_by_name(folder: Pa
             await running(x=torch.zeros(1))
 
 
-async def test_cancelled_calls_keep_their_places_until_their_tags_are_through(folder: Path) -> None:
+async def test_cancelled_call_keeps_its_credit_until_its_tag_completes(folder: Path) -> None:
     """A loop between two workers has credits for limits.in_flight tags: a cancelled call's tag is still one of them."""
     nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
     edges = (
@@ -256,7 +256,7 @@ async def test_cancelled_calls_keep_their_places_until_their_tags_are_through(fo
             assert (await running(x=torch.zeros(1))).item() == 20.0
 
 
-async def test_the_users_tensors_are_the_users(folder: Path) -> None:
+async def test_operator_cannot_write_to_the_callers_tensors(folder: Path) -> None:
     """An operator that writes into its input does not reach the caller's memory; what comes out is an ordinary tensor."""
     graph = write(folder, "  a: {operator: ops:write_into, process: p}", LINE)
     x = torch.zeros(3, requires_grad=True)
@@ -297,7 +297,7 @@ async def call_all(graph: Path, inputs: list[torch.Tensor]) -> None:
     ],
 )
 @pytest.mark.parametrize("short", [False, True])
-async def test_an_operator_that_gives_nothing_or_cancels_does_not_hang(folder: Path, operator: str, text: str, short: bool) -> None:
+async def test_operator_that_returns_nothing_or_cancels_does_not_hang(folder: Path, operator: str, text: str, short: bool) -> None:
     """Whether it runs in the compute thread or, once its label is known to be short, on the loop."""
     (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS.replace("(x):\n", "(x):\n    if x[0] > 0: return x\n"))
     graph = write(folder, f"  a: {{operator: ops:{operator}, process: p}}", LINE)
@@ -305,7 +305,7 @@ async def test_an_operator_that_gives_nothing_or_cancels_does_not_hang(folder: P
         await call_all(graph, [torch.ones(1)] * (5 if short else 0) + [torch.zeros(1)])
 
 
-async def test_a_node_of_which_nobody_waits_may_return_none(folder: Path) -> None:
+async def test_node_without_consumers_may_return_none(folder: Path) -> None:
     (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS)
     nodes = "  a: {operator: ops:step, process: p}\n  log: {operator: ops:nothing, process: p}"
     edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n  - {from: a.y, to: log.x}"
@@ -314,9 +314,7 @@ async def test_a_node_of_which_nobody_waits_may_return_none(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("processes", ["one", "many"])
-async def test_what_the_user_can_mend_is_one_line_without_traceback(
-    folder: Path, processes: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_user_error_is_one_line_without_traceback(folder: Path, processes: str, capfd: pytest.CaptureFixture[str]) -> None:
     graph = write(folder, "  a: {operator: no_such_module:f, process: p}", LINE, f"processes: {processes}")
     lines: list[str] = []
     with pytest.raises(flowrt.UserError, match="cannot import 'no_such_module'"):
@@ -331,7 +329,7 @@ async def test_what_the_user_can_mend_is_one_line_without_traceback(
 async def test_a_broken_checkpoint_is_one_line_without_traceback(
     served: Served, tmp_path: Path, processes: str, fault: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every process that reads the checkpoint fails at about the same time; none of them prints where."""
+    """Every process that reads the checkpoint fails at about the same time; none prints a traceback."""
     model = tmp_path / "model"
     model.mkdir()
     for path in served.directory.iterdir():

@@ -51,7 +51,7 @@ def test_logprobs_of_more_tokens_than_there_are() -> None:
 def test_penalties_are_what_they_are_called() -> None:
     """Repetition as transformers has it, over prompt and output; presence and frequency over the output, as OpenAI defines them.
 
-    (tests/end_to_end/test_asked_for.py compares with transformers itself.)
+    (tests/end_to_end/test_request_parameters.py compares with transformers itself.)
     """
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 3
     prompt, output = [3, 4, 4, 5, 6], [7, 4, 7, 7, 9, 3]

@@ -1,4 +1,4 @@
-"""Rules that no common linter knows: what may be imported and called only through the seams, and what nowhere at all."""
+"""Rules beyond the linters: modules and calls that only the seams may use, and some that are used nowhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repository.source_tree import Source, sources
 MAX_LINES = 600
 LONG_FILES: dict[str, str] = {}  # path: why it must be longer; empty, and meant to stay so
 
-# Time, chance, threads and processes come through flowrt/seams.py, so that virtual time can stand in for the world.
+# Time, random numbers, threads and processes come through flowrt/seams.py, so that the simulation can replace them.
 SEAM_MODULES = {"time", "random", "uuid", "secrets", "threading", "subprocess", "_thread", "sched"}
 SEAM_FILES = {
     "flowrt/seams.py": "the seams themselves",
@@ -20,14 +20,14 @@ SEAM_FILES = {
     "flowrt/launcher/launcher.py": "makes the run's key",
     "flowrt/processes/exit_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",
-    "flowrt/chaos/worker.py": "does to a real process what befalls it",
-    "flowrt/chaos/inject.py": "draws from a seed whom to kill",
+    "flowrt/chaos/worker.py": "injects faults into a real process",
+    "flowrt/chaos/inject.py": "draws the processes to kill from a seed",
     "transports/conformance/suite.py": "times the checks, and waits for what ends by itself",
-    "transports/channel/bulk_copy.py": "measures what a copy and its hand-over cost on this machine",
-    "transports/wire/handshake.py": "draws nonces, which nobody must foretell",
-    "transports/channel/rendezvous.py": "draws the names of sockets, which nobody must foretell",
-    "transports/channel/window_memory.py": "draws the keys of windows, which nobody must guess",
-    "transports/zeromq": "draws the names of sockets, which nobody must foretell",
+    "transports/channel/bulk_copy.py": "measures the cost of a copy on this machine",
+    "transports/wire/handshake.py": "draws nonces, which must be unpredictable",
+    "transports/channel/rendezvous.py": "draws socket names, which must be unpredictable",
+    "transports/channel/window_memory.py": "draws window keys, which must be unpredictable",
+    "transports/zeromq": "draws socket names, which must be unpredictable",
 }
 NOWHERE = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "multiprocessing", "imp"}
 UNPICKLERS = ("torch.load", "torch.save", "numpy.load", "np.load", "torch.multiprocessing", "joblib.load")
@@ -49,7 +49,7 @@ TASK_OWNERS: dict[str, str] = {
     "transports/conformance/window_checks.py": "the same",
     "transports/channel/message_windows.py": "the answers to the peer's calls: ended by the channel's aclose",
     "flowrt/launcher/launcher.py": "the run: ended by stop, or by leaving `async with`",
-    "flowrt/simulation/world.py": "simulated processes, which nobody awaits so that they can be cut off: the run fails when one is left",
+    "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
 SLEEPERS = ("flowrt/actors/fallback.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
@@ -61,7 +61,7 @@ def place(source: Source, node: ast.AST) -> str:
     return f"{source.path}:{getattr(node, 'lineno', 0)}"
 
 
-def test_time_chance_threads_and_processes_come_through_the_seams() -> None:
+def test_time_randomness_threads_and_processes_come_through_the_seams() -> None:
     wrong = [
         f"{source.path}:{entry.line}: {entry.target}"
         for source in sources()
@@ -137,7 +137,7 @@ def test_waiting_for_a_time_goes_through_the_clock() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_file_says_what_lives_in_it() -> None:
+def test_every_module_has_a_docstring() -> None:
     wrong = []
     for source in sources():
         text = ast.get_docstring(source.tree) or ""
@@ -147,7 +147,7 @@ def test_every_file_says_what_lives_in_it() -> None:
     assert not wrong, "files without an opening docstring:\n" + "\n".join(wrong)
 
 
-def test_no_file_is_too_long_to_hold_in_mind() -> None:
+def test_no_file_is_too_long() -> None:
     wrong = [
         f"{source.path}: {source.text.count(chr(10))} lines"
         for source in sources()
@@ -156,7 +156,7 @@ def test_no_file_is_too_long_to_hold_in_mind() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_names_say_something() -> None:
+def test_names_are_specific() -> None:
     wrong = [source.path for source in sources() if source.path.rsplit("/", 1)[-1].removesuffix(".py") in BAD_FILE_NAMES]
     for source in sources():
         for node in source.nodes():

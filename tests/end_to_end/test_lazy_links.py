@@ -1,4 +1,4 @@
-"""Links that open at their first use, with real processes: never without one, in order under load, and with a peer that died before."""
+"""Lazy links with real processes: opened by the first message only, in order under load, and with a peer that died before."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def deploy(transport: str, **link: str) -> dict[str, object]:
 
 
 def descriptors(running: flowrt.RunningGraph) -> dict[str, int]:
-    """What each worker of a role holds open: every link of shm or zmq has several."""
+    """Open descriptors of each worker of a role; each open shm or zmq link has several."""
     return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in running.pids.items() if "." in name}
 
 
 @pytest.mark.parametrize("transport", SCHEMES)
-async def test_a_link_that_is_never_used_is_never_opened(served: Served, tmp_path: Path, transport: str) -> None:
-    """One request is one group's work: the other one's links stay closed, and cost nothing."""
+async def test_unused_link_is_never_opened(served: Served, tmp_path: Path, transport: str) -> None:
+    """One request uses one group; the links of the other group stay closed."""
     async with flowrt.open(served.write(tmp_path, deploy(transport))) as running:
         before = descriptors(running)
         done = await running.complete(served.prompts[0], ASKED)
@@ -63,7 +63,7 @@ async def test_a_link_that_is_never_used_is_never_opened(served: Served, tmp_pat
 
 
 @pytest.mark.parametrize("transport", SCHEMES)
-async def test_links_may_all_be_opened_at_the_start(served: Served, tmp_path: Path, transport: str) -> None:
+async def test_links_can_be_opened_at_the_start(served: Served, tmp_path: Path, transport: str) -> None:
     async with flowrt.open(served.write(tmp_path, deploy(transport, open="start"))) as running:
         before = descriptors(running)
         await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
@@ -72,8 +72,8 @@ async def test_links_may_all_be_opened_at_the_start(served: Served, tmp_path: Pa
 
 
 @pytest.mark.parametrize("transport", SCHEMES)
-async def test_a_link_first_used_under_load_delivers_in_order(tmp_path: Path, transport: str) -> None:
-    """As many messages as the credits allow are posted before the links are there."""
+async def test_link_opened_under_load_delivers_in_order(tmp_path: Path, transport: str) -> None:
+    """The client posts as many messages as the credits allow before the link is open."""
     (tmp_path / f"ops_{transport}.py").write_text(OPERATORS)
     graph = tmp_path / "graph.yaml"
     graph.write_text(
@@ -88,8 +88,8 @@ async def test_a_link_first_used_under_load_delivers_in_order(tmp_path: Path, tr
 
 
 @pytest.mark.parametrize("transport", [*SCHEMES, "auto"])
-async def test_a_server_that_dies_before_anybody_asked_it(served: Served, tmp_path: Path, transport: str) -> None:
-    """No link ends, since none was open: the groups hear of it by the launcher, ask the other server, and open links to the new life."""
+async def test_server_that_dies_before_its_first_request(served: Served, tmp_path: Path, transport: str) -> None:
+    """No link was open: the launcher notifies the groups, which use the other server and open links to the new incarnation."""
     back = asyncio.Event()
     lost: list[str] = []
 
@@ -111,7 +111,7 @@ async def test_a_server_that_dies_before_anybody_asked_it(served: Served, tmp_pa
 
 
 @pytest.mark.parametrize("transport", SCHEMES)
-async def test_a_worker_without_a_stand_in_that_dies_before_its_first_message_ends_the_run(tmp_path: Path, transport: str) -> None:
+async def test_death_of_a_stateful_worker_before_its_first_message_ends_the_run(tmp_path: Path, transport: str) -> None:
     (tmp_path / f"ops_{transport}.py").write_text(OPERATORS)
     graph = tmp_path / "graph.yaml"
     graph.write_text(

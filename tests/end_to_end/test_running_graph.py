@@ -1,4 +1,4 @@
-"""What holds while a graph runs: no barrier between groups, requests that fail alone, memory that loading may take."""
+"""Properties of a running graph: no barrier between groups, isolated failures, bounded memory while loading."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import flowrt
 from flowrt.launcher import events
 
 
-async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path) -> None:
-    """No barrier: while one group lies still, the other commits 50 more tokens; continued, it finishes exactly."""
+async def test_stopped_group_does_not_stop_the_other(served: Served, tmp_path: Path) -> None:
+    """While one group is stopped, the other commits 50 more tokens; the stopped one then completes exactly."""
     graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}, limits={"max_tokens": 200})
     asked = flowrt.Parameters(max_tokens=200, ignore_eos=True)
     async with flowrt.open(graph) as running:
@@ -64,7 +64,7 @@ async def test_a_stopped_group_stops_nobody_else(served: Served, tmp_path: Path)
     assert [len(tokens[request]) for request in requests] == [200, 200]
 
 
-async def test_a_request_that_cannot_be_served_fails_alone(served: Served, tmp_path: Path) -> None:
+async def test_refused_request_affects_no_other(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"processes": "one"}, limits={"kv_pages": 8, "max_tokens": 64})
     good = flowrt.Parameters(max_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7], [], [3] * 150, [5, 100_000], [-1], served.prompts[1]]
@@ -91,7 +91,7 @@ async def test_leaving_a_stream_cancels_its_request(served: Served, tmp_path: Pa
     assert list(result.token_ids) == served.expected[7]
 
 
-async def test_leaving_the_graph_ends_every_request_still_followed(served: Served, tmp_path: Path) -> None:
+async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"processes": "one"}, limits={"max_tokens": 200})
     ends: list[flowrt.EndEvent] = []
     async with asyncio.TaskGroup() as group, flowrt.open(graph) as running:
@@ -121,7 +121,7 @@ async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path
     assert outcomes[0][0] != outcomes[0][1]
 
 
-async def test_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
+async def test_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 2}})
 
     async def run() -> None:
@@ -135,8 +135,8 @@ async def test_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_pat
     assert caught.value.process == "attention.1"
 
 
-async def test_a_server_loads_only_what_it_holds(tmp_path: Path) -> None:
-    """Three servers, two copies: each holds two thirds of 300 MB of experts, and grows by at most 1.2 times that."""
+async def test_server_loads_only_its_experts(tmp_path: Path) -> None:
+    """Three servers, two replicas: each holds two thirds of 300 MB of experts, and grows by at most 1.2 times that."""
     model = make_large_checkpoint(tmp_path / "large")
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     graph = Served(model, [], []).write(tmp_path, {"experts": {"servers": 3, "replicas": 2}}, limits={"kv_pages": 16})

@@ -1,4 +1,4 @@
-"""What a user can ask of an output, against transformers: logprobs, penalties, several choices, a least length; and few pages for all."""
+"""Request parameters against transformers: logprobs, penalties, n, min_tokens, stop ids; and many requests with few pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def truth(served: Served) -> Any:
 
 
 async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> list[flowrt.Completion]:
-    """All at once."""
+    """Serve all prompts at the same time."""
     async with flowrt.open(graph) as running:
         requests = (
             running.complete(prompt, flowrt.Parameters(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | more)) for prompt, more in asked
@@ -37,7 +37,7 @@ async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> lis
 
 
 def continued(truth: Any, prompt: Sequence[int], num_tokens: int, draw: Callable[[list[int]], Draw]) -> list[int]:
-    """What transformers' logits give when the token behind each output so far is drawn as `draw` says."""
+    """Tokens that `draw` selects from transformers' logits, one at a time."""
     output: list[int] = []
     for _ in range(num_tokens):
         logits = truth_logits(truth, [*prompt, *output])[-1:]
@@ -50,7 +50,7 @@ def counts(prompt: Sequence[int], output: Sequence[int]) -> dict[int, int]:
 
 
 def generated(truth: Any, prompt: list[int], **settings: Any) -> list[int]:
-    """By transformers' own generate, greedily."""
+    """Greedy tokens of transformers' generate."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(**{"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0} | settings)
@@ -96,8 +96,8 @@ async def test_logprobs_and_penalties_are_those_of_transformers(served: Served, 
     assert list(results[9].token_ids) == drawn
 
 
-async def test_choices_are_draws_of_their_own_whatever_the_pages(served: Served, truth: Any, tmp_path: Path) -> None:
-    """Prompts of 33 and 64 tokens: what is behind their whole pages is one token, and a whole page."""
+async def test_choices_sample_independently_with_shared_pages(served: Served, truth: Any, tmp_path: Path) -> None:
+    """Prompts of 33 and 64 tokens: two full pages and one token; four full pages."""
     settings = {"temperature": 0.9, "top_k": 40, "seed": 7, "logprobs": 0}
     asked = [(served.prompts[3], settings | {"n": 3}), (served.prompts[4], settings | {"n": 5}), (served.prompts[3], settings)]
     expected = [
@@ -132,14 +132,14 @@ async def test_min_tokens_and_stop_ids(served: Served, truth: Any, tmp_path: Pat
     assert all(served.expected[4][2] not in choice.token_ids for choice in both.choices)
 
 
-async def test_eight_pages_finish_every_request_that_fits_alone(served: Served, tmp_path: Path) -> None:
+async def test_eight_pages_complete_every_request_that_fits_alone(served: Served, tmp_path: Path) -> None:
     """128 positions; the longest needs 127 of them."""
     graph = served.write(tmp_path, DEPLOY, limits={"kv_pages": 8, "page_size": 16})
     results = await complete(graph, *((prompt, {"max_tokens": 64}) for prompt in served.prompts[:5]))
     assert [list(result.token_ids) for result in results] == served.expected[:5]
 
 
-def test_more_prompts_than_the_gateway_takes_wait(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_the_active_limit_wait(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "Gateway", lambda *given, **named: Gateway(*given, **named, max_requests=2))
     graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 0}})
     results = flowrt.generate(graph, served.prompts[:5], max_tokens=4, ignore_eos=True)
