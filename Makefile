@@ -17,9 +17,12 @@ SIMULATED ?= tests/simulation/graphs
 ARGS ?=
 TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
+SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
+	$(addprefix tests/transports/test_,record_ring.py shared_memory.py shared_memory_lanes.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz simulate plant picture clean
+.PHONY: help install run test lint format types fuzz sanitize simulate plant picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -58,6 +61,13 @@ types: $(STAMP) ## mypy, strict
 
 fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
+
+# The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
+sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them
+	@rm -rf build/sanitized/lib
+	@CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-lib build/sanitized/lib --build-temp build/sanitized/temp
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+		$(BIN)/pytest -p no:cacheprovider -o pythonpath="build/sanitized/lib tests" --timeout 0 $(SANITIZED_TESTS) $(ARGS)
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
 	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds $(SEEDS) $(ARGS)

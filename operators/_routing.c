@@ -196,7 +196,8 @@ static int sort_pairs(const int64_t *experts, const int64_t *group_of, long num_
             return -1;
         next[place[i]]++;
     }
-    memcpy(counts, next + 1, num_groups * sizeof *counts);
+    if (num_groups)
+        memcpy(counts, next + 1, num_groups * sizeof *counts);
     for (long i = 0; i < num_groups; i++)
         next[i + 1] += next[i];
     for (long i = 0; i < pairs; i++)
@@ -222,7 +223,8 @@ PyObject *sort_by_expert(PyObject *module, PyObject *const *arguments, Py_ssize_
         failed = sort_pairs((int64_t *)n[0], (int64_t *)n[1], n[2], held, pairs, place, (int64_t *)n[11], place + pairs);
         if (!failed) {
             const long threads = pairs * row_bytes < 4 * FEW_NUMBERS ? 1 : n[12];
-            memcpy((int64_t *)n[10], place, pairs * sizeof *place);
+            if (pairs) /* an empty tensor may have no address */
+                memcpy((int64_t *)n[10], place, pairs * sizeof *place);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
             for (long i = 0; i < pairs; i++)
                 memcpy((char *)n[9] + place[i] * row_bytes, (char *)n[8] + rows[i] * row_bytes, row_bytes);
