@@ -18,7 +18,7 @@ from flowrt.actors.callers import Callers
 from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.lives import Lives
-from flowrt.actors.opening import FirstUseChannel
+from flowrt.actors.opening import FirstUseChannel, call_again
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
@@ -250,8 +250,8 @@ class Links:
             raise BrokenChannelError(f"{answered.name} {answered.incarnation} answers at the address of {life.name} {life.incarnation}")
 
     async def _connect(self, plan: LinkPlan, address: str) -> None:
-        channel = await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity)
-        self._add(plan, channel)
+        transport = self._transport(plan.scheme)
+        self._add(plan, await call_again(lambda: transport.connect(address, plan.limits, self._key, self._identity)))
 
     async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
         missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects and not plan.first_use}

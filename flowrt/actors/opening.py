@@ -22,11 +22,25 @@ from enum import Enum
 from typing import Any
 
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits
-from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
+from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.codec import check_limits
 from flowrt.transports.wire.message import Message
 
 READY_KIND = "opening.ready"
+RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the first one included a call more
+
+
+async def call_again(call: Callable[[], Awaitable[Channel]]) -> Channel:
+    """The channel of the first call that succeeds. A handshake that was hung up, or came too late on a busy machine, says nothing about
+    the peer, so it is tried again. Raises TransportError: AddressError at once, since no process listens there."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return await call()
+        except (AddressError, ClosedChannelError):
+            raise
+        except TransportError:
+            await asyncio.sleep(seconds)
+    return await call()
 
 
 class State(Enum):
@@ -227,7 +241,7 @@ class FirstUseChannel(Channel):
 
     async def _open(self) -> None:
         try:
-            channel = await self._call()
+            channel = await call_again(self._call)
         except TransportError as error:
             self._reason = f"{self.scheme}: {error}"
             self._step(Event.FAILED)

@@ -142,9 +142,14 @@ class Revival:
                 continue
             if not end.is_known_over and not (end is peer and lost.incarnation not in ("", end.incarnation)):
                 reason = f"has lost its link to {other.name if other is not None else lost.peer} ({lost.reason})"
-                asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self.condemn, end, reason)
+                asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._condemn_unless_explained, end, other, reason)
             return True
         return False
+
+    def _condemn_unless_explained(self, end: ControlConnection, other: ControlConnection | None, reason: str) -> None:
+        """The end of the other process explains the lost link."""
+        if other is None or not other.is_over:
+            self.condemn(end, reason)
 
     def condemn(self, line: ControlConnection, why: str) -> None:
         """This life is to be used no more: all are told, then it is killed, so that it cannot come back."""

@@ -10,11 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrt.actors import opening
 from flowrt.actors.opening import FIRST, SECOND, Action, Event, FirstUseChannel, State
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, receive_all
 from flowrt.transports.contract import Channel, Identity
-from flowrt.transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, LimitError
+from flowrt.transports.errors import (
+    AddressError,
+    BrokenChannelError,
+    ClosedChannelError,
+    EndOfChannel,
+    HandshakeError,
+    LimitError,
+    TransportError,
+    UnavailableError,
+)
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
@@ -140,6 +150,34 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     with pytest.raises(BrokenChannelError):
         await receiving
     assert end.closed
+    await end.aclose()
+
+
+async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known about the peer then; only when no process listens there, the link is lost at once."""
+    monkeypatch.setattr(opening, "RETRY_SECONDS", (0.001, 0.001, 0.001))
+    errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
+    async with asyncio.timeout(20), two_ends("inproc") as (one, two):
+        call, one._call = one._call, lambda: flaky()
+
+        async def flaky() -> Channel:
+            if errors:
+                raise errors.pop()
+            return await call()
+
+        await one.send(numbered(0))
+        await receive_all(two, 0, 1)
+        assert not errors
+
+    async def hang_up() -> Channel:
+        calls.append(None)
+        raise HandshakeError("hung up")
+
+    calls: list[None] = []
+    end = FirstUseChannel(THERE, "inproc", hang_up, True, SMALL)
+    with pytest.raises(BrokenChannelError, match="inproc: hung up"):
+        await end.send(numbered(0))
+    assert len(calls) == 4
     await end.aclose()
 
 

@@ -349,6 +349,24 @@ async def test_a_server_that_has_lost_a_client_is_of_no_use(tmp_path: Path, monk
         assert len(r.of(events.WorkerLost, "server.0")) == 1
 
 
+async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message of a process that is killed may be that it has lost a link."""
+    monkeypatch.setattr(revival, "EXPLAINED_SECONDS", 0.3)
+    r = Run(graph_of(tmp_path, "server.0", "server.1"))
+    async with r.launcher as launcher:
+        kept = launcher.incarnations["server.1"]
+        await r.ask("server.0", "lost server.1")
+        await r.until(lambda: r.heard("server.0", "done"))
+        r.kill("server.0")
+        decided = asyncio.get_running_loop().time() + 0.3
+        await r.until_back("server.0")
+        await r.until(lambda: asyncio.get_running_loop().time() > decided)
+        await r.ask("server.1", "hello")
+        await r.until(lambda: r.heard("server.1", "done", "hello"))
+        assert launcher.incarnations["server.1"] == kept
+        assert r.of(events.WorkerLost, "server.1") == []
+
+
 class Monitored(Run):
     def __init__(self, folder: Path, *servers: str) -> None:
         super().__init__(graph_of(folder, *servers, settings=ReliabilitySettings()))

@@ -52,7 +52,7 @@ TASK_OWNERS: dict[str, str] = {
     "flowrt/simulation/world.py": "simulated processes, which are cut off without being awaited; the run fails when one is left",
     "transports/emulation/channel.py": "the reader of a channel: ended and awaited by its aclose",
 }
-SLEEPERS = ("flowrt/actors/fallback.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
+SLEEPERS = ("flowrt/actors/fallback.py", "flowrt/actors/opening.py", "flowrt/seams.py", "flowrt/simulation/", "flowrt/bench")
 BAD_WORDS_IN_CLASSES = ("Manager", "Impl", "Helper", "Utils")
 BAD_FILE_NAMES = {"utils", "util", "helpers", "helper", "core", "base", "common", "misc"}
 
