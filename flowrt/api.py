@@ -22,9 +22,10 @@ from flowrt.gateway.completion import Choice, Completion
 from flowrt.gateway.gateway import ClientEvent, Gateway, Parameters
 from flowrt.gateway.request_log import shown
 from flowrt.gateway.requests import Requests
-from flowrt.graph import Graph, ModelFacts, load_graph
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
 from flowrt.operators.families.registry import read_model_config

@@ -23,7 +23,9 @@ from rich.text import Text
 from flowrt.actors.emulated_links import modelled_seconds
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
-from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config

@@ -182,7 +182,7 @@ class Ask(Control, frozen=True):
 class EdgeStatistics(msgspec.Struct, frozen=True):
     """What this worker sent on one edge, and over which transport."""
 
-    edge: int
+    edge: str
     transport: str
     num_messages: int
     payload_bytes: int

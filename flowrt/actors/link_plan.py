@@ -17,7 +17,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
     order = {name: place for place, name in enumerate([GATEWAY, *graph.process_names()])}
     process_of = {node.name: node.process for node in graph.nodes.values()}
     shared: dict[tuple[str, str], list[Edge]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         source, target = process_of[edge.source], process_of[edge.target]
         if source != target and worker in (source, target):
             peer = target if source == worker else source
@@ -52,4 +52,4 @@ def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
 
 def credits_of(graph: Graph, edge: Edge) -> int:
     """How many messages of the edge may be on the way: as many answers as requests, whatever link these took."""
-    return edge.credits if edge.answers is None else graph.edges[edge.answers].credits
+    return edge.credits if edge.response_to is None else graph.edges[edge.response_to].credits

@@ -51,12 +51,12 @@ def ring(processes: Literal["one", "many"], transport: str = "auto", num_layers:
     ]
     again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
     edges = [
-        Edge(0, INPUT, "x", "left", "x", transport, credits=8),
-        Edge(1, "left", "y", "right", "x", transport, credits=8),
-        Edge(2, "right", "y", "left", "x", transport, credits=8, layers=again, tag=TagStep("next_layer")),
-        Edge(3, "right", "y", OUTPUT, "y", transport, credits=8, layers=last),
+        Edge(INPUT, "x", "left", "x", transport=transport, credits=8),
+        Edge("left", "y", "right", "x", transport=transport, credits=8),
+        Edge("right", "y", "left", "x", transport=transport, credits=8, layers=again, tag=TagStep("next_layer")),
+        Edge("right", "y", OUTPUT, "y", transport=transport, credits=8, layers=last),
     ]
-    return Ring(Graph({node.name: node for node in nodes}, edges, processes=processes), 2 * num_layers + 1)
+    return Ring(Graph.of(nodes, edges, processes=processes), 2 * num_layers + 1)
 
 
 def chain(num_nodes: int = NUM_FUSED, num_layers: int = NUM_LAYERS) -> Ring:
@@ -69,12 +69,12 @@ def chain(num_nodes: int = NUM_FUSED, num_layers: int = NUM_LAYERS) -> Ring:
     ]
     again, last = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
     ends = [(INPUT, "x", names[0], "x"), *((a, "y", b, "x") for a, b in pairwise(names))]
-    edges = [Edge(number, *end, credits=8) for number, end in enumerate(ends)]
+    edges = [Edge(*end, credits=8) for end in ends]
     edges += [
-        Edge(len(edges), names[-1], "y", names[0], "x", credits=8, layers=again, tag=TagStep("next_layer")),
-        Edge(len(edges) + 1, names[-1], "y", OUTPUT, "y", credits=8, layers=last),
+        Edge(names[-1], "y", names[0], "x", credits=8, layers=again, tag=TagStep("next_layer")),
+        Edge(names[-1], "y", OUTPUT, "y", credits=8, layers=last),
     ]
-    return Ring(Graph({node.name: node for node in nodes}, edges, processes="one"), num_nodes * num_layers + 1)
+    return Ring(Graph.of(nodes, edges, processes="one"), num_nodes * num_layers + 1)
 
 
 async def measure(num_pairs: int, between: bool = True) -> AsyncIterator[Figure | str]:

@@ -37,7 +37,8 @@ async def measure(num_senders: int, num_receivers: int, num_bytes: int, num_pair
     total = num_senders * num_receivers * num_bytes
     async with open_graph(made.graph) as graph, GlooGroup(num_senders, num_receivers) as gloo:
         ours = slowest(graph, made.go, ROUNDS)
-        yield f"over {', '.join(sorted({edge.transport for edge in graph.graph.edges}))}; {ROUNDS} rounds a block, a block a measurement"
+        used = sorted({edge.transport for edge in graph.graph.edges.values()})
+        yield f"over {', '.join(used)}; {ROUNDS} rounds a block, a block a measurement"
         for method in PEERS:
 
             async def theirs(method: Method = method) -> list[float]:

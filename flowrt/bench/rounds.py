@@ -117,6 +117,6 @@ def _graph(
         Node(OUTPUT, OUTPUT, GATEWAY, inputs=_ports("times", num_outputs)),
         *nodes,
     ]
-    edges = [Edge(number, *each, transport, credits=CREDITS) for number, each in enumerate(ends)]
+    edges = [Edge(*each, transport=transport, credits=CREDITS) for each in ends]
     limits = GraphLimits(in_flight=1, max_message_bytes=largest)
-    return Graph({node.name: node for node in every}, edges, limits=limits, processes="many")
+    return Graph.of(every, edges, limits=limits, processes="many")

@@ -139,7 +139,7 @@ async def rows(num_clients: int, num_servers: int, num_pairs: int, target: Targe
             return await gloo.round_seconds("rows", ECHO_ROUNDS, num_bytes)
 
         blocks = await take_turns((ours, theirs), num_pairs)
-        schemes = ", ".join(sorted({edge.transport for edge in graph.graph.edges}))
+        schemes = ", ".join(sorted({edge.transport for edge in graph.graph.edges.values()}))
     values = [[1e6 * statistics.median(block) for block in side] for side in blocks]
     return Figure.paired(f"echo of rows, {num_clients}:{num_servers}, {schemes}", "us", values[0], "gloo isend", values[1], target)
 
@@ -184,13 +184,13 @@ def stream_ring(scheme: str) -> Ring:
         Node("right", f"{operators}:take", "right", {"x": PortSpec("x", (_SPEC,))}, {"go": count}),
     ]
     edges = [
-        Edge(0, INPUT, "go", "left", "go", scheme, credits=NUM_STREAMED),
-        Edge(1, "left", "x", "right", "x", scheme, credits=NUM_STREAMED),
-        Edge(2, "right", "go", "left", "go", scheme, credits=NUM_STREAMED, layers=again, tag=TagStep("next_layer")),
-        Edge(3, "right", "go", OUTPUT, "go", scheme, credits=NUM_STREAMED, layers=last),
+        Edge(INPUT, "go", "left", "go", transport=scheme, credits=NUM_STREAMED),
+        Edge("left", "x", "right", "x", transport=scheme, credits=NUM_STREAMED),
+        Edge("right", "go", "left", "go", transport=scheme, credits=NUM_STREAMED, layers=again, tag=TagStep("next_layer")),
+        Edge("right", "go", OUTPUT, "go", transport=scheme, credits=NUM_STREAMED, layers=last),
     ]
     limits = GraphLimits(in_flight=NUM_STREAMED)
-    return Ring(Graph({node.name: node for node in nodes}, edges, limits=limits, processes="many"), NUM_LAYERS)
+    return Ring(Graph.of(nodes, edges, limits=limits, processes="many"), NUM_LAYERS)
 
 
 def _streaming(graph: RunningGraph, made: Ring) -> Measure:

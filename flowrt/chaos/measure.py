@@ -92,7 +92,7 @@ def clients_of(graph: Graph) -> dict[str, set[str]]:
     """Expert server -> the processes that ask it."""
     process_of = {node.name: node.process for node in graph.nodes.values()}
     clients: dict[str, set[str]] = {name: set() for name in expert_servers(graph)}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         if (server := process_of[edge.target]) in clients:
             clients[server].add(process_of[edge.source])
     return clients

@@ -14,7 +14,8 @@ from cyclopts import App, Parameter
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrt.graph import Graph, ModelFacts
+    from flowrt.graph.facts import ModelFacts
+    from flowrt.graph.model import Graph
 
 graph_app = App(name="graph", help="Check, show, expand graph files. Nothing is started.")
 
@@ -25,7 +26,7 @@ ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Another 
 
 def read_facts(directory: Path) -> ModelFacts:
     """The facts of the model in `directory`, for load_graph. Raises ValueError: no such model."""
-    from flowrt.graph import ModelFacts
+    from flowrt.graph.facts import ModelFacts
     from flowrt.operators.families.registry import read_model_config
 
     return ModelFacts.of(read_model_config(directory))
@@ -76,7 +77,7 @@ def show(
 @graph_app.command
 def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
     """Print the explicit form: nodes, edges, every default filled in. It runs like the file itself."""
-    from flowrt.graph import to_yaml
+    from flowrt.graph.written import to_yaml
 
     print(to_yaml(_load(file, overrides, model), file.name), end="")
 
@@ -92,7 +93,7 @@ def schema() -> None:
 
 
 def _load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
-    from flowrt.graph import load_graph
+    from flowrt.graph.file import load_graph
 
     try:
         return load_graph(file, overrides or (), model, read_facts)

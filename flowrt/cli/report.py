@@ -13,7 +13,6 @@ from typing import Any
 from flowrt.actors.control import Statistics
 from flowrt.emulation import Account as Emulated
 from flowrt.emulation import judge
-from flowrt.graph.diagrams import crosses
 from flowrt.graph.model import Graph
 
 _PLUMBING = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
@@ -79,7 +78,7 @@ def account(
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
         emulation=_emulated(graph, statistics),
-        why=tuple(dict.fromkeys(edge.why for edge in graph.edges if edge.why)),
+        why=tuple(dict.fromkeys(edge.why for edge in graph.edges.values() if edge.why)),
         fallbacks=tuple(f"{name} to {text}" for name, each in statistics.items() for text in each.fallbacks),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
     )
@@ -108,7 +107,7 @@ def _process(
     loaded_bytes: Mapping[str, int],
     seconds: float | None,
 ) -> ProcessReport:
-    ends = [(edge, {_process_of(graph, edge.source), _process_of(graph, edge.target)}) for edge in graph.edges]
+    ends = [(edge, {_process_of(graph, edge.source), _process_of(graph, edge.target)}) for edge in graph.edges.values()]
     transports = tuple(dict.fromkeys(edge.transport for edge, processes in ends if name in processes and len(processes) > 1))
     told = statistics.get(name)
     return ProcessReport(
@@ -136,12 +135,12 @@ def _process_of(graph: Graph, node: str) -> str:
 def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeReport, ...]:
     sent = {each.edge: each for told in statistics.values() for each in told.edges}
     sums: dict[tuple[str, str, str, str | None], list[int]] = {}
-    for edge in graph.edges:
-        if crosses(edge, graph):
+    for edge in graph.edges.values():
+        if graph.crosses(edge):
             key = (_process_of(graph, edge.source), _process_of(graph, edge.target), edge.transport, edge.link)
             total = sums.setdefault(key, [0, 0, 0])
             total[0] += 1
-            if (each := sent.get(edge.id)) is not None:
+            if (each := sent.get(edge.name)) is not None:
                 total[1] += each.num_messages
                 total[2] += each.payload_bytes
     return tuple(EdgeReport(*key, *total) for key, total in sums.items())

@@ -33,7 +33,7 @@ class OutboundEdges:
     ) -> None:
         self._post, self._on_unsent = post, on_unsent
         edges = list(edges)
-        self.windows = {edge.id: Window(edge.credits) for edge in edges if edge.answers is None}
+        self.windows = {edge.id: Window(edge.credits) for edge in edges if edge.request_id is None}
         self._outgoing = {edge.id: Outgoing(edge, self.windows.get(edge.id), _coding(edge.id, staying, on_device)) for edge in edges}
         self.sent = {edge_id: outgoing.sent for edge_id, outgoing in self._outgoing.items()}
 
@@ -60,7 +60,7 @@ class OutboundEdges:
         if window is not None and window.closed:
             return
         if window is None or count < 1 or window.free + count > window.size:
-            raise ValueError(f"{count} credits came back on edge {edge_id}, more than were out")
+            raise ValueError(f"{count} credits returned on edge {edge_id}, more than were outstanding")
         window.free += count
         while window.pending and window.free:
             window.free -= 1

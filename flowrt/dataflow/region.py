@@ -43,10 +43,10 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 class _Route:
     """One way of an output at one layer, and all that is asked of it for each message."""
 
-    __slots__ = ("alone", "answers", "changes_tag", "edge", "fused", "port", "target", "urgent", "via")
+    __slots__ = ("alone", "changes_tag", "edge", "fused", "port", "request_id", "target", "urgent", "via")
 
     def __init__(self, edge: Edge, fused: bool, alone: bool, urgent: bool) -> None:
-        self.edge, self.answers, self.changes_tag = edge, edge.answers, edge.tag.kind != "same"
+        self.edge, self.request_id, self.changes_tag = edge, edge.request_id, edge.tag.kind != "same"
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.fused = fused
         self.alone = alone  # of a fused one: its message is all that the target waits for
@@ -63,15 +63,17 @@ class Region:
         self._table = table
         self._fused = fused
         self._out: dict[tuple[str, str], list[Edge]] = {}
-        self._gathers = {edge.id for edge in graph.edges if edge.target in fused and table.gathers(edge)}
+        self._gathers = {edge.id for edge in graph.edges.values() if edge.target in fused and table.gathers(edge)}
         self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
         names = {node.name for node in graph.nodes_of(process)}
-        for edge in graph.edges:
+        for edge in graph.edges.values():
             if edge.source in names:
                 self._out.setdefault((edge.source, edge.source_port), []).append(edge)
         # Answers go with the rest: with them goes the credit of what was asked, which is consumed only when the firing ends.
-        self._crossing = {edge.id for edge in graph.edges if edge.source in names and edge.target not in names and edge.answers is None}
-        self._urgent = _leading_to(self._crossing, [edge for edge in graph.edges if edge.source in fused])
+        self._crossing = {
+            edge.id for edge in graph.edges.values() if edge.source in names and edge.target not in names and edge.request_id is None
+        }
+        self._urgent = _leading_to(self._crossing, [edge for edge in graph.edges.values() if edge.source in fused])
 
     def run(self, firings: Sequence[Firing], leave: Callable[[list[Output]], None] | None = None) -> list[Output]:
         """Fire them (all of one node, more than one only if it `batches`), and what is fused behind; first what may lead to other
@@ -101,7 +103,7 @@ class Region:
                         if ways is None:
                             ways = self._find_routes(node, port, tag.layer)
                         for route in ways:
-                            if route.answers is not None and route.answers not in firing.via:
+                            if route.request_id is not None and route.request_id not in firing.via:
                                 continue
                             edge = route.edge
                             stepped = edge.tag.apply(tag) if route.changes_tag else tag
@@ -121,8 +123,8 @@ class Region:
                     return leaving
                 if leave is not None and any(output.edge.id in self._crossing for output in leaving):
                     # With all that was given before: an answer may be back before this ends, and its plan must be known by then.
-                    going = [output for output in leaving if output.edge.answers is None]
-                    leaving = [output for output in leaving if output.edge.answers is not None]
+                    going = [output for output in leaving if output.edge.request_id is None]
+                    leaving = [output for output in leaving if output.edge.request_id is not None]
                     leave(going)
 
     def arrive(self, output: Output) -> tuple[Firing, ...]:
@@ -137,7 +139,7 @@ class Region:
         node, tag = firing.node, firing.tag
         for port, payload in outputs.items():
             for route in self._routes.get((node, port, tag.layer)) or self._find_routes(node, port, tag.layer):
-                if route.answers is None or route.answers in firing.via:
+                if route.request_id is None or route.request_id in firing.via:
                     routed.append(Output(route.edge, route.edge.tag.apply(tag) if route.changes_tag else tag, payload))
         return routed
 

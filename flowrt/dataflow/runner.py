@@ -88,7 +88,7 @@ class Runner:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
-        self._edges = list(graph.edges)
+        self._edges = {edge.id: edge for edge in graph.edges.values()}
         self._device = None if device is None or device.type == "cpu" else device
         self._early = early
         self._compute = compute
@@ -97,17 +97,17 @@ class Runner:
         self._on_sink = on_sink
         self._on_answer = on_answer
         self._on_failed = on_failed
-        self._answers = {edge.answers: edge for edge in graph.edges if edge.answers is not None}  # by the edge of the request
-        self._table = MatchingTable(nodes, graph.edges, _plan_of)
+        self._answers = {edge.request_id: edge for edge in graph.edges.values() if edge.request_id is not None}  # by the edge of the request
+        self._table = MatchingTable(nodes, graph.edges.values(), _plan_of)
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
         self._batching = {node.name for node in nodes if node.batches}
-        self._gathers = {edge.id for edge in graph.edges if edge.target in local and self._table.gathers(edge)}
-        leaving = [edge for edge in graph.edges if edge.source in local and edge.target not in local]
+        self._gathers = {edge.id for edge in graph.edges.values() if edge.target in local and self._table.gathers(edge)}
+        leaving = [edge for edge in graph.edges.values() if edge.source in local and edge.target not in local]
         self._outbound_edges = OutboundEdges(leaving, staying, post, on_unsent or (lambda output: None), on_device)
         self._windows = self._outbound_edges.windows
-        incoming = [edge for edge in graph.edges if edge.target in local and edge.source not in local]
-        self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.answers is None}
+        incoming = [edge for edge in graph.edges.values() if edge.target in local and edge.source not in local]
+        self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.request_id is None}
         self._incoming = {edge.id: Incoming(edge, self._owed.get(edge.id), edge.id in staying) for edge in incoming}
         self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
         self._epochs: dict[str, int] = {}
@@ -141,8 +141,8 @@ class Runner:
         edge = incoming.edge
         if (owed := incoming.owed) is not None:
             owed.here += 1
-        elif edge.answers is not None:
-            self._outbound_edges.release(edge.answers, 1)
+        elif edge.request_id is not None:
+            self._outbound_edges.release(edge.request_id, 1)
             if self._on_answer is not None:
                 self._on_answer(edge_id, tag)
         if self._epochs and self._is_stale(tag):
@@ -323,9 +323,9 @@ class Runner:
         for output in outputs:
             if self._epochs and self._is_stale(output.tag):
                 continue
-            if (answers := output.edge.answers) is not None:
+            if (request := output.edge.request_id) is not None:
                 answered = answered or set()
-                answered.add((answers, output.tag))
+                answered.add((request, output.tag))
             self._emit(output)
         for firing in batch:
             self._consumed(firing, answered)
@@ -437,7 +437,7 @@ class Runner:
         seen, queue, found = {entry}, [entry], []
         while queue:
             node = queue.pop()
-            for edge in self._edges:
+            for edge in self._edges.values():
                 if edge.source != node:
                     continue
                 if edge.id in self._windows:

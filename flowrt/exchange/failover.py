@@ -26,7 +26,7 @@ class Failover:
         self._dispatch = dispatch
         self._client = client
         self._runner: Runner | None = None
-        edges = [edge for edge in graph.edges if edge.source == dispatch]
+        edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
             (edge.target, port.name)
             for edge in edges
@@ -42,9 +42,9 @@ class Failover:
                 self._edges.setdefault(process, []).append(edge.id)
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
         self._server_of = {  # by the edge of its answers
-            edge.id: int(graph.edges[edge.answers].source_port.removeprefix("server"))
-            for edge in graph.edges
-            if edge.target == self._combine and edge.answers is not None
+            edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
+            for edge in graph.edges.values()
+            if edge.target == self._combine and edge.response_to is not None
         }
         self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
 

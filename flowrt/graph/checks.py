@@ -28,7 +28,7 @@ class Problem:
 def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
     """All problems, the most basic first; later ones may follow from earlier ones."""
     yield from _check_ports(graph)
-    yield from _check_answers(graph)
+    yield from _check_responses(graph)
     yield from _check_transports(graph)
     flow = follow(graph)
     yield from _check_cycles(graph, flow)
@@ -38,8 +38,8 @@ def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
 
 
 def _check_ports(graph: Graph) -> Iterator[Problem]:
-    fed = {(edge.target, edge.target_port) for edge in graph.edges}
-    led = {(edge.source, edge.source_port) for edge in graph.edges}
+    fed = {(edge.target, edge.target_port) for edge in graph.edges.values()}
+    led = {(edge.source, edge.source_port) for edge in graph.edges.values()}
     for node in graph.nodes.values():
         path = ("nodes", node.name)
         if not node.inputs and not emits(node.operator):
@@ -57,7 +57,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
         for port in node.outputs.values():
             if (node.name, port.name) not in led and node.operator != INPUT:
                 yield Problem((*path, "outputs", port.name), f"no edge leads from {node.name}.{port.name}; connect it, or remove the port")
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         given = graph.nodes[edge.source].outputs[edge.source_port].tensors
         taken = graph.nodes[edge.target].inputs[edge.target_port].tensors
         if given and taken:
@@ -65,41 +65,41 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
             why = why or next((text for a, b in zip(given, taken, strict=True) if (text := specs_disagree(a, b))), None)
             if why is not None:
                 text = f"{edge} connects {', '.join(given)} to {', '.join(taken)}: {why}; make both ends agree"
-                yield Problem(("edges", edge.id, "to"), text)
+                yield Problem(("edges", edge.name), text)
     if not any(emits(node.operator) for node in graph.nodes.values()):
         yield Problem(("edges",), f"nothing begins the work; connect {INPUT}.NAME to a node")
     if INPUT in graph.nodes and OUTPUT not in graph.nodes:
         yield Problem(("edges",), f"nothing leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
 
 
-def _check_answers(graph: Graph) -> Iterator[Problem]:
-    answered: dict[int, Edge] = {}
-    for edge in graph.edges:
-        if edge.answers is None:
+def _check_responses(graph: Graph) -> Iterator[Problem]:
+    responses: dict[str, Edge] = {}
+    for edge in graph.edges.values():
+        if edge.response_to is None:
             continue
-        path: Path_ = ("edges", edge.id, "answers")
-        request = graph.edges[edge.answers]
-        asking, answering = graph.nodes[request.source].process, graph.nodes[edge.target].process
-        if request.target != edge.source or request.answers is not None:
-            yield Problem(path, f"{request} does not ask {edge.source}; name an edge that leads to {edge.source}")
-        elif asking != answering:
-            text = f"the request comes from process {asking}, its answer goes to {answering}, so its credit would be lost; answer {asking}"
+        path: Path_ = ("edges", edge.name, "response_to")
+        request = graph.edges[edge.response_to]
+        client, receiver = graph.nodes[request.source].process, graph.nodes[edge.target].process
+        if request.target != edge.source or request.response_to is not None:
+            yield Problem(path, f"{request} does not lead to {edge.source}; name an edge that leads to {edge.source}")
+        elif client != receiver:
+            text = f"the request comes from process {client}, its response goes to {receiver} and its credit is lost; respond to {client}"
             yield Problem(path, text)
-        elif request.id in answered:
-            yield Problem(path, f"{answered[request.id]} answers {request} already; a request has one answer: remove this edge")
+        elif request.name in responses:
+            yield Problem(path, f"{responses[request.name]} responds to {request} already; a request has one response: remove this edge")
         elif edge.tag.kind != "same" or edge.layers.layers is not None:
-            yield Problem(path, "an answer has the tag of its request; remove tag and layers")
-        answered[request.id] = edge
+            yield Problem(path, "a response has the tag of its request; remove tag and layers")
+        responses[request.name] = edge
 
 
 def _check_transports(graph: Graph) -> Iterator[Problem]:
     if graph.processes in ("one", 1):
         return
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         ends = graph.nodes[edge.source].process, graph.nodes[edge.target].process
         if edge.transport == "inproc" and ends[0] != ends[1]:
             text = f"inproc stays inside one process, {edge} leads from {ends[0]} to {ends[1]}; write auto, or processes: one"
-            yield Problem(("edges", edge.id, "transport"), text)
+            yield Problem(("edges", edge.name, "transport"), text)
 
 
 def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
@@ -118,12 +118,12 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
 def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
     for (later, layer), ids in sorted(flow.at(node.name, port).items()):
         brought: dict[str, Edge] = {}  # whose tags an earlier edge brings here
-        for edge in (graph.edges[number] for number in sorted(ids)):
-            for origin in sorted(flow.edge_origins[edge.id]):
+        for edge in (edge for name, edge in graph.edges.items() if name in ids):
+            for origin in sorted(flow.edge_origins[edge.name]):
                 if origin in brought:
                     text = f"{brought[origin]} and {edge} both bring a message {_at(later, layer)}; "
                     text += "a port takes one per tag: give them layers that do not meet"
-                    yield Problem(("edges", edge.id), text)
+                    yield Problem(("edges", edge.name), text)
                     return
                 brought[origin] = edge
 
@@ -158,7 +158,7 @@ def _at(later: bool, layer: int) -> str:
 def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     """Without the edges that advance the tag, no (node, layer) may lead back to itself."""
     onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         if edge.tag.advances or emits(graph.nodes[edge.target].operator):
             continue
         for layer in {layer for _, layer in flow.fires[edge.source]} or flow.layers:
@@ -169,10 +169,10 @@ def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     for start in onward:
         cycle = _cycle_from(start, onward, done)
         if cycle:
-            edge = max(cycle, key=lambda edge: edge.id)
+            edge = max(cycle, key=lambda edge: list(graph.edges).index(edge.name))
             names = " -> ".join([edge.source for edge in cycle] + [cycle[0].source])
             text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on an edge of it"
-            yield Problem(("edges", edge.id), text)
+            yield Problem(("edges", edge.name), text)
             return
 
 
@@ -209,10 +209,10 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
     is_model = any(node.operator == "source" for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
     component = _components(graph)
-    for edge in graph.edges:
-        if edge.answers is not None or graph.nodes[edge.source].process == graph.nodes[edge.target].process:
+    for edge in graph.edges.values():
+        if edge.response_to is not None or graph.nodes[edge.source].process == graph.nodes[edge.target].process:
             continue
-        path: Path_ = ("edges", edge.id, "credits")
+        path: Path_ = ("edges", edge.name, "credits")
         if edge.credits < 1:
             yield Problem(path, "an edge between processes needs credits; write at least 1")
         elif component[edge.source] == component[edge.target] and edge.credits < tags:
@@ -223,7 +223,7 @@ def _components(graph: Graph) -> dict[str, int]:
     """node -> the number of its strongly connected component: two nodes of one lie on a common cycle."""
     onward: dict[str, list[str]] = {name: [] for name in graph.nodes}
     backward: dict[str, list[str]] = {name: [] for name in graph.nodes}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         onward[edge.source].append(edge.target)
         backward[edge.target].append(edge.source)
     order: list[str] = []
@@ -281,7 +281,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
 
 def _adds_shared_experts(graph: Graph, combine: Node) -> bool:
     """Whether what `combine` adds to comes from a node of shared experts."""
-    into = [edge for edge in graph.edges if edge.target == combine.name and edge.target_port == "residual"]
+    into = [edge for edge in graph.edges.values() if edge.target == combine.name and edge.target_port == "residual"]
     return any(graph.nodes[edge.source].operator == "shared" for edge in into)
 
 

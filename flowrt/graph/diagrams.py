@@ -56,9 +56,9 @@ def experts_words(option: object) -> str:
 def edge_words(edge: Edge, graph: Graph) -> list[str]:
     """What a drawing writes beside an edge, most important first: transport, link, credits, layers, tag."""
     words = []
-    if crosses(edge, graph):
+    if graph.crosses(edge):
         words.append(edge.transport + (f" ({edge.link})" if edge.link else ""))
-        if edge.answers is None:
+        if edge.response_to is None:
             words.append(f"{edge.credits} credit" + ("s" if edge.credits != 1 else ""))
         else:
             words.append("answer")
@@ -67,10 +67,6 @@ def edge_words(edge: Edge, graph: Graph) -> list[str]:
     if str(edge.tag):
         words.append(str(edge.tag))
     return words
-
-
-def crosses(edge: Edge, graph: Graph) -> bool:
-    return graph.nodes[edge.source].process != graph.nodes[edge.target].process
 
 
 def is_collapsed(graph: Graph) -> bool:
@@ -101,7 +97,7 @@ def arrows(graph: Graph) -> list[Arrow]:
     """The lines between nodes, or between roles where the graph is large; parallel ones are one."""
     collapsed, role = is_collapsed(graph), roles(graph)
     found: dict[tuple[str, str], list[Edge]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         ends = (edge.source, edge.target)
         if collapsed:
             ends = (role[graph.nodes[edge.source].process], role[graph.nodes[edge.target].process])
@@ -115,7 +111,7 @@ def _arrow(ends: tuple[str, str], edges: list[Edge], graph: Graph, collapsed: bo
     words = tuple(dict.fromkeys(word for edge in edges for word in edge_words(edge, graph)))
     if collapsed:
         words = (f"{len(edges)} edges", *words)
-    return Arrow(*ends, ports, words, crosses(edges[0], graph), all(edge.tag.advances for edge in edges))
+    return Arrow(*ends, ports, words, graph.crosses(edges[0]), all(edge.tag.advances for edge in edges))
 
 
 def boxes(graph: Graph) -> Iterator[tuple[str, list[Node]]]:

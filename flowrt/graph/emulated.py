@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowrt.graph.checks import Problem
-from flowrt.graph.diagrams import crosses
 from flowrt.graph.model import Edge, Emulation, Graph
 from flowrt.graph.notation import LINK_PROFILES
 from flowrt.graph.schema import EmulateSection
@@ -35,7 +34,7 @@ def check_emulation(graph: Graph) -> Iterator[Problem]:
         if not any(node.operator == operator for node in graph.nodes.values()):
             path = ("emulate", "compute", _KEYS[operator])
             yield Problem(path, f"no node of this graph is an {operator!r} operator, so nothing would take this time; remove the key")
-    crossing = [edge for edge in graph.edges if crosses(edge, graph)]
+    crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     linked = [edge for edge in crossing if edge.link is not None]
     if not linked and not charges:
         text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
@@ -43,7 +42,7 @@ def check_emulation(graph: Graph) -> Iterator[Problem]:
     for edge in linked:
         if edge.link not in LINK_PROFILES and _is_instant(edge.link or ""):
             text = f"the link of {edge} takes no time for a message without bytes; give it latency_seconds or message_seconds above 0"
-            yield Problem(("edges", edge.id, "link"), text)
+            yield Problem(("edges", edge.name, "link"), text)
     yield from _check_pairs(graph, crossing)
 
 
@@ -61,4 +60,4 @@ def _check_pairs(graph: Graph, crossing: list[Edge]) -> Iterator[Problem]:
         if other.link != edge.link:
             one, two = (f"{each} has {f'link {each.link}' if each.link else 'no link'}" for each in (other, edge))
             text = f"{one}, {two}, between the same two processes; with emulate all edges between two processes have one link"
-            yield Problem(("edges", edge.id, "link"), f"{text}: write the same on both")
+            yield Problem(("edges", edge.name, "link"), f"{text}: write the same on both")

@@ -32,10 +32,10 @@ _EXPERTS_PATH = ("deploy", "experts")
 
 @dataclass
 class _Drawing:
-    """Nodes and edges as they are added; an edge's id is its place."""
+    """Nodes and edges as they are added."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    edges: list[Edge] = field(default_factory=list)
+    edges: dict[str, Edge] = field(default_factory=dict)
 
     def node(self, name: str, operator: str, process: str, line: int, outputs: Sequence[str] = (), **options: Any) -> None:
         built = BUILTIN[operator]
@@ -51,16 +51,17 @@ class _Drawing:
             line=line,
         )
 
-    def edge(self, source: str, target: str, **rest: Any) -> int:
+    def edge(self, source: str, target: str, **rest: Any) -> Edge:
         """`source` and `target` are node.port."""
         (from_node, _, from_port), (to_node, _, to_port) = source.rpartition("."), target.rpartition(".")
-        self.edges.append(Edge(len(self.edges), from_node, from_port, to_node, to_port, **rest))
-        return len(self.edges) - 1
+        edge = Edge(from_node, from_port, to_node, to_port, **rest)
+        self.edges[edge.name] = edge
+        return edge
 
 
 def expand_deploy(
     deploy: DeploySection, limits: LimitsSection, facts: ModelFacts, document: Document
-) -> tuple[dict[str, Node], tuple[Edge, ...]]:
+) -> tuple[dict[str, Node], dict[str, Edge]]:
     """The nodes and edges that `deploy` stands for. Raises GraphError for what is impossible with this model."""
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
@@ -73,7 +74,7 @@ def expand_deploy(
         line = document.line(_EXPERTS_PATH)
         for server, by_layer in enumerate(held):
             drawing.node(f"experts.{server}", "experts", f"experts.{server}", line, experts=held_option(by_layer))
-    return drawing.nodes, tuple(drawing.edges)
+    return drawing.nodes, drawing.edges
 
 
 def deploy_roles(deploy: DeploySection) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _experts_edges(drawing: _Drawing, at: str, servers: Sequence[str], remote: b
     for index, server in enumerate(servers):
         experts = f"experts.{index}" if remote else f"{at}.experts"
         request = drawing.edge(f"{at}.dispatch.{server}", f"{experts}.rows", **rest)
-        drawing.edge(f"{experts}.results", f"{at}.combine.parts", **(rest | {"credits": 0}), answers=request)
+        drawing.edge(f"{experts}.results", f"{at}.combine.parts", **(rest | {"credits": 0}), response_to=request.name)
 
 
 def _layers(layers: frozenset[int], facts: ModelFacts) -> LayerSet:

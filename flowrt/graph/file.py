@@ -88,7 +88,7 @@ def build_graph(
     common["reliability"] = _reliability(file, document)
     if explicit:
         micro_batches = file.micro_batches or 1
-        nodes, edges = build_explicit(file.nodes or {}, file.edges or [], micro_batches, limits.in_flight, document)
+        nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, micro_batches, limits.in_flight, document)
         graph = Graph(
             nodes=nodes,
             edges=edges,
@@ -290,8 +290,8 @@ def _strict(graph: Graph, explicit: bool, document: Document) -> Graph:
 def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], document: Document) -> None:
     from flowrt.graph.notation import nearest
 
-    for edge in graph.edges:
-        path: Path_ = ("edges", edge.id, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
+    for edge in graph.edges.values():
+        path: Path_ = ("edges", edge.name, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
         if _FAULT_PLAN.sub("", edge.transport) in ("auto", *schemes):
             continue
         document.fail(path, f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}")

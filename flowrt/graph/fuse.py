@@ -49,7 +49,7 @@ class _Process:
         self._all_local = set(self._names) | self._sources
         self._into: dict[str, list[Edge]] = {name: [] for name in self._names}
         self._from: dict[str, list[Edge]] = {name: [] for name in self._names}
-        for edge in graph.edges:
+        for edge in graph.edges.values():
             if edge.target in self._into:
                 self._into[edge.target].append(edge)
             if edge.source in self._from and edge.target in self._into:
@@ -75,8 +75,8 @@ class _Process:
 
     def _alternatives(self, name: str, edges: list[Edge]) -> list[list[Edge]]:
         """For each point at which the node can fire, the edges whose messages it then waits for."""
-        node, ids = self._graph.nodes[name], {edge.id: edge for edge in edges}
-        found: dict[frozenset[int], list[Edge]] = {}
+        node, ids = self._graph.nodes[name], {edge.name: edge for edge in edges}
+        found: dict[frozenset[str], list[Edge]] = {}
         for point in sorted(self._flow.fires[name]):
             arriving = self._arriving(name, point)
             needed = frozenset(arriving & ids.keys())
@@ -86,7 +86,7 @@ class _Process:
                 found[needed] = [ids[edge] for edge in sorted(needed)]
         return list(found.values()) or [edges]
 
-    def _arriving(self, name: str, point: Point) -> set[int]:
+    def _arriving(self, name: str, point: Point) -> set[str]:
         ports = self._graph.nodes[name].inputs
         return {edge for port in ports for edge in self._flow.at(name, port).get(point, ())}
 

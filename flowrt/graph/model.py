@@ -1,17 +1,17 @@
-"""The graph as data: what a graph file means once it is read, checked and expanded. Pure; no file, no torch, no process.
+"""A graph as data: what a graph file means once it is read, checked and expanded.
 
-Here: Port, Node, Edge, TagStep, LayerSet, Placement-free facts every other room reads. Not here: reading YAML (file.py), the
-short `deploy:` form (expand.py), the checks (checks.py), fusion (fuse.py). Called by every room that needs to know the graph.
-
-A node has one set of ports for all layers: the layer is part of the tag, so the layers of a model are a cycle of the graph
-whose edges advance the tag, not copies of its nodes.
+A node has one set of ports for all layers. The layer is part of the tag, so the layers of a model are a cycle of the graph whose edges
+advance the tag, not copies of its nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
+
+import msgspec
 
 from flowrt.transports.wire.message import Tag
 
@@ -23,7 +23,7 @@ MONITOR = "monitor"  # the process that watches the workers
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Which layers of a tag an edge carries. `None` bounds nothing: every layer."""
+    """The layers of a tag that an edge carries. None: every layer."""
 
     layers: frozenset[int] | None = None
 
@@ -45,9 +45,9 @@ class LayerSet:
 
 @dataclass(frozen=True)
 class TagStep:
-    """How a tag changes along an edge: not at all, the next layer, the next step, or to one given layer.
+    """How a tag changes along an edge: not at all, to the next layer, to the next step, or to a given layer.
 
-    Written `tag: layer+1`, `tag: step+1`, `tag: layer=3`. A cycle must hold an edge that goes to the next layer or step.
+    A graph file writes `tag: layer+1`, `tag: step+1` or `tag: layer=3`. A cycle must hold an edge to the next layer or step.
     """
 
     kind: Literal["same", "next_layer", "next_step", "to_layer"] = "same"
@@ -72,10 +72,10 @@ class TagStep:
 
 @dataclass(frozen=True)
 class PortSpec:
-    """What one port takes or gives. `tensors` are spec strings like "float32[rows,64]"; empty: not declared.
+    """One port of a node. `tensors` are spec strings such as "float32[rows,64]"; an empty tuple declares nothing.
 
-    `takes` is "one" (a message per tag) or "gather" (as many as the plan that arrives on the port named `count` says,
-    possibly none). Outputs are always "one": each firing gives at most one message per output port.
+    `takes` is "one" (a message per tag) or "gather": as many messages as the plan says that arrives on the port named `count`, possibly
+    none. Outputs are always "one": a firing sends at most one message per output port.
     """
 
     name: str
@@ -86,10 +86,10 @@ class PortSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """An operator held by a process. `operator` is a built-in name (no colon) or "module:function" of the user.
+    """An operator in a process. `operator` is a built-in name (without a colon) or "module:function" of the user.
 
-    `options` are plain values for a built-in operator (for experts: {"experts": {layer: [ids]}}). A `stateful` node fires in
-    step order per lane. A `batches` node may be given several tags in one call.
+    `options` are plain values for a built-in operator (for experts: {"experts": {layer: [ids]}}). A `stateful` node fires in step order
+    per micro-batch. A node that `batches` may receive several tags in one call.
     """
 
     name: str
@@ -100,41 +100,65 @@ class Node:
     options: Mapping[str, Any] = field(default_factory=dict)
     stateful: bool = False
     batches: bool = False
-    line: int = field(default=0, compare=False)  # where it stands in the file, for error texts
+    line: int = field(default=0, compare=False)  # in the graph file, for errors
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A connection from an output port to an input port. `id` is its place in Graph.edges and travels in messages.
+    """A connection from an output port to an input port.
 
-    `layers` filters by the producer's tag; `tag` changes it. `credits` is how many messages may be on the way or unconsumed.
-    `answers` names the edge whose messages this one answers: it carries only the result for the message that came along that
-    edge, and it needs no credits of its own, because a request's credit comes back with its answer.
+    `name` identifies the edge in graph files and errors; by default it names both ends. `id` is what messages carry: a hash of the name,
+    so it is the same in every process and does not change when other edges come or go. `layers` filters by the producer's tag; `tag`
+    changes it. `credits` bounds the messages that are on the way or unconsumed. `response_to` names the edge of a request: this edge
+    carries only the result for the message that came along that edge, and a request's credit returns with its response.
     """
 
-    id: int
     source: str
     source_port: str
     target: str
     target_port: str
+    name: str = ""
     transport: str = "auto"
     link: str | None = None
-    credits: int = 0  # 0 only until expansion has filled it in
+    credits: int = 0  # 0 inside a process, for a response, and until expansion fills it in
     layers: LayerSet = LayerSet()
     tag: TagStep = TagStep()
-    answers: int | None = None
-    fallbacks: tuple[str, ...] = ()  # what carries it, in this order, when its transport breaks: filled in for `auto`
-    why: str = ""  # why `auto` took this transport, for people
-    open: Literal["lazy", "start"] = "lazy"  # when the link opens that carries it
+    response_to: str | None = None
+    fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
+    why: str = ""  # why `auto` chose this transport, for people
+    open: Literal["lazy", "start"] = "lazy"  # when its link opens
     line: int = field(default=0, compare=False)
+    id: int = field(init=False, compare=False, repr=False, default=0)
+    request_id: int | None = field(init=False, compare=False, repr=False, default=None)  # the id of `response_to`
+
+    def __post_init__(self) -> None:
+        name = self.name or edge_name(f"{self.source}.{self.source_port}", f"{self.target}.{self.target_port}")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "id", _edge_id(name))
+        object.__setattr__(self, "request_id", None if self.response_to is None else _edge_id(self.response_to))
 
     def __str__(self) -> str:
-        return f"{self.source}.{self.source_port} -> {self.target}.{self.target_port}"
+        return self.name
+
+
+def edge_name(source: str, target: str) -> str:
+    """The default name of an edge between two ends, each written node.port."""
+    return f"{source} -> {target}"
+
+
+def _edge_id(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def role_of(process: str) -> str:
+    """The role of a process: its name without the number, so that attention.0 and attention.1 have the role attention."""
+    role, _, number = process.rpartition(".")
+    return role if role and number.isascii() and number.isdigit() else process
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which checkpoint the graph serves: an absolute directory and the dtype to compute in."""
+    """The checkpoint that the graph serves: an absolute directory and the dtype to compute in."""
 
     path: str
     dtype: str
@@ -142,9 +166,12 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """`limits:` of the file. `max_num_seqs` counts sequences per group over all lanes; `kv_pages` is per group; `max_tokens` is the
-    most new tokens of a request; `max_num_batched_tokens` bounds the rows of a step; with strict numerics prompts are cut at multiples of
-    `chunk_tokens`; `in_flight` bounds a user's graph's tags."""
+    """`limits:` of a graph file, for one role.
+
+    `max_num_seqs` counts sequences per group over all micro-batches; `kv_pages` is per group; `max_tokens` is the most new tokens of a
+    request; `max_num_batched_tokens` bounds the rows of a step; strict numerics cut prompts at multiples of `chunk_tokens`; `in_flight`
+    bounds the tags of a user's graph.
+    """
 
     max_num_seqs: int = 16
     kv_pages: int = 512
@@ -158,10 +185,10 @@ class GraphLimits:
 
 @dataclass(frozen=True)
 class Emulation:
-    """`emulate:` of the file. Links take their profiles' times, computing its modelled ones, all times `dilation`.
+    """`emulate:` of a graph file. Links take their profiles' times and computation its modelled times, all multiplied by `dilation`.
 
-    `attention_seconds` is charged per layer of an attention node, `expert_seconds` per layer of a call of an experts node; None: the
-    node takes the time it takes. `processes_per_nic` processes split each NIC evenly.
+    `attention_seconds` is charged per layer of an attention node, `expert_seconds` per layer of a call of an experts node; None charges
+    nothing. `processes_per_nic` processes share each NIC evenly.
     """
 
     dilation: float
@@ -177,7 +204,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class ReliabilitySettings:
-    """`reliability:` of the file. Without `failover` any death ends the run; without `detector` nobody watches for stuck processes.
+    """`reliability:` of a graph file. Without `failover` any death ends the run; without `detector` no process looks for hung ones.
 
     The detector suspects a process without progress for `suspect_seconds` and marks it dead after `dead_seconds`. A dead process is
     restarted, at most `restarts` times in `restart_window_seconds`. A request that needs an unavailable expert ends with an error after
@@ -198,12 +225,13 @@ class ReliabilitySettings:
 
 @dataclass(frozen=True)
 class Graph:
-    """An expanded, checked graph: what workers are started from. It travels to them as JSON (file.py writes and reads it)."""
+    """An expanded, checked graph, by which workers are started. Nodes and edges are found by name."""
 
     nodes: Mapping[str, Node]
-    edges: Sequence[Edge]
+    edges: Mapping[str, Edge]
     model: ModelPart | None = None
     limits: GraphLimits = GraphLimits()
+    role_limits: Mapping[str, GraphLimits] = field(default_factory=dict)  # role -> its limits, where they differ from `limits`
     numerics: Literal["fast", "strict"] = "fast"
     processes: Literal["one", "many"] | int = "many"
     micro_batches: int = 1
@@ -214,17 +242,49 @@ class Graph:
     reliability: ReliabilitySettings = ReliabilitySettings()
     folder: str = ""  # absolute folder of the file: on sys.path of workers for "module:function"
 
+    @classmethod
+    def of(cls, nodes: Iterable[Node], edges: Iterable[Edge] = (), **rest: Any) -> Graph:
+        """A graph of these nodes and edges. Raises ValueError for two edges of one name."""
+        named: dict[str, Edge] = {}
+        for edge in edges:
+            if named.setdefault(edge.name, edge) is not edge:
+                raise ValueError(f"two edges have the name {edge.name!r}; name one of them")
+        return cls({node.name: node for node in nodes}, named, **rest)
+
     def process_names(self) -> list[str]:
-        """Every process, in order of first mention; the gateway's own pseudo-nodes are left out."""
+        """Every process in order of first mention, without the gateway, which holds only pseudo-nodes."""
         return list(dict.fromkeys(node.process for node in self.nodes.values() if node.process != GATEWAY))
 
     def nodes_of(self, process: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.process == process]
 
+    def limits_of(self, process: str) -> GraphLimits:
+        """The limits of the process's role."""
+        return self.role_limits.get(role_of(process), self.limits)
+
     def tags_in_flight(self) -> int:
-        """The most tags on the way at once: each source's lanes in a model graph, `limits.in_flight` in a user's."""
+        """The most tags on the way at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
         num_sources = sum(1 for node in self.nodes.values() if node.operator == "source")
         return num_sources * self.micro_batches if num_sources else self.limits.in_flight
 
+    def ends_of(self, edge: Edge) -> tuple[str, str]:
+        """The processes that an edge leads from and to."""
+        return self.nodes[edge.source].process, self.nodes[edge.target].process
+
+    def crosses(self, edge: Edge) -> bool:
+        """Whether an edge leads from one process to another."""
+        source, target = self.ends_of(edge)
+        return source != target
+
     def edges_from(self, node: str) -> list[Edge]:
-        return [edge for edge in self.edges if edge.source == node]
+        return [edge for edge in self.edges.values() if edge.source == node]
+
+
+def to_json(graph: Graph) -> bytes:
+    """The graph as it travels to workers."""
+    return msgspec.json.encode(graph)
+
+
+def from_json(data: bytes) -> Graph:
+    """The inverse of `to_json`. Raises msgspec.ValidationError or DecodeError for anything else."""
+    return msgspec.json.decode(data, type=Graph)

@@ -34,6 +34,12 @@ def is_port_name(text: str) -> bool:
     return len(text) <= 100 and _PORT.fullmatch(text) is not None
 
 
+def is_edge_end(text: str) -> bool:
+    """Whether `text` is node.port."""
+    node, dot, port = text.rpartition(".")
+    return bool(dot) and is_name(node) and is_port_name(port)
+
+
 def is_user_operator(text: str) -> bool:
     """Whether `text` is "module:function" (dots allowed on both sides)."""
     return _OPERATOR.fullmatch(text) is not None

@@ -29,10 +29,10 @@ class Flow:
     """
 
     layers: tuple[int, ...]  # the first layer of each run, ascending; the last run has no end
-    arrivals: dict[tuple[str, str], dict[Point, set[int]]] = field(default_factory=dict)
+    arrivals: dict[tuple[str, str], dict[Point, set[str]]] = field(default_factory=dict)
     fires: dict[str, set[Point]] = field(default_factory=dict)
     origins: dict[str, set[str]] = field(default_factory=dict)
-    edge_origins: dict[int, set[str]] = field(default_factory=dict)
+    edge_origins: dict[str, set[str]] = field(default_factory=dict)
 
     def after(self, layer: int) -> tuple[int, ...]:
         """The runs that hold the layers after those of the run that begins at `layer`."""
@@ -42,7 +42,7 @@ class Flow:
         onward = self.layers[place]
         return (onward,) if onward == layer + 1 else (layer, onward)
 
-    def at(self, node: str, port: str) -> Mapping[Point, set[int]]:
+    def at(self, node: str, port: str) -> Mapping[Point, set[str]]:
         return self.arrivals.get((node, port), {})
 
 
@@ -50,7 +50,7 @@ def follow(graph: Graph) -> Flow:
     """Every point that any message can reach, if each firing gave a message on every port."""
     flow = Flow(_runs(graph))
     edges_from: dict[str, list[Edge]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         edges_from.setdefault(edge.source, []).append(edge)
     waiting: list[tuple[str, Point, str | None]] = []
     for node in graph.nodes.values():
@@ -70,9 +70,9 @@ def follow(graph: Graph) -> Flow:
                 continue
             for target_point in _step(edge, point, flow):
                 edges = flow.arrivals.setdefault((edge.target, edge.target_port), {}).setdefault(target_point, set())
-                if edge.id in edges:
+                if edge.name in edges:
                     continue
-                edges.add(edge.id)
+                edges.add(edge.name)
                 if target_point not in flow.fires[edge.target] and _complete(graph, flow, edge.target, target_point):
                     flow.fires[edge.target].add(target_point)
                     waiting.append((edge.target, target_point, None))
@@ -93,14 +93,14 @@ def _emitted_layers(node: Node) -> int:
 def _runs(graph: Graph) -> tuple[int, ...]:
     """Where runs of layers begin: at every layer at which some edge begins or stops to carry or to bring messages."""
     starts = set(range(_SINGLE_LAYERS + 1))
-    for layers in {edge.layers for edge in graph.edges if edge.layers.layers is not None}:
+    for layers in {edge.layers for edge in graph.edges.values() if edge.layers.layers is not None}:
         members = layers.layers or frozenset()
         for layer in members:
             if layer - 1 not in members:
                 starts |= {layer, layer + 1}
             if layer + 1 not in members:
                 starts |= {layer + 1, layer + 2}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         if edge.tag.kind == "to_layer":
             starts |= {edge.tag.layer, edge.tag.layer + 1}
     starts |= {_emitted_layers(node) for node in graph.nodes.values() if node.operator == SOURCE}
@@ -131,21 +131,21 @@ def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
 def _follow_origins(graph: Graph, flow: Flow) -> None:
     flow.origins = {node.name: {node.name} if emits(node.operator) else set() for node in graph.nodes.values()}
     edges_from: dict[str, list[Edge]] = {}
-    for edge in graph.edges:
-        flow.edge_origins[edge.id] = set()
+    for edge in graph.edges.values():
+        flow.edge_origins[edge.name] = set()
         edges_from.setdefault(edge.source, []).append(edge)
-        if edge.answers is not None:
-            asking = graph.edges[edge.answers].source
+        if edge.response_to is not None:
+            asking = graph.edges[edge.response_to].source
             if asking != edge.source:
                 edges_from.setdefault(asking, []).append(edge)
     waiting = [name for name, origins in flow.origins.items() if origins]
     while waiting:
         name = waiting.pop()
         for edge in edges_from.get(name, ()):
-            giver = edge.source if edge.answers is None else graph.edges[edge.answers].source
+            giver = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
             if giver != name:
                 continue
-            flow.edge_origins[edge.id] |= flow.origins[name]
+            flow.edge_origins[edge.name] |= flow.origins[name]
             target = flow.origins[edge.target]
             if not emits(graph.nodes[edge.target].operator) and not flow.origins[name] <= target:
                 target |= flow.origins[name]

@@ -29,7 +29,7 @@ def is_watched(graph: Graph) -> bool:
 def neighbours(graph: Graph) -> dict[str, tuple[str, ...]]:
     """process -> the others that share an edge with it, in the graph's order; a process without any is left out."""
     found: dict[str, dict[str, None]] = {}
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         source, target = graph.nodes[edge.source].process, graph.nodes[edge.target].process
         if source != target:
             found.setdefault(source, {})[target] = None

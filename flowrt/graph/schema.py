@@ -14,6 +14,7 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY, INPUT, MONITOR, OUTPUT, Gra
 from flowrt.graph.notation import (
     LINK_NUMBERS,
     LINK_PROFILES,
+    is_edge_end,
     is_name,
     is_port_name,
     parse_ids,
@@ -129,6 +130,10 @@ def _input_port(value: Any) -> Any:
     return value if isinstance(value, dict) else {"tensors": value}
 
 
+def _edge(value: Any) -> Any:
+    return {} if value is None else value
+
+
 def _name(value: str) -> str:
     if not is_name(value):
         raise ValueError(f"{value!r} is no name; use letters, digits, '_', '-', and single dots between them")
@@ -152,8 +157,7 @@ def _port_name(value: str) -> str:
 
 
 def _end(value: str) -> str:
-    node, dot, port = value.rpartition(".")
-    if not dot or not is_name(node) or not is_port_name(port):
+    if not is_edge_end(value):
         raise ValueError(f"{value!r} is no end of an edge; write node.port")
     return value
 
@@ -306,15 +310,15 @@ class NodeSection(Section):
 class EdgeSection(Section):
     """An edge of the explicit form, from an output port to an input port."""
 
-    source: EdgeEnd = Field(alias="from", description="node.port")
-    target: EdgeEnd = Field(alias="to", description="node.port")
+    source: EdgeEnd | None = Field(default=None, alias="from", description="node.port. Default: the first end in the edge's name.")
+    target: EdgeEnd | None = Field(default=None, alias="to", description="node.port. Default: the second end in the edge's name.")
     transport: str = Field(default="auto", description="auto, inproc, shm, zmq, or one that a package brings.")
     link: Link | None = Field(default=None, description="A profile's name, or numbers of one's own; a label unless emulate is there.")
     credits: int | None = Field(default=None, ge=1, le=65536, description="Messages on the way. Default: as many as tags are in flight.")
     open: Open = Field(default="lazy", description=_OPEN_TEXT)
     layers: Layers | None = Field(default=None, description="Which layers it carries, by the sender's tag.")
     tag: TagText | None = Field(default=None, description="How the tag changes: layer+1, step+1, layer=N.")
-    answers: EdgeEnd | None = Field(default=None, description="The node.port whose requests to this edge's node it answers.")
+    response_to: str | None = Field(default=None, description="The name of the edge whose requests it carries the responses to.")
 
 
 class EmulatedComputeSection(Section):
@@ -360,7 +364,9 @@ class GraphFile(Section):
     model: ModelSection | None = None
     deploy: DeploySection | None = Field(default=None, description="The short form.")
     nodes: dict[NodeName, NodeSection] | None = Field(default=None, description="The explicit form.")
-    edges: list[EdgeSection] | None = Field(default=None, description="The explicit form.")
+    edges: dict[str, Annotated[EdgeSection, BeforeValidator(_edge)]] | None = Field(
+        default=None, description="The explicit form: 'node.port -> node.port', or any name with from: and to:."
+    )
     limits: LimitsSection = LimitsSection()
     numerics: Literal["fast", "strict"] = Field(default="fast", description="strict: no bit depends on batch, placement or preemption.")
     emulate: EmulateSection | None = Field(default=None, description="Emulate links and computing that this machine has not.")

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from flowrt.graph.diagrams import crosses, experts_words, is_collapsed, roles
+from flowrt.graph.diagrams import experts_words, is_collapsed, roles
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Edge, Graph, Node
 
@@ -27,7 +27,7 @@ def print_graph(graph: Graph, title: str, console: Console) -> None:
     console.print(Text(title, style="bold"), Text(_summary(graph), style="dim"))
     for name, lines in _processes(graph, fusions):
         console.print(_box(name, lines))
-    crossing = [edge for edge in graph.edges if crosses(edge, graph)]
+    crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     if crossing:
         console.print(_table(graph, crossing))
 
@@ -133,12 +133,12 @@ def _rows(graph: Graph, edges: list[Edge]) -> list[tuple[str, str, str, str, str
     if is_collapsed(graph):
         return _collapsed_rows(graph, edges)
     rows = []
-    answered = {edge.answers for edge in edges}
+    answered = {edge.response_to for edge in edges}
     for edge in edges:
-        if edge.answers is not None:
+        if edge.response_to is not None:
             continue  # shown with its request
         tag = f" ({edge.tag})" if str(edge.tag) else ""
-        name, arrow = f"{edge.source}.{edge.source_port}", "<->" if edge.id in answered else "->"
+        name, arrow = f"{edge.source}.{edge.source_port}", "<->" if edge.name in answered else "->"
         rows.append((f"{name} {arrow} {edge.target}.{edge.target_port}{tag}", *_columns(edge)))
     return rows
 
@@ -166,7 +166,7 @@ def _print_plain(graph: Graph, title: str, fusions: dict[str, Fusion], console: 
         line(f"process {name}")
         for text in lines:
             line(f"  {text}")
-    for words in _rows(graph, [edge for edge in graph.edges if crosses(edge, graph)]):
+    for words in _rows(graph, [edge for edge in graph.edges.values() if graph.crosses(edge)]):
         name, transport, link, credits, layers = words
         rest = [transport, *([f"link {link}"] if link else []), *([f"credits {credits}"] if credits else [])]
         line(f"edge {name}: {', '.join(rest + ([f'layers {layers}'] if layers else []))}")

@@ -13,10 +13,10 @@ from typing import Any
 
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
-from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, GraphLimits, Node, PortSpec, ReliabilitySettings
+from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, GraphLimits, Node, PortSpec, ReliabilitySettings, edge_name
 from flowrt.graph.notation import LINK_PROFILES
 
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@+=: -]*")
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@+=: >-]*")
 
 
 def to_yaml(graph: Graph, origin: str = "") -> str:
@@ -38,7 +38,7 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     if graph.prompts:
         lines += ["prompts:", *(f"  - {_scalar(prompt)}" for prompt in graph.prompts)]
     lines += ["nodes:", *(f"  {_scalar(node.name)}: {_flow(_node(node))}" for node in graph.nodes.values() if node.process != GATEWAY)]
-    lines += ["edges:", *(f"  - {_flow(_edge(edge, graph))}" for edge in graph.edges)]
+    lines += ["edges:", *(f"  {_scalar(edge.name)}:{_edge_text(edge)}" for edge in graph.edges.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -80,8 +80,14 @@ def _tensors(port: PortSpec) -> Any:
     return (list(port.tensors) if len(port.tensors) > 1 else port.tensors[0]) if port.tensors else None
 
 
-def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
-    written: dict[str, Any] = {"from": f"{edge.source}.{edge.source_port}", "to": f"{edge.target}.{edge.target_port}"}
+def _edge_text(edge: Edge) -> str:
+    written = _edge(edge)
+    return f" {_flow(written)}" if written else ""
+
+
+def _edge(edge: Edge) -> dict[str, Any]:
+    source, target = f"{edge.source}.{edge.source_port}", f"{edge.target}.{edge.target_port}"
+    written: dict[str, Any] = {} if edge.name == edge_name(source, target) else {"from": source, "to": target}
     if str(edge.layers):
         written["layers"] = str(edge.layers)
     if str(edge.tag):
@@ -95,9 +101,8 @@ def _edge(edge: Edge, graph: Graph) -> dict[str, Any]:
         written["credits"] = edge.credits
     if edge.open != "lazy":
         written["open"] = edge.open
-    if edge.answers is not None:
-        request = graph.edges[edge.answers]
-        written["answers"] = f"{request.source}.{request.source_port}"
+    if edge.response_to is not None:
+        written["response_to"] = edge.response_to
     return written
 
 

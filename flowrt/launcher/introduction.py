@@ -11,8 +11,7 @@ from typing import Any
 
 from flowrt.actors.control import Peers, Start
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.json_form import to_json
-from flowrt.graph.model import Graph
+from flowrt.graph.model import Graph, to_json
 from flowrt.launcher.control_connection import ControlConnection
 
 

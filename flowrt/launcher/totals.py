@@ -21,7 +21,7 @@ _COUNTS = [
 
 def total(lives: Sequence[Statistics], num_restarts: int) -> Statistics:
     """Counts are summed; what describes a state is the last life's."""
-    edges: dict[int, EdgeStatistics] = {}
+    edges: dict[str, EdgeStatistics] = {}
     for edge in (edge for life in lives for edge in life.edges):
         former = edges.get(edge.edge)
         if former is not None:
@@ -33,7 +33,7 @@ def total(lives: Sequence[Statistics], num_restarts: int) -> Statistics:
         edges[edge.edge] = edge
     return msgspec.structs.replace(
         lives[-1],
-        edges=tuple(edges[number] for number in sorted(edges)),
+        edges=tuple(edges[name] for name in sorted(edges)),
         num_restarts=num_restarts,
         fallbacks=tuple(text for life in lives for text in life.fallbacks),
         **{name: sum(getattr(life, name) for life in lives) for name in _COUNTS},

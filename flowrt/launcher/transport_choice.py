@@ -105,16 +105,16 @@ def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Grap
     Where `auto` had a choice, the edge keeps the others as `fallbacks`. Raises GraphError when an edge has no transport that works.
     """
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
-    edges = []
-    for edge in graph.edges:
+    edges = {}
+    for edge in graph.edges.values():
         asked = base_scheme(edge.transport)  # `faulty+auto?drop@100` is auto too
         chosen = _choose(graph, replace(edge, transport=AUTO) if asked == AUTO else edge, host_of, available)
         left = BETWEEN[BETWEEN.index(chosen) + 1 :] if asked == AUTO and chosen in BETWEEN else ()
         fallbacks = tuple(scheme for scheme in left if scheme in available and available[scheme] is None)
         wrapped = edge.transport.replace(AUTO, chosen, 1) if asked == AUTO and chosen != LOCAL else chosen
         why = reasons(available) if asked == AUTO and chosen in BETWEEN else ""
-        edges.append(replace(edge, transport=wrapped, fallbacks=fallbacks, why=why))
-    return replace(graph, edges=tuple(edges))
+        edges[edge.name] = replace(edge, transport=wrapped, fallbacks=fallbacks, why=why)
+    return replace(graph, edges=edges)
 
 
 def reasons(available: Mapping[str, str | None]) -> str:

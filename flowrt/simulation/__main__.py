@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrt.errors import UserError
-from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
 from flowrt.graph.scenario_file import load_scenario
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError

@@ -118,7 +118,7 @@ def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
     """Now and then all links open at the start."""
     if chance.random() < 0.7:
         return graph
-    return replace(graph, edges=tuple(replace(edge, open="start") for edge in graph.edges))
+    return replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
 
 
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
@@ -225,7 +225,7 @@ def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     names = list(graph.process_names())
     mortal = sorted(may_die(graph))
     process_of = {node.name: node.process for node in graph.nodes.values()}
-    pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges}
+    pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges.values()}
     links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
     if mortal and graph.reliability.detector:
         names.append(MONITOR)

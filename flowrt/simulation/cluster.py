@@ -20,8 +20,7 @@ from flowrt.actors.control import Control, Ended, LinkLost, Peers, Start, Submit
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.json_form import to_json
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.graph.model import GATEWAY, MONITOR, Graph, to_json
 from flowrt.launcher.root_cause import Verdict
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.operators.families.registry import read_model_config

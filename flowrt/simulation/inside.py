@@ -206,20 +206,20 @@ class Inside:
             left.append(f"computing {worker._compute.running.label}")
         return [f"{self.name}: {line}" for line in left]
 
-    def credits(self) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
+    def credits(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
         """I4, at the same moment. Edges that leave: (credits at hand, credits in all). Edges that come in: (credits kept back, messages
         of which these are not)."""
         runner = self._worker._runner
         if runner is None:
             return {}, {}
-        windows = {edge: (window.free, window.size) for edge, window in runner._windows.items()}
-        owed = {edge: (each.consumed, each.here - each.consumed) for edge, each in runner._owed.items()}
+        windows = {runner._edges[edge].name: (window.free, window.size) for edge, window in runner._windows.items()}
+        owed = {runner._edges[edge].name: (each.consumed, each.here - each.consumed) for edge, each in runner._owed.items()}
         return windows, owed
 
 
 def credit_faults(insides: list[Inside]) -> list[str]:
     """I4 over all edges: credits at hand and credits kept back are all there are, when nothing is on its way."""
-    faults, free, kept = [], {}, Counter[int]()
+    faults, free, kept = [], {}, Counter[str]()
     for inside in insides:
         windows, owed = inside.credits()
         free.update(windows)

@@ -21,7 +21,7 @@ def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
     for node in graph.nodes.values():
         if node.operator != "dispatch":
             continue
-        ports = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges if edge.source == node.name}
+        ports = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges.values() if edge.source == node.name}
         expert_map = expert_map_of(graph, node.name, config.moe_layers, config.num_experts)
         tables = [expert_map.table(layer) for layer in config.moe_layers]
         holders = {frozenset(ports[f"server{server}"] for server in servers) for table in tables for servers in table if servers}

@@ -264,5 +264,5 @@ class Servers:
 def _neighbours(graph: Graph, process: str) -> tuple[str, ...]:
     """Those that share an edge with it, in the graph's order."""
     process_of = {node.name: node.process for node in graph.nodes.values()}
-    pairs = [{process_of[edge.source], process_of[edge.target]} for edge in graph.edges]
+    pairs = [{process_of[edge.source], process_of[edge.target]} for edge in graph.edges.values()]
     return tuple(name for name in graph.process_names() if name != process and any({name, process} <= pair for pair in pairs))

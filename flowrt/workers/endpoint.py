@@ -25,9 +25,9 @@ class Endpoint:
     """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are on the way at once."""
 
     def __init__(self, graph: Graph) -> None:
-        self.ports = sorted({edge.source_port for edge in graph.edges if edge.source == INPUT})
+        self.ports = sorted({edge.source_port for edge in graph.edges.values() if edge.source == INPUT})
         self._specs: dict[str, Spec] = {}  # what the file says of the ports that an input feeds
-        for edge in graph.edges:
+        for edge in graph.edges.values():
             if edge.source == INPUT and (port := graph.nodes[edge.target].inputs[edge.target_port]).tensors:
                 self._specs.setdefault(edge.source_port, parse_spec(port.tensors[0]))
         self._has_output = OUTPUT in graph.nodes
@@ -99,7 +99,7 @@ class Endpoint:
         import torch
 
         if not self._has_output:
-            raise UserError("this graph has no edge to output; add one such as {from: add.sum, to: output.sum}")
+            raise UserError("this graph has no edge to output; add one such as 'add.sum -> output.sum:'")
         if sorted(tensors) != self.ports:
             raise UserError(f"this graph takes {', '.join(self.ports)}; got {', '.join(sorted(tensors)) or 'nothing'}")
         sizes: dict[str, int] = {}

@@ -45,9 +45,8 @@ from flowrt.engine.engine import Engine
 from flowrt.errors import UserError
 from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.failover import Failover
-from flowrt.graph import from_json
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import Edge, Graph
+from flowrt.graph.model import Edge, Graph, from_json
 from flowrt.graph.roles import is_watched, may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
@@ -246,7 +245,9 @@ class Worker:
     def _make_runner(self, functions: dict[str, NodeFunction]) -> None:
         graph, name, seams = self._graph, self._start.name, self._seams
         identity = Identity(name, self._start.incarnation)
-        leaving = {edge.transport for edge in graph.edges if graph.nodes[edge.source].process == name != graph.nodes[edge.target].process}
+        leaving = {
+            edge.transport for edge in graph.edges.values() if graph.nodes[edge.source].process == name != graph.nodes[edge.target].process
+        }
         abilities = {scheme: seams.transport(scheme).capabilities for scheme in leaving}
         self._runner = Runner(
             graph,
@@ -257,11 +258,11 @@ class Worker:
             self._post,
             self._on_sink,
             self._device,
-            {edge.id for edge in graph.edges if edge.transport in abilities and not abilities[edge.transport].between_processes},
+            {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(self._compute, "beside_loop", False),
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
             on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
-            on_device={edge.id for edge in graph.edges if edge.transport in abilities and abilities[edge.transport].device_memory},
+            on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             on_failed=self._on_failed if graph.model is not None else None,
         )
         wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
@@ -277,7 +278,7 @@ class Worker:
             **wrap,
         )
         process_of = {node.name: node.process for node in graph.nodes.values()}
-        for edge in graph.edges:
+        for edge in graph.edges.values():
             ends = {process_of[edge.source], process_of[edge.target]}
             if name in ends and len(ends) == 2:
                 self._link_of[edge.id] = (ends - {name}).pop(), edge.transport
@@ -373,7 +374,9 @@ class Worker:
         assert self._links is not None
         counters = self._runner.statistics
         edges = tuple(
-            EdgeStatistics(edge, self._graph.edges[edge].transport, sent[0], sent[1]) for edge, sent in sorted(counters.sent.items())
+            EdgeStatistics(edge.name, edge.transport, *counters.sent[edge.id])
+            for edge in self._graph.edges.values()
+            if edge.id in counters.sent
         )
         return Statistics(
             edges=edges,

@@ -10,8 +10,7 @@ from flowrt.actors.emulated_links import EmulatedLinks, check_machine, modelled_
 from flowrt.actors.link_plan import plan_links
 from flowrt.emulation import Lateness
 from flowrt.errors import UserError
-from flowrt.graph.json_form import from_json, to_json
-from flowrt.graph.model import Edge, Emulation, Graph, Node
+from flowrt.graph.model import Edge, Emulation, Graph, Node, from_json, to_json
 from flowrt.graph.notation import LINK_NUMBERS, LINK_PROFILES
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
@@ -23,10 +22,10 @@ from flowrt.transports.wire.message import Message
 
 NODES = {name: Node(name, f"ops:{name}", process) for name, process in (("a", "left"), ("b", "right"), ("c", "third"))}
 EDGES = [
-    Edge(0, "a", "y", "b", "x", transport="inproc", link="ub", credits=1),
-    Edge(1, "a", "y", "c", "x", transport="inproc", credits=1),
+    Edge("a", "y", "b", "x", transport="inproc", link="ub", credits=1),
+    Edge("a", "y", "c", "x", transport="inproc", credits=1),
 ]
-GRAPH = Graph(NODES, EDGES, emulation=Emulation(100.0, processes_per_nic=2))
+GRAPH = Graph.of(NODES.values(), EDGES, emulation=Emulation(100.0, processes_per_nic=2))
 
 
 def test_the_names_in_graph_files_are_those_of_the_profiles() -> None:

@@ -11,11 +11,11 @@ def node(name, process):
 def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport():
     nodes = [node("a", "p"), node("b", "q"), node("c", "p")]
     edges = [
-        Edge(0, "a", "y", "b", "x", "shm", credits=4),
-        Edge(1, "b", "y", "c", "x", "zmq", credits=2),
-        Edge(2, "a", "z", "c", "z", "local"),
+        Edge("a", "y", "b", "x", transport="shm", credits=4),
+        Edge("b", "y", "c", "x", transport="zmq", credits=2),
+        Edge("a", "z", "c", "z", transport="local"),
     ]
-    graph = Graph({each.name: each for each in nodes}, edges)
+    graph = Graph.of(nodes, edges)
     first = {(plan.peer, plan.scheme): plan for plan in plan_links(graph, "p")}
     second = {(plan.peer, plan.scheme): plan for plan in plan_links(graph, "q")}
     assert set(first) == {("q", "shm"), ("q", "zmq")}
@@ -28,20 +28,23 @@ def test_the_side_that_comes_first_connects_and_a_pair_has_a_link_per_transport(
 def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
     nodes = [node("a", "p"), node("b", "q"), node("c", "r")]
     edges = [
-        Edge(0, "a", "y", "b", "x", "shm"),
-        Edge(1, "b", "y", "a", "x", "shm", open="start"),
-        Edge(2, "a", "z", "b", "z", "zmq"),
-        Edge(3, "a", "y", "c", "x", "shm"),
+        Edge("a", "y", "b", "x", transport="shm"),
+        Edge("b", "y", "a", "x", transport="shm", open="start"),
+        Edge("a", "z", "b", "z", transport="zmq"),
+        Edge("a", "y", "c", "x", transport="shm"),
     ]
-    graph = Graph({each.name: each for each in nodes}, edges)
+    graph = Graph.of(nodes, edges)
     planned = {(plan.peer, plan.scheme): plan.first_use for worker in "pqr" for plan in plan_links(graph, worker) if plan.peer != "p"}
     assert planned == {("q", "shm"): False, ("q", "zmq"): True, ("r", "shm"): True}
 
 
 def test_answers_need_as_much_room_as_their_requests_whatever_link_these_took():
     nodes = [node("ask", "p"), node("serve", "q")]
-    edges = [Edge(0, "ask", "y", "serve", "x", "shm", credits=64), Edge(1, "serve", "y", "ask", "x", "zmq", answers=0)]
-    graph = Graph({each.name: each for each in nodes}, edges)
+    edges = [
+        Edge("ask", "y", "serve", "x", transport="shm", credits=64),
+        Edge("serve", "y", "ask", "x", transport="zmq", response_to="ask.y -> serve.x"),
+    ]
+    graph = Graph.of(nodes, edges)
     plans = {plan.scheme: plan for plan in plan_links(graph, "q")}
     assert plans["zmq"].capacity_messages >= 64
     assert plans["zmq"].limits.capacity_messages >= 64

@@ -37,7 +37,7 @@ def test_the_graphs_are_ones_a_user_could_write(made: Rounds) -> None:
 async def test_a_call_is_a_round_that_ends_after_it_began(made: Rounds) -> None:
     async with flowrt.open(replace(made.graph, processes="one")) as graph:
         rounds = await block_of(graph, made.go, 3)
-    num_ends = sum(edge.target == "output" for edge in made.graph.edges)
+    num_ends = sum(edge.target == "output" for edge in made.graph.edges.values())
     assert [len(ends) for ends in rounds] == [num_ends] * 3
     assert all(0 < end < 60 for ends in rounds for end in ends)
 

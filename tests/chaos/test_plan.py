@@ -10,7 +10,7 @@ import pytest
 from flowrt.api import read_graph
 from flowrt.chaos.plan import load_plan, needs_obedience, parse_words, told
 from flowrt.errors import UserError
-from flowrt.graph import Graph
+from flowrt.graph.model import Graph
 from flowrt.graph.roles import may_die
 from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 

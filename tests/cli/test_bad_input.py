@@ -32,7 +32,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     own = tmp_path / "own.yaml"
     own.write_text(
         "flowrt: 1\nnodes:\n  double: {operator: my_ops:double, process: p, inputs: {x: 'float32[4]'}, outputs: {y: 'float32[4]'}}\n"
-        "edges:\n  - {from: input.x, to: double.x}\n  - {from: double.y, to: output.y}\n"
+        "edges:\n  input.x -> double.x:\n  double.y -> output.y:\n"
     )
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')

@@ -74,7 +74,7 @@ def test_the_report_names_what_is_missing_and_the_remedy() -> None:
 def test_the_smallest_dilation_by_link_and_for_a_graph() -> None:
     own = "latency_seconds=0.0,bandwidth_bytes_per_second=1e9,message_seconds=1e-05"
     nodes = {"a": Node("a", "ops:a", "left"), "b": Node("b", "ops:b", "right")}
-    graph = Graph(nodes, [Edge(0, "a", "y", "b", "x", link=own)], emulation=Emulation(100.0))
+    graph = Graph.of(nodes.values(), [Edge("a", "y", "b", "x", link=own)], emulation=Emulation(100.0))
     emulation, emulate = emulation_checks(50e-6, True, graph)
     assert emulation.ok
     assert "off by 50 us; smallest dilation: ub 67, nvlink 63," in emulation.text  # 20 x 50 us / 15 us, and 16 us

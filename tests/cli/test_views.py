@@ -23,7 +23,7 @@ from flowrt.cli.view import PlainView, View
 from flowrt.doctor import Check, report
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
-from flowrt.graph import Graph
+from flowrt.graph.model import Graph
 from flowrt.launcher import events
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -30,7 +30,7 @@ def tag(step=0, layer=0, lane=0, source="s", epoch=0):
 
 
 JOIN = node("join", one("a"), one("b"))
-A, B = Edge(0, "x", "o", "join", "a"), Edge(1, "y", "o", "join", "b")
+A, B = Edge("x", "o", "join", "a"), Edge("y", "o", "join", "b")
 
 
 def table(nodes, edges):
@@ -43,7 +43,7 @@ def test_a_node_fires_when_its_inputs_for_one_tag_are_there():
     assert fired(matching.arrive(B, tag(1), "b1")) is None
     firing = fired(matching.arrive(B, tag(0), "b0"))
     assert firing is not None
-    assert (firing.node, firing.tag, firing.inputs, firing.via) == ("join", tag(0), {"a": "a0", "b": "b0"}, (0, 1))
+    assert (firing.node, firing.tag, firing.inputs, firing.via) == ("join", tag(0), {"a": "a0", "b": "b0"}, (A.id, B.id))
     assert len(matching) == 1
     assert matching.waiting() == [("join", tag(1), ["a"])]
 
@@ -60,16 +60,16 @@ def test_any_order_of_arrival_gives_the_same_firings(arrivals):
     matching = table([JOIN], [A, B])
     results = [fired(matching.arrive(edge, tag(step, 0, lane), (edge.id, step, lane))) for edge, step, lane in arrivals]
     done = {firing.tag: firing.inputs for firing in results if firing}
-    expected = {tag(step, 0, lane): {"a": (0, step, lane), "b": (1, step, lane)} for step in range(3) for lane in range(2)}
+    expected = {tag(step, 0, lane): {"a": (A.id, step, lane), "b": (B.id, step, lane)} for step in range(3) for lane in range(2)}
     assert done == expected
     assert len(matching) == 0
 
 
 def test_a_port_is_needed_only_at_the_layers_its_edges_reach():
     block = node("block", one("x"), one("layout"))
-    first = Edge(0, "embed", "x", "block", "x", layers=LayerSet(frozenset({0})))
-    layout = Edge(1, "source", "layout", "block", "layout", layers=LayerSet(frozenset({0})))
-    later = Edge(2, "combine", "y", "block", "x", layers=LayerSet(frozenset({0, 1})), tag=TagStep("next_layer"))
+    first = Edge("embed", "x", "block", "x", layers=LayerSet(frozenset({0})))
+    layout = Edge("source", "layout", "block", "layout", layers=LayerSet(frozenset({0})))
+    later = Edge("combine", "y", "block", "x", layers=LayerSet(frozenset({0, 1})), tag=TagStep("next_layer"))
     matching = table([block], [first, layout, later])
     assert fired(matching.arrive(first, tag(layer=0), "x")) is None
     assert fired(matching.arrive(layout, tag(layer=0), "l")) is not None
@@ -87,13 +87,13 @@ def test_a_port_is_needed_only_at_the_layers_its_edges_reach():
     ],
 )
 def test_where_an_edge_arrives(step, layers, reached):
-    edge = Edge(0, "a", "o", "b", "i", layers=LayerSet(frozenset(layers)), tag=step)
+    edge = Edge("a", "o", "b", "i", layers=LayerSet(frozenset(layers)), tag=step)
     assert {layer for layer in range(6) if arrives_at(edge, layer)} == reached
 
 
 GATHER = node("combine", one("plan"), PortSpec("parts", takes="gather", count="plan"))
-PLAN = Edge(0, "dispatch", "plan", "combine", "plan")
-ANSWERS = [Edge(1 + s, f"e{s}", "results", "combine", "parts", answers=10 + s) for s in range(3)]
+PLAN = Edge("dispatch", "plan", "combine", "plan")
+ANSWERS = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch.server{s} -> e{s}.rows") for s in range(3)]
 
 
 @given(st.permutations([0, 1, 2]))
@@ -140,14 +140,14 @@ def test_rolling_back_deletes_the_rows_of_older_epochs():
     matching = table([JOIN], [A, B])
     for epoch, source in itertools.product((0, 1), ("s", "t")):
         matching.arrive(A, tag(source=source, epoch=epoch), None)
-    assert matching.drop(lambda old: old.source == "s" and old.epoch < 1) == (1, [0])
+    assert matching.drop(lambda old: old.source == "s" and old.epoch < 1) == (1, [A.id])
     assert len(matching) == 3
 
 
 @given(st.permutations(range(5)))
 def test_a_stateful_node_fires_in_step_order_per_lane(order):
     state = node("state", one("a"), stateful=True)
-    edge = Edge(0, "x", "o", "state", "a")
+    edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])
     released = []
     for step in order:
@@ -158,7 +158,7 @@ def test_a_stateful_node_fires_in_step_order_per_lane(order):
 
 def test_lanes_of_a_stateful_node_do_not_wait_for_each_other():
     state = node("state", one("a"), stateful=True)
-    edge = Edge(0, "x", "o", "state", "a")
+    edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])
     assert fired(matching.arrive(edge, tag(1, lane=0), None)) is None
     assert fired(matching.arrive(edge, tag(0, lane=1), None)) is not None
@@ -175,9 +175,9 @@ def test_more_anonymous_parts_than_were_counted_open_no_new_row():
 
 def test_rolling_back_forgets_held_firings_and_says_whose_messages_they_were():
     state = node("state", one("a"), stateful=True)
-    edge = Edge(4, "x", "o", "state", "a")
+    edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])
     matching.arrive(edge, tag(2), None)
-    assert matching.drop(lambda old: old.epoch < 1) == (1, [4])
+    assert matching.drop(lambda old: old.epoch < 1) == (1, [edge.id])
     assert len(matching) == 0
     assert fired(matching.arrive(edge, tag(7, epoch=1), None)) is not None  # a new epoch begins where its first step is

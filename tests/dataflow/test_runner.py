@@ -42,7 +42,13 @@ def node(name, process, inputs=(), outputs=(), **more):
 
 
 def graph_of(nodes, edges):
-    return Graph({each.name: each for each in nodes}, edges)
+    return Graph.of(nodes, edges)
+
+
+def id_of(graph, target, port="x"):
+    """The id of the edge that leads to this port."""
+    (edge,) = (edge for edge in graph.edges.values() if (edge.target, edge.target_port) == (target, port))
+    return edge.id
 
 
 def number(value):
@@ -85,10 +91,10 @@ class Bench:
             await task
 
     def data(self):
-        return [(edge.id, value_of(from_message(message))) for edge, message in self.posted if message.kind == "data"]
+        return [(edge.target, value_of(from_message(message))) for edge, message in self.posted if message.kind == "data"]
 
     def credits(self):
-        return [edge.id for edge, message in self.posted if message.kind == "credit"]
+        return [edge.target for edge, message in self.posted if message.kind == "credit"]
 
 
 def tag(step=0, layer=0, epoch=0, source="src@1"):
@@ -100,7 +106,7 @@ double = each(lambda firing: {"y": number(2 * value_of(firing.inputs["x"]))})
 
 async def test_a_chain_in_one_process_runs_to_its_sink():
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["x"], ["y"]), node("end", "p", ["x"])]
-    edges = [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "x"), Edge(2, "b", "y", "end", "x")]
+    edges = [Edge("in", "x", "a", "x"), Edge("a", "y", "b", "x"), Edge("b", "y", "end", "x")]
     bench = Bench(graph_of(nodes, edges), "p", {"a": double, "b": double})
     for step in range(3):
         bench.runner.emit("in", tag(step), {"x": number(step)})
@@ -111,7 +117,7 @@ async def test_a_chain_in_one_process_runs_to_its_sink():
 
 PIPE = graph_of(
     [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("b", "q", ["x"], ["y"]), node("end", "p", ["x"])],
-    [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "x", credits=2), Edge(2, "b", "y", "end", "x", credits=2)],
+    [Edge("in", "x", "a", "x"), Edge("a", "y", "b", "x", credits=2), Edge("b", "y", "end", "x", credits=2)],
 )
 
 
@@ -120,31 +126,31 @@ async def test_a_firing_waits_until_its_edge_has_a_credit():
     for step in range(4):
         bench.runner.emit("in", tag(step), {"x": number(step)})
     await bench.settle()
-    assert bench.data() == [(1, 0), (1, 2)]
-    bench.runner.deliver(Message("credit", edge=1, header=CreditHeader(1)))
+    assert bench.data() == [("b", 0), ("b", 2)]
+    bench.runner.deliver(Message("credit", edge=id_of(PIPE, "b"), header=CreditHeader(1)))
     await bench.settle()
-    assert bench.data() == [(1, 0), (1, 2), (1, 4)]
+    assert bench.data() == [("b", 0), ("b", 2), ("b", 4)]
 
 
 async def test_credit_goes_back_when_the_message_is_consumed():
     bench = Bench(PIPE, "q", {"b": double})
-    bench.runner.deliver(to_message(number(3), 1, tag()))
+    bench.runner.deliver(to_message(number(3), id_of(PIPE, "b"), tag()))
     assert bench.credits() == []
     await bench.settle()
-    assert bench.data() == [(2, 6)]
-    assert bench.credits() == [1]
+    assert bench.data() == [("end", 6)]
+    assert bench.credits() == ["b"]
 
 
 async def test_more_credits_than_were_out_are_refused():
     bench = Bench(PIPE, "p", {"a": double})
-    with pytest.raises(ValueError, match="more than were out"):
-        bench.runner.deliver(Message("credit", edge=1, header=CreditHeader(1)))
+    with pytest.raises(ValueError, match="more than were outstanding"):
+        bench.runner.deliver(Message("credit", edge=id_of(PIPE, "b"), header=CreditHeader(1)))
 
 
 async def test_a_message_for_an_edge_that_does_not_lead_here_is_refused():
     bench = Bench(PIPE, "p", {"a": double})
     with pytest.raises(ValueError, match="does not lead here"):
-        bench.runner.deliver(to_message(number(3), 1, tag()))
+        bench.runner.deliver(to_message(number(3), id_of(PIPE, "b"), tag()))
 
 
 def service_graph():
@@ -160,13 +166,12 @@ def service_graph():
         ]
     nodes.append(node("serve", "server", ["rows"], ["results"], batches=True))
     for client in "01":
-        first = len(edges)
         edges += [
-            Edge(first, f"in{client}", "x", f"cut{client}", "x"),
-            Edge(first + 1, f"cut{client}", "plan", f"add{client}", "plan"),
-            Edge(first + 2, f"cut{client}", "server0", "serve", "rows", credits=2),
-            Edge(first + 3, "serve", "results", f"add{client}", "parts", answers=first + 2),
-            Edge(first + 4, f"add{client}", "y", f"end{client}", "y"),
+            Edge(f"in{client}", "x", f"cut{client}", "x"),
+            Edge(f"cut{client}", "plan", f"add{client}", "plan"),
+            Edge(f"cut{client}", "server0", "serve", "rows", credits=2),
+            Edge("serve", "results", f"add{client}", "parts", response_to=f"cut{client}.server0 -> serve.rows"),
+            Edge(f"add{client}", "y", f"end{client}", "y"),
         ]
     return graph_of(nodes, edges)
 
@@ -190,12 +195,17 @@ async def test_the_server_answers_only_who_asked_and_may_take_all_at_once():
             {"results": Payload((firing.inputs["rows"].tensors[0] + 1,), firing.inputs["rows"].header_as(PartHeader))} for firing in firings
         ]
 
-    bench = Bench(service_graph(), "server", {"serve": serve})
-    bench.runner.deliver(to_message(Payload((torch.tensor([5.0]),), PartHeader(0)), 2, tag(source="in0@1")))
-    bench.runner.deliver(to_message(Payload((torch.tensor([7.0]),), PartHeader(0)), 7, tag(source="in1@1")))
+    service = service_graph()
+    bench = Bench(service, "server", {"serve": serve})
+    bench.runner.deliver(
+        to_message(Payload((torch.tensor([5.0]),), PartHeader(0)), service.edges["cut0.server0 -> serve.rows"].id, tag(source="in0@1"))
+    )
+    bench.runner.deliver(
+        to_message(Payload((torch.tensor([7.0]),), PartHeader(0)), service.edges["cut1.server0 -> serve.rows"].id, tag(source="in1@1"))
+    )
     await bench.settle()
     assert calls == [2]
-    assert bench.data() == [(3, 6), (8, 8)]
+    assert bench.data() == [("add0", 6), ("add1", 8)]
     assert bench.credits() == []  # they come back with the answers
 
 
@@ -204,11 +214,11 @@ async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped(
     for step in range(3):
         bench.runner.emit("in0", tag(step), {"x": number(step)})
     await bench.settle()
-    assert bench.data() == [(2, 0), (2, 1)]
-    answer = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0))
+    assert bench.data() == [("serve", 0), ("serve", 1)]
+    answer = to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), id_of(service_graph(), "add0", "parts"), tag(0))
     bench.runner.deliver(answer)
     await bench.settle()
-    assert bench.data() == [(2, 0), (2, 1), (2, 2)]
+    assert bench.data() == [("serve", 0), ("serve", 1), ("serve", 2)]
     assert [value_of(firing.inputs["y"]) for firing in bench.sunk] == [9.0]
     bench.runner.deliver(answer)
     await bench.settle()
@@ -221,7 +231,7 @@ async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_d
     bench.runner.emit("in0", tag(0), {"x": number(1)})
     await bench.settle()
     assert bench.runner.roll_back("src@1", epoch=1) == 1
-    bench.runner.deliver(to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), 3, tag(0)))
+    bench.runner.deliver(to_message(Payload((torch.tensor([9.0]),), PartHeader(0)), id_of(service_graph(), "add0", "parts"), tag(0)))
     await bench.settle()
     assert bench.sunk == []
     assert bench.runner.waiting() == []
@@ -234,7 +244,7 @@ async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_d
 async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row():
     """What is fused behind it is matched within the call, after the roll-back has looked."""
     nodes = [node("in", "p", outputs=["x", "z"]), node("a", "p", ["x"], ["y"]), node("b", "p", ["y", "z"], ["y"]), node("end", "p", ["x"])]
-    edges = [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "b", "y"), Edge(2, "in", "z", "b", "z"), Edge(3, "b", "y", "end", "x")]
+    edges = [Edge("in", "x", "a", "x"), Edge("a", "y", "b", "y"), Edge("in", "z", "b", "z"), Edge("b", "y", "end", "x")]
 
     def roll_back(firing):
         bench.runner.roll_back("src@1", 1)
@@ -249,7 +259,7 @@ async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row()
 
 async def test_an_operator_that_raises_is_named():
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
-    bench = Bench(graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
+    bench = Bench(graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
     bench.runner.emit("in", tag(4), {"x": number(1)})
     with pytest.raises(OperatorError, match="a failed at step 4, layer 0: ZeroDivisionError"):
         await bench.settle()
@@ -331,7 +341,7 @@ async def test_the_failure_of_an_older_epoch_is_dropped():
 async def test_an_output_no_edge_takes_is_an_error():
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
     bench = Bench(
-        graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]), "p", {"a": each(lambda firing: {"z": number(1)})}
+        graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")]), "p", {"a": each(lambda firing: {"z": number(1)})}
     )
     bench.runner.emit("in", tag(), {"x": number(1)})
     with pytest.raises(OperatorError, match="no edge takes"):
@@ -358,11 +368,11 @@ async def test_a_runner_that_sleeps_holds_no_tensor():
     bench = Bench(PIPE, "q", {"b": each(lambda firing: {"y": firing.inputs["x"]})})
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
-    bench.runner.deliver(to_message(Payload((tensor,)), 1, tag()))
+    bench.runner.deliver(to_message(Payload((tensor,)), id_of(PIPE, "b"), tag()))
     task = asyncio.get_running_loop().create_task(bench.runner.run())
     for _ in range(5):
         await asyncio.sleep(0)
-    assert [edge.id for edge, message in bench.posted] == [2, 1]
+    assert [edge.target for edge, message in bench.posted] == ["end", "b"]
     bench.posted.clear()
     del tensor
     assert gone() is None
@@ -374,17 +384,17 @@ async def test_a_runner_that_sleeps_holds_no_tensor():
 async def test_settle_fires_what_is_short_without_a_turn_of_the_loop():
     bench = Bench(PIPE, "q", {"b": double})
     for step in range(3):
-        bench.runner.accept(to_message(number(step), 1, tag(step)))
+        bench.runner.accept(to_message(number(step), id_of(PIPE, "b"), tag(step)))
         assert bench.posted == []
         bench.runner.settle()
-        bench.runner.deliver(Message("credit", edge=2, header=CreditHeader(1)))
-        assert bench.data() == [(2, 2 * step)]
+        bench.runner.deliver(Message("credit", edge=id_of(PIPE, "end"), header=CreditHeader(1)))
+        assert bench.data() == [("end", 2 * step)]
         bench.posted.clear()
 
 
 async def test_what_fails_in_settle_is_raised_by_run():
     bench = Bench(PIPE, "q", {"b": lambda firings: 1 / 0})
-    bench.runner.accept(to_message(number(1), 1, tag()))
+    bench.runner.accept(to_message(number(1), id_of(PIPE, "b"), tag()))
     bench.runner.settle()
     with pytest.raises(OperatorError, match="b failed at step 0"):
         await bench.settle()
@@ -393,19 +403,19 @@ async def test_what_fails_in_settle_is_raised_by_run():
 async def test_credits_go_back_together_but_never_later_than_a_sender_could_need_one():
     """Of eight credits half may gather; with all eight out, each one is needed at once."""
     nodes = [node("in", "p", outputs=["x"]), node("b", "q", ["x"], ["y"]), node("end", "p", ["x"])]
-    graph = graph_of(nodes, [Edge(0, "in", "x", "b", "x", credits=8), Edge(1, "b", "y", "end", "x", credits=100)])
+    graph = graph_of(nodes, [Edge("in", "x", "b", "x", credits=8), Edge("b", "y", "end", "x", credits=100)])
     bench = Bench(graph, "q", {"b": double})
 
     def returned():
         return [message.header.count for edge, message in bench.posted if message.kind == "credit"]
 
     for step in range(8):
-        bench.runner.accept(to_message(number(step), 0, tag(step)))
+        bench.runner.accept(to_message(number(step), id_of(graph, "b"), tag(step)))
         bench.runner.settle()
     assert returned() == [4, 4]
     bench.posted.clear()
     for step in range(8, 16):
-        bench.runner.accept(to_message(number(step), 0, tag(step)))
+        bench.runner.accept(to_message(number(step), id_of(graph, "b"), tag(step)))
     bench.runner.settle()
     assert returned() == [1, 4]  # three wait: the sender has five
 
@@ -422,12 +432,12 @@ def model_like_graph():
         node("end2", "p", ["x"]),
     ]
     edges = [
-        Edge(0, "in", "x", "gate", "x"),
-        Edge(1, "gate", "y", "shared", "x"),
-        Edge(2, "gate", "y", "cut", "x"),
-        Edge(3, "cut", "y", "far", "x", credits=2),
-        Edge(4, "shared", "y", "end", "x"),
-        Edge(5, "far", "y", "end2", "x", credits=2),
+        Edge("in", "x", "gate", "x"),
+        Edge("gate", "y", "shared", "x"),
+        Edge("gate", "y", "cut", "x"),
+        Edge("cut", "y", "far", "x", credits=2),
+        Edge("shared", "y", "end", "x"),
+        Edge("far", "y", "end2", "x", credits=2),
     ]
     return graph_of(nodes, edges)
 
@@ -444,21 +454,23 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
 
     graph = model_like_graph()
     functions = {name: noted(name) for name in ("gate", "shared", "cut")}
-    table = MatchingTable(graph.nodes_of("p"), graph.edges, lambda value: 0)
+    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
     region = Region(graph, "p", frozenset({"shared", "cut"}), functions, table)
-    rest = region.run([Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.id for output in outputs))
+    rest = region.run(
+        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
+    )
     assert fired == [("gate", 0), ("cut", 0), ("shared", 1)]
-    assert left == [3]
-    assert [output.edge.id for output in rest] == [4]
-    assert [output.edge.id for output in region.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == [3, 4]
+    assert left == ["far"]
+    assert [output.edge.target for output in rest] == ["end"]
+    assert [output.edge.target for output in region.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == ["far", "end"]
 
 
 def test_what_was_given_before_it_leaves_with_it():
     """An answer may be back while the rest is computed: the plan that counts it must be there."""
     graph = model_like_graph()
     graph.nodes["sum"] = node("sum", "p", ["plan"])
-    graph.edges.append(Edge(6, "gate", "y", "sum", "plan"))
-    table = MatchingTable(graph.nodes_of("p"), graph.edges, lambda value: 0)
+    graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")
+    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
     region = Region(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
     left = []
     rest = region.run(
@@ -485,7 +497,7 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
     ended = asyncio.get_running_loop().create_future()
 
     def post(edge, message):
-        sent.append(edge.id)
+        sent.append(edge.target)
         posted.set()
 
     def shared(firings):
@@ -498,8 +510,8 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
     task = asyncio.get_running_loop().create_task(runner.run())
     async with asyncio.timeout(20):
         assert (await ended).node == "end"
-    assert sent == [3]
-    assert runner.statistics.sent[3][0] == 1
+    assert sent == ["far"]
+    assert runner.statistics.sent[id_of(model_like_graph(), "far")][0] == 1
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -507,12 +519,12 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
 
 async def test_what_leaves_early_is_stopped_by_a_roll_back_and_what_cannot_be_sent_is_told():
     bench = Bench(model_like_graph(), "p", {"gate": double, "cut": double, "shared": double})
-    output = Output(bench.runner._edges[3], tag(), number(1))
+    output = Output(model_like_graph().edges["cut.y -> far.x"], tag(), number(1))
     bench.runner._leave([output])
-    assert bench.data() == [(3, 1)]
+    assert bench.data() == [("far", 1)]
     bench.runner.roll_back("src@1", epoch=1)
     bench.runner._leave([output])
-    assert bench.data() == [(3, 1)]
+    assert bench.data() == [("far", 1)]
     bench.runner._leave([Output(output.edge, tag(epoch=1), Payload((torch.eye(2).to_sparse(),)))])
     with pytest.raises(OperatorError, match="cannot be sent"):
         await bench.settle()

@@ -72,7 +72,7 @@ async def test_dense_layers_among_the_others(mixed: Served, tmp_path: Path, shap
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_the_expanded_file_gives_the_same_tokens(served: Served, tmp_path: Path, shape: str) -> None:
     from flowrt.api import read_graph
-    from flowrt.graph import to_yaml
+    from flowrt.graph.written import to_yaml
 
     short = read_graph(served.write(tmp_path, deploy_of(shape, "one")))
     expanded = tmp_path / "expanded.yaml"

@@ -79,8 +79,8 @@ async def test_link_opened_under_load_delivers_in_order(tmp_path: Path, transpor
     graph.write_text(
         "flowrt: 1\nlimits: {in_flight: 64}\nnodes:\n"
         f"  a: {{operator: 'ops_{transport}:same', process: p}}\n  b: {{operator: 'ops_{transport}:numbered', process: q}}\n"
-        f"edges:\n  - {{from: input.x, to: a.x, transport: {transport}}}\n  - {{from: a.result, to: b.x, transport: {transport}}}\n"
-        f"  - {{from: b.result, to: output.y, transport: {transport}}}\n"
+        f"edges:\n  input.x -> a.x: {{transport: {transport}}}\n  a.result -> b.x: {{transport: {transport}}}\n"
+        f"  b.result -> output.y: {{transport: {transport}}}\n"
     )
     async with asyncio.timeout(60), flowrt.open(graph) as running:
         found = [out async for out in running.stream(torch.tensor([float(number)]) for number in range(1, 201))]
@@ -116,7 +116,7 @@ async def test_death_of_a_stateful_worker_before_its_first_message_ends_the_run(
     graph = tmp_path / "graph.yaml"
     graph.write_text(
         f"flowrt: 1\nnodes:\n  a: {{operator: 'ops_{transport}:same', process: p}}\n"
-        f"edges:\n  - {{from: input.x, to: a.x, transport: {transport}}}\n  - {{from: a.result, to: output.y, transport: {transport}}}\n"
+        f"edges:\n  input.x -> a.x: {{transport: {transport}}}\n  a.result -> output.y: {{transport: {transport}}}\n"
     )
     async with asyncio.timeout(60):
         with pytest.raises(flowrt.WorkerDiedError, match="p was killed"):

@@ -85,7 +85,7 @@ def write(folder: Path, nodes: str, edges: str, top: str = "processes: one") -> 
     return path
 
 
-LINE = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}"
+LINE = "  input.x -> a.x:\n  a.y -> output.y:"
 
 
 @pytest.mark.parametrize("script", ["two_actors/run.py", "moe_layer/run.py", "three_transports.py"])
@@ -124,12 +124,7 @@ async def test_a_stream_keeps_order_and_bound(folder: Path) -> None:
 async def test_a_loop_over_layers(folder: Path) -> None:
     """Ten rounds between two processes: the tag's layer counts them, an edge leaves at the last."""
     nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
-    edges = (
-        "  - {from: input.x, to: a.x}\n"
-        "  - {from: a.y, to: b.x}\n"
-        "  - {from: b.y, to: a.x, layers: 0-8, tag: layer+1}\n"
-        "  - {from: b.y, to: output.y, layers: 9}"
-    )
+    edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> a.x: {layers: 0-8, tag: layer+1}\n  b.y -> output.y: {layers: 9}"
     async with flowrt.open(write(folder, nodes, edges)) as running:
         outputs = [out async for out in running.stream([torch.tensor([float(number)]) for number in range(6)])]
     assert [out.item() for out in outputs] == [number + 20.0 for number in range(6)]
@@ -143,13 +138,13 @@ async def test_a_gather_takes_as_many_as_its_count_says(folder: Path) -> None:
         "  total: {operator: ops:total, process: p, inputs: {parts: {takes: gather, count: count}, count: 'int64[]'}}"
     )
     edges = (
-        "  - {from: input.x, to: cut.x}\n"
-        "  - {from: cut.a, to: left.x}\n"
-        "  - {from: cut.b, to: right.x}\n"
-        "  - {from: cut.count, to: total.count}\n"
-        "  - {from: left.y, to: total.parts}\n"
-        "  - {from: right.y, to: total.parts}\n"
-        "  - {from: total.y, to: output.y}"
+        "  input.x -> cut.x:\n"
+        "  cut.a -> left.x:\n"
+        "  cut.b -> right.x:\n"
+        "  cut.count -> total.count:\n"
+        "  left.y -> total.parts:\n"
+        "  right.y -> total.parts:\n"
+        "  total.y -> output.y:"
     )
     async with flowrt.open(write(folder, nodes, edges)) as running:
         outputs = [out async for out in running.stream([torch.ones(rows) for rows in range(1, 7)])]
@@ -231,7 +226,7 @@ async def test_input_larger_than_a_message_is_refused_in_the_call(folder: Path) 
 
 async def test_a_message_too_large_between_nodes_ends_the_run_by_name(folder: Path) -> None:
     nodes = "  a: {operator: ops:spread, process: p}\n  b: {operator: ops:step, process: q}"
-    edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: b.x}\n  - {from: b.y, to: output.y}"
+    edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> output.y:"
     graph = write(folder, nodes, edges, "processes: one\nlimits: {max_message_bytes: 1048576}")
     with pytest.raises(flowrt.WorkerDiedError, match=r"p failed: a message on a\.y -> b\.x cannot be sent"):
         async with flowrt.open(graph, on_line=lambda process, line: None) as running:
@@ -241,12 +236,7 @@ async def test_a_message_too_large_between_nodes_ends_the_run_by_name(folder: Pa
 async def test_cancelled_call_keeps_its_credit_until_its_tag_completes(folder: Path) -> None:
     """A loop between two workers has credits for limits.in_flight tags: a cancelled call's tag is still one of them."""
     nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
-    edges = (
-        "  - {from: input.x, to: a.x}\n"
-        "  - {from: a.y, to: b.x}\n"
-        "  - {from: b.y, to: a.x, layers: 0-8, tag: layer+1}\n"
-        "  - {from: b.y, to: output.y, layers: 9}"
-    )
+    edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> a.x: {layers: 0-8, tag: layer+1}\n  b.y -> output.y: {layers: 9}"
     async with flowrt.open(write(folder, nodes, edges, "processes: one\nlimits: {in_flight: 2}")) as running:
         for _ in range(12):
             with contextlib.suppress(TimeoutError):
@@ -308,7 +298,7 @@ async def test_operator_that_returns_nothing_or_cancels_does_not_hang(folder: Pa
 async def test_node_without_consumers_may_return_none(folder: Path) -> None:
     (folder / f"{module_of(folder)}.py").write_text(OPERATORS + BAD_OPERATORS)
     nodes = "  a: {operator: ops:step, process: p}\n  log: {operator: ops:nothing, process: p}"
-    edges = "  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n  - {from: a.y, to: log.x}"
+    edges = "  input.x -> a.x:\n  a.y -> output.y:\n  a.y -> log.x:"
     async with flowrt.open(write(folder, nodes, edges)) as running:
         assert (await running(x=torch.zeros(1))).item() == 1.0
 

@@ -62,16 +62,18 @@ def graph():
         *(Node(f"experts.{s}", "experts", f"experts.{s}", {"rows": PortSpec("rows")}, {"results": PortSpec("results")}) for s in SERVERS),
     ]  # fmt: skip
     edges = [
-        Edge(0, "source", "x", "dispatch", "x"),
-        Edge(1, "source", "routing", "dispatch", "routing"),
-        Edge(2, "source", "residual", "combine", "residual"),
-        Edge(3, "dispatch", "plan", "combine", "plan"),
-        Edge(4, "combine", "y", "end", "y"),
+        Edge("source", "x", "dispatch", "x"),
+        Edge("source", "routing", "dispatch", "routing"),
+        Edge("source", "residual", "combine", "residual"),
+        Edge("dispatch", "plan", "combine", "plan"),
+        Edge("combine", "y", "end", "y"),
     ]
     for server in SERVERS:
-        edges.append(Edge(5 + 2 * server, "dispatch", f"server{server}", f"experts.{server}", "rows", credits=2))
-        edges.append(Edge(6 + 2 * server, f"experts.{server}", "results", "combine", "parts", answers=5 + 2 * server))
-    return Graph({node.name: node for node in nodes}, edges)
+        edges.append(Edge("dispatch", f"server{server}", f"experts.{server}", "rows", credits=2))
+        edges.append(
+            Edge(f"experts.{server}", "results", "combine", "parts", response_to=f"dispatch.server{server} -> experts.{server}.rows")
+        )
+    return Graph.of(nodes, edges)
 
 
 class Client:
@@ -109,13 +111,19 @@ class Client:
         self.runner.emit("source", Tag("s@1", step=step, epoch=epoch), outputs)
         self.runner.settle()
 
+    def request_edge(self, server):
+        return self.graph.edges[f"dispatch.server{server} -> experts.{server}.rows"].id
+
+    def response_edge(self, server):
+        return self.graph.edges[f"experts.{server}.results -> combine.parts"].id
+
     def serve(self, server, count=1):
         for _ in range(count):
             request = self.asked[server].popleft()
             payload = from_message(request)
             assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "asked for an expert that does not lie there"
             y = answer(*payload.tensors, self.strict)
-            self.runner.accept(to_message(Payload((y,), payload.header), 6 + 2 * server, request.tag))
+            self.runner.accept(to_message(Payload((y,), payload.header), self.response_edge(server), request.tag))
             self.runner.settle()
 
     def serve_all(self):
@@ -269,8 +277,8 @@ def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
-    client.runner._outbound_edges.windows[7].free -= 1
-    client.runner.accept(to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), 8, late.tag))
+    client.runner._outbound_edges.windows[client.request_edge(1)].free -= 1
+    client.runner.accept(to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag))
     client.check((0, 1))
 
 
@@ -278,7 +286,7 @@ def test_credits_of_a_former_life_do_not_count(client):
     """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
     for step in range(4):
         client.begin(step)
-    window = client.runner._outbound_edges.windows[5]
+    window = client.runner._outbound_edges.windows[client.request_edge(0)]
     assert window.free == 0
     client.die(0)
     client.serve_all()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from graph.model_facts import FACTS
 
-from flowrt.graph import Graph, load_graph
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
 
 Load = Callable[..., Graph]
 

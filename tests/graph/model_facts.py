@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrt.graph import ModelFacts
+from flowrt.graph.facts import ModelFacts
 
 FACTS = ModelFacts(
     num_layers=4,

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import GraphError, UserError
-from flowrt.graph import load_graph
 from flowrt.graph.document import parse_document
-from flowrt.graph.file import build_graph
+from flowrt.graph.file import build_graph, load_graph
 
 MODEL = "flowrt: 1\nmodel: {path: m}\n"
 USER = """flowrt: 1
@@ -21,9 +20,9 @@ nodes:
   a: {operator: ops:a, process: left}
   b: {operator: ops:b, process: right}
 edges:
-  - {from: input.x, to: a.x}
-  - {from: a.y, to: b.x}
-  - {from: b.y, to: output.y}
+  input.x -> a.x:
+  a.y -> b.x:
+  b.y -> output.y:
 """
 
 
@@ -218,16 +217,16 @@ BAD = {
         ["belong inside it: link: {latency_seconds: ..}"],
     ),
     "a link that takes no time": (
-        USER.replace("to: b.x", "to: b.x, link: {bandwidth_bytes_per_second: 1}") + "emulate: {dilation: 2}\n",
+        USER.replace("-> b.x:", "-> b.x: {link: {bandwidth_bytes_per_second: 1}}") + "emulate: {dilation: 2}\n",
         7,
-        "edges.1.link",
+        "edges.a.y -> b.x.link",
         ["takes no time for a message without bytes", "latency_seconds"],
     ),
     "two links between two processes": (
-        USER.replace("right}", "right}\n  c: {operator: ops:c, process: right}").replace("to: b.x", "to: b.x, link: ub")
-        + "  - {from: a.y, to: c.x}\n  - {from: c.y, to: output.z}\nemulate: {dilation: 2}\n",
+        USER.replace("right}", "right}\n  c: {operator: ops:c, process: right}").replace("-> b.x:", "-> b.x: {link: ub}")
+        + "  a.y -> c.x:\n  c.y -> output.z:\nemulate: {dilation: 2}\n",
         10,
-        "edges.3.link",
+        "edges.a.y -> c.x.link",
         ["a.y -> b.x has link ub, a.y -> c.x has no link", "write the same on both"],
     ),
     "no such way to be reliable": (MODEL + "reliability: {failovers: false}\n", 3, "reliability.failovers", ["unknown key", "failover"]),
@@ -276,26 +275,28 @@ BAD = {
     "prompt": (MODEL + "prompts: [a, 3]\n", 3, "prompts", ["neither a file nor a list"]),
     "prompts file": (MODEL + "prompts: no.jsonl\n", 3, "prompts", ["no file 'no.jsonl'"]),
     "both forms": (USER + "model: {path: m}\ndeploy: {}\n", 10, "deploy", ["either deploy: or nodes:"]),
-    "edges alone": (MODEL + "edges: []\n", 3, "edges", ["without nodes"]),
+    "edges alone": (MODEL + "edges: {}\n", 3, "edges", ["without nodes"]),
 }  # fmt: skip
 
 BAD_USER = {
-    "no such node": (USER.replace("to: b.x", "to: bb.x"), 7, "edges.1.to", ["no node 'bb'", "did you mean 'b'?"]),
-    "edge without port": (USER.replace("to: b.x", "to: b"), 7, "edges.1.to", ["'b' is no end", "node.port"]),
-    "edge without end": (USER.replace(", to: b.x", ""), 7, "edges.1.to", ["is missing"]),
-    "from output": (USER.replace("from: a.y", "from: output.y"), 7, "edges.1.from", ["output gives nothing"]),
-    "to input": (USER.replace("to: b.x", "to: input.x"), 7, "edges.1.to", ["input takes nothing"]),
+    "no such node": (USER.replace("-> b.x", "-> bb.x"), 7, "edges.a.y -> bb.x", ["no node 'bb'", "did you mean 'b'?"]),
+    "edge without port": (USER.replace("-> b.x", "-> b"), 7, "edges.a.y -> b", ["no node.port for to:", "node.port -> node.port"]),
+    "edge without end": (USER.replace(" -> b.x:", ": {to: b.x}"), 7, "edges.a.y", ["no node.port for from:"]),
+    "a bad end": (USER.replace("-> b.x:", "-> b.x: {to: b}"), 7, "edges.a.y -> b.x.to", ["'b' is no end", "node.port"]),
+    "a list of edges": (USER[: USER.index("edges:")] + "edges: [{from: input.x, to: a.x}]\n", 5, "edges", ["a list is no mapping"]),
+    "from output": (USER.replace("a.y ->", "output.y ->"), 7, "edges.output.y -> b.x", ["output gives nothing"]),
+    "to input": (USER.replace("-> b.x", "-> input.x"), 7, "edges.a.y -> input.x", ["input takes nothing"]),
     "gateway": (USER.replace("process: left", "process: gateway"), 3, "nodes.a.process", ["'gateway' is the launching process"]),
     "node called input": (USER.replace("  b:", "  input:"), 4, "nodes.input", ["there without being written"]),
     "name": (USER.replace("  b:", "  'b c':"), 4, "nodes.b c", ["'b c' is no name"]),
     "operator": (USER.replace("ops:a", "gat"), 3, "nodes.a.operator", ["no operator 'gat'", "did you mean 'gate'?"]),
     "options": (USER.replace("process: left", "options: {k: 1}"), 3, "nodes.a.options", ["built-in operators"]),
     "unknown node key": (USER.replace("process: left", "proces: left"), 3, "nodes.a.proces", ["did you mean 'process'?"]),
-    "unknown edge key": (USER.replace("to: b.x", "to: b.x, credit: 1"), 7, "edges.1.credit", ["did you mean 'credits'?"]),
-    "credits zero": (USER.replace("to: b.x", "to: b.x, credits: 0"), 7, "edges.1.credits", ["too small"]),
+    "unknown edge key": (USER.replace("-> b.x:", "-> b.x: {credit: 1}"), 7, "edges.a.y -> b.x.credit", ["did you mean 'credits'?"]),
+    "credits zero": (USER.replace("-> b.x:", "-> b.x: {credits: 0}"), 7, "edges.a.y -> b.x.credits", ["too small"]),
     "spec": (USER.replace("process: left", "inputs: {x: 'float33[n]'}"), 3, "nodes.a.inputs.x", ["unknown dtype 'float33'"]),
     "spec shape": (USER.replace("process: left", "outputs: {y: 'float32'}"), 3, "nodes.a.outputs.y", ["is no tensor", "float32[rows,64]"]),
-    "undeclared port": (USER.replace("process: left", "inputs: {z: 'int64[n]'}"), 6, "edges.0.to", ["declares no 'x'"]),
+    "undeclared port": (USER.replace("process: left", "inputs: {z: 'int64[n]'}"), 6, "edges.input.x -> a.x", ["declares no 'x'"]),
     "unfed port": (
         USER.replace("process: left", "inputs: {x: 'int64[n]', z: 'int64[n]'}"),
         3,
@@ -313,7 +314,7 @@ BAD_USER = {
             "process: right", "process: right, inputs: {x: 'float32[n,5]'}"
         ),
         7,
-        "edges.1.to",
+        "edges.a.y -> b.x",
         ["dimension 4 is not 5"],
     ),
     "dtypes disagree": (
@@ -321,7 +322,7 @@ BAD_USER = {
             "process: right", "process: right, inputs: {x: 'int64[n]'}"
         ),
         7,
-        "edges.1.to",
+        "edges.a.y -> b.x",
         ["float32 is not int64"],
     ),
     "ranks disagree": (
@@ -329,46 +330,46 @@ BAD_USER = {
             "process: right", "process: right, inputs: {x: 'float32[n,5]'}"
         ),
         7,
-        "edges.1.to",
+        "edges.a.y -> b.x",
         ["1 dimensions are not 2"],
     ),
-    "fed twice": (USER + "  - {from: input.x, to: b.x}\n", 9, "edges.3", ["both bring a message at layer 0", "layers that do not meet"]),
-    "layers": (USER.replace("to: b.x", "to: b.x, layers: x-y"), 7, "edges.1.layers", ["no id or range"]),
-    "no layer": (USER.replace("to: b.x", "to: b.x, layers: ''"), 7, "edges.1.layers", ["names no layer"]),
-    "huge layer": (USER.replace("to: b.x", "to: b.x, tag: layer=99999"), 7, "edges.1.tag", ["too large"]),
-    "tag": (USER.replace("to: b.x", "to: b.x, tag: next"), 7, "edges.1.tag", ["'next' is no change", "layer+1"]),
-    "never fires": (USER.replace("to: b.x", "to: b.x, layers: 3"), 4, "nodes.b", ["never fires", "no message can reach its port x"]),
+    "fed twice": (USER + "  input.x -> b.x:\n", 9, "edges.input.x -> b.x", ["both bring a message at layer 0", "layers that do not meet"]),
+    "layers": (USER.replace("-> b.x:", "-> b.x: {layers: x-y}"), 7, "edges.a.y -> b.x.layers", ["no id or range"]),
+    "no layer": (USER.replace("-> b.x:", "-> b.x: {layers: ''}"), 7, "edges.a.y -> b.x.layers", ["names no layer"]),
+    "huge layer": (USER.replace("-> b.x:", "-> b.x: {tag: layer=99999}"), 7, "edges.a.y -> b.x.tag", ["too large"]),
+    "tag": (USER.replace("-> b.x:", "-> b.x: {tag: next}"), 7, "edges.a.y -> b.x.tag", ["'next' is no change", "layer+1"]),
+    "never fires": (USER.replace("-> b.x:", "-> b.x: {layers: 3}"), 4, "nodes.b", ["never fires", "no message can reach its port x"]),
     "never meet": (
-        USER + "  - {from: input.x, to: b.z, tag: layer=2}\n",
+        USER + "  input.x -> b.z: {tag: layer=2}\n",
         4,
         "nodes.b",
         ["never fires", "nothing at the same step and layer"],
     ),
     "left waiting": (
-        USER + "  - {from: input.x, to: b.z}\n  - {from: input.q, to: b.x, tag: layer=2}\n",
+        USER + "  input.x -> b.z:\n  input.q -> b.x: {tag: layer=2}\n",
         4,
         "nodes.b",
         ["comes to x at layer 2", "wait for ever", "nothing comes to z"],
     ),
     "nothing begins": (USER.replace("input.x", "b.z"), 5, "edges", ["nothing begins the work"]),
-    "no output": (USER.replace("  - {from: b.y, to: output.y}\n", ""), 5, "edges", ["nothing leads to output"]),
+    "no output": (USER.replace("  b.y -> output.y:\n", ""), 5, "edges", ["nothing leads to output"]),
     "node without edges": (USER.replace("edges:", "  c: {operator: ops:c}\nedges:"), 5, "nodes.c", ["nothing leads here"]),
     "cycle": (
-        USER + "  - {from: b.w, to: a.w}\n",
+        USER + "  b.w -> a.w:\n",
         9,
-        "edges.3",
+        "edges.b.w -> a.w",
         ["the cycle a -> b -> a does not advance the tag", "write tag: layer+1 or step+1"],
     ),
     "cycle by layers": (
-        USER + "  - {from: b.w, to: a.x, layers: 1}\n  - {from: input.q, to: b.x, tag: layer=1}\n",
+        USER + "  b.w -> a.x: {layers: 1}\n  input.q -> b.x: {tag: layer=1}\n",
         9,
-        "edges.3",
+        "edges.b.w -> a.x",
         ["the cycle ", "does not advance the tag", "layer+1"],
     ),
     "credits of a cycle": (
-        USER.replace("to: b.x", "to: b.x, credits: 3") + "  - {from: b.w, to: a.x, tag: layer+1, layers: 0-4}\n",
+        USER.replace("-> b.x:", "-> b.x: {credits: 3}") + "  b.w -> a.x: {tag: layer+1, layers: 0-4}\n",
         7,
-        "edges.1.credits",
+        "edges.a.y -> b.x.credits",
         ["3 is too few", "8 tags in flight", "at least 8"],
     ),
     "gather without count": (
@@ -383,32 +384,42 @@ BAD_USER = {
         "nodes.b.inputs.x",
         ["count belongs to takes: gather"],
     ),
-    "answers nobody": (USER.replace("to: output.y", "to: output.y, answers: a.q"), 8, "edges.2.answers", ["no edge leads from a.q to b"]),
-    "answers elsewhere": (
-        USER.replace("to: output.y", "to: output.y, answers: a.y"),
+    "response to no edge": (
+        USER.replace("-> output.y:", "-> output.y: {response_to: a.q -> b.x}"),
         8,
-        "edges.2.answers",
+        "edges.b.y -> output.y.response_to",
+        ["no edge 'a.q -> b.x'", "did you mean 'a.y -> b.x'?"],
+    ),
+    "response elsewhere": (
+        USER.replace("-> output.y:", "-> output.y: {response_to: a.y -> b.x}"),
+        8,
+        "edges.b.y -> output.y.response_to",
         ["comes from process left", "goes to gateway"],
     ),
-    "credits of an answer": (
-        USER + "  - {from: b.z, to: a.z, answers: a.y, credits: 2}\n",
+    "credits of a response": (
+        USER + "  b.z -> a.z: {response_to: a.y -> b.x, credits: 2}\n",
         9,
-        "edges.3.credits",
-        ["an answer needs no credits"],
+        "edges.b.z -> a.z.credits",
+        ["a response needs no credits"],
     ),
     "transport inside": (
-        USER.replace("process: right", "process: left").replace("to: b.x", "to: b.x, transport: shm"),
+        USER.replace("process: right", "process: left").replace("-> b.x:", "-> b.x: {transport: shm}"),
         7,
-        "edges.1.transport",
+        "edges.a.y -> b.x.transport",
         ["both ends lie in process left"],
     ),
     "open inside": (
-        USER.replace("process: right", "process: left").replace("to: b.x", "to: b.x, open: start"),
+        USER.replace("process: right", "process: left").replace("-> b.x:", "-> b.x: {open: start}"),
         7,
-        "edges.1.open",
+        "edges.a.y -> b.x.open",
         ["both ends lie in process left"],
     ),
-    "inproc": (USER.replace("to: b.x", "to: b.x, transport: inproc"), 7, "edges.1.transport", ["from left to right", "processes: one"]),
+    "inproc": (
+        USER.replace("-> b.x:", "-> b.x: {transport: inproc}"),
+        7,
+        "edges.a.y -> b.x.transport",
+        ["from left to right", "processes: one"],
+    ),
     "threads of nobody": (USER + "threads: {lef: 2}\n", 9, "threads.lef", ["no node lies in a process 'lef'", "did you mean 'left'?"]),
     "folder": (USER + "folder: nowhere\n", 9, "folder", ["no folder 'nowhere'"]),
     "built-in without model": (
@@ -499,6 +510,6 @@ def test_any_word_changed_ends_in_a_graph_or_in_one_line(form: str, place: int, 
 @pytest.mark.parametrize("name", ["gateway", "fork server"])
 def test_names_of_our_own_processes_are_refused(load, name: str) -> None:
     text = f"flowrt: 1\nnodes:\n  a: {{operator: 'ops:a', process: {name}}}\n"
-    text += "edges:\n  - {from: input.x, to: a.x}\n  - {from: a.y, to: output.y}\n"
+    text += "edges:\n  input.x -> a.x:\n  a.y -> output.y:\n"
     with pytest.raises(GraphError, match=f"nodes.a.process: '{name}' is the .*; choose another name"):
         load(text)

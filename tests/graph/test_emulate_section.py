@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from flowrt.graph import from_json, to_json, to_yaml
-from flowrt.graph.model import Emulation
+from flowrt.graph.model import Emulation, from_json, to_json
 from flowrt.graph.show import print_graph
+from flowrt.graph.written import to_yaml
 
 LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links: {attention-experts: {link: ub}}\n"
 

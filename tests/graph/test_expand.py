@@ -11,9 +11,10 @@ from graph.model_facts import FACTS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowrt.graph import Graph, from_json, load_graph, to_json, to_yaml
-from flowrt.graph.model import LayerSet, TagStep
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
+from flowrt.graph.written import to_yaml
 
 QUICK = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 3}\n  experts: {servers: 3, replicas: 2}\n"
 
@@ -22,7 +23,7 @@ def lines(graph: Graph, group: int = 0) -> list[str]:
     """The edges of one group, short: "source.tokens -> embed.tokens", then layers and tag if there are some."""
     at = f"attention.{group}."
     found = []
-    for edge in graph.edges:
+    for edge in graph.edges.values():
         if edge.source.startswith(at) or edge.target.startswith(at):
             words = [str(edge).replace(at, ""), str(edge.layers) and f"layers {edge.layers}", str(edge.tag)]
             found.append(" ".join(word for word in words if word))
@@ -78,25 +79,26 @@ def test_defaults(load) -> None:
     assert graph.model.dtype == "bfloat16", "of the checkpoint"
     assert graph.nodes["attention.0.experts"].options == {"experts": "0-7"}
     assert (graph.devices, graph.threads) == ({"attention.0": "cpu"}, {"attention.0": "auto"})
-    assert all(edge.credits == 0 for edge in graph.edges), "within a process nothing is counted"
+    assert all(edge.credits == 0 for edge in graph.edges.values()), "within a process nothing is counted"
 
 
 def test_processes_credits_transport_link_and_who_answers_what(load) -> None:
     graph = load(QUICK + "  links: {attention-experts: {transport: shm, link: ub}}\n  processes: 2\n")
     assert graph.process_names() == ["attention.0", "attention.1", "experts.0", "experts.1", "experts.2"]
     assert graph.processes == 2
-    crossing = [edge for edge in graph.edges if graph.nodes[edge.source].process != graph.nodes[edge.target].process]
+    crossing = [edge for edge in graph.edges.values() if graph.nodes[edge.source].process != graph.nodes[edge.target].process]
     assert len(crossing) == 12
     for edge in crossing:
         assert (edge.transport, edge.link) == ("shm", "ub")
-        if edge.answers is None:
+        if edge.response_to is None:
             assert edge.credits == 3
             assert edge.target_port == "rows"
         else:
-            request = graph.edges[edge.answers]
+            request = graph.edges[edge.response_to]
             assert (request.target, edge.credits) == (edge.source, 0)
             assert graph.nodes[request.source].process == graph.nodes[edge.target].process
-    assert [edge.id for edge in graph.edges] == list(range(len(graph.edges)))
+    assert all(edge.name == f"{edge.source}.{edge.source_port} -> {edge.target}.{edge.target_port}" for edge in crossing)
+    assert len({edge.id for edge in graph.edges.values()}) == len(graph.edges)
     assert graph.nodes["attention.0.attention"].stateful
     assert graph.nodes["experts.1"].batches
     parts = graph.nodes["attention.1.combine"].inputs["parts"]
@@ -127,7 +129,7 @@ def test_uneven_placement(load) -> None:
 def test_a_link_of_ones_own_numbers_is_a_label(load) -> None:
     rest = "  links: {attention-experts: {link: {bandwidth_bytes_per_second: 1e9, latency_seconds: 2e-6}}}\n"
     graph = load(QUICK + rest)
-    links = {edge.link for edge in graph.edges if edge.link is not None}
+    links = {edge.link for edge in graph.edges.values() if edge.link is not None}
     assert links == {"latency_seconds=2e-06,bandwidth_bytes_per_second=1000000000.0,message_seconds=0.0"}
     assert load(to_yaml(graph), name="again.yaml") == graph
 
@@ -148,7 +150,7 @@ def test_an_expanded_file_is_refused_for_another_model(load) -> None:
 def test_an_expanded_file_is_checked_like_any_other(load) -> None:
     text = to_yaml(load(QUICK))
     for old, new, message in (
-        ("credits: 3}", "credits: 2}", r"edges\.9\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
+        ("credits: 3}", "credits: 2}", r"server0 -> experts\.0\.rows\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
         ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
         ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "there is no expert 9"),
         ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no replica"),
@@ -159,8 +161,8 @@ def test_an_expanded_file_is_checked_like_any_other(load) -> None:
         (", options: {num_layers: 4}", "", "needs the option 'num_layers'"),
         ("{num_layers: 4}", "{num_layers: 1000000000}", "is no number of layers"),
         ("attention.0.gate.routing", "attention.0.gate.route", "'gate' gives nothing on 'route'; did you mean 'routing'"),
-        ("to: attention.0.gate.x", "to: attention.0.gate.y", "'gate' takes nothing on 'y'"),
-        (', layers: "3"}', ', layers: "2"}', "head: it never fires: its ports x, sampling"),
+        ("-> attention.0.gate.x:", "-> attention.0.gate.y:", "'gate' takes nothing on 'y'"),
+        ('{layers: "3"}', '{layers: "2"}', "head: it never fires: its ports x, sampling"),
         (', tag: layer+1}', "}", "does not advance the tag"),
     ):  # fmt: skip
         assert old in text

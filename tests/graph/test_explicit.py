@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import GraphError
-from flowrt.graph import load_graph, to_yaml
+from flowrt.graph.file import load_graph
 from flowrt.graph.model import GATEWAY, LayerSet, PortSpec, TagStep
+from flowrt.graph.written import to_yaml
 
 DESIGN = """flowrt: 1
 nodes:
   scale: {operator: my_ops:scale, process: left, inputs: {x: "float32[rows,64]"}, outputs: {y: "float32[rows,64]"}}
   add:   {operator: my_ops:add, process: right}
 edges:
-  - {from: input.x, to: scale.x}
-  - {from: scale.y, to: add.a, transport: shm, credits: 4}
-  - {from: input.x, to: add.b}
-  - {from: add.sum, to: output.sum}
+  input.x -> scale.x:
+  scale.y -> add.a: {transport: shm, credits: 4}
+  input.x -> add.b:
+  add.sum -> output.sum:
 """
 
 
@@ -29,16 +30,16 @@ def test_the_example_of_the_design(load, tmp_path: Path) -> None:
     assert graph.nodes["add"].inputs == {"a": PortSpec("a"), "b": PortSpec("b")}
     assert graph.nodes["input"].process == graph.nodes["output"].process == GATEWAY
     assert graph.nodes["input"].outputs == {"x": PortSpec("x")}
-    assert [edge.credits for edge in graph.edges] == [8, 4, 8, 8]
-    assert [edge.transport for edge in graph.edges] == ["auto", "shm", "auto", "auto"]
+    assert [edge.credits for edge in graph.edges.values()] == [8, 4, 8, 8]
+    assert [edge.transport for edge in graph.edges.values()] == ["auto", "shm", "auto", "auto"]
     assert (graph.folder, graph.model, graph.processes) == (str(tmp_path), None, "many")
     assert graph.nodes["add"].line == 4
-    assert graph.edges[1].line == 7
+    assert graph.edges["scale.y -> add.a"].line == 7
 
 
 def test_when_a_link_opens(load) -> None:
     graph = load(DESIGN.replace("credits: 4", "credits: 4, open: start"))
-    assert [edge.open for edge in graph.edges] == ["lazy", "start", "lazy", "lazy"]
+    assert [edge.open for edge in graph.edges.values()] == ["lazy", "start", "lazy", "lazy"]
     assert load(to_yaml(graph), name="again.yaml") == graph
 
 
@@ -55,21 +56,21 @@ nodes:
   work: {operator: ops:work, process: far-away, batches: true}
   join: {operator: ops:join, process: left, inputs: {count: "int64[]", parts: {takes: gather, count: count}}, stateful: true}
 edges:
-  - {from: input.x, to: split.x, transport: inproc}
-  - {from: split.count, to: join.count, layers: 0-4}
-  - {from: split.y, to: work.y, link: roce-200g}
-  - {from: work.z, to: join.parts, answers: split.y}
-  - {from: join.out, to: output.out, layers: "4"}
-  - {from: join.next, to: split.x, layers: 0-3, tag: layer+1}
+  input.x -> split.x: {transport: inproc}
+  split.count -> join.count: {layers: 0-4}
+  split.y -> work.y: {link: roce-200g}
+  work.z -> join.parts: {response_to: split.y -> work.y}
+  join.out -> output.out: {layers: "4"}
+  join.next -> split.x: {layers: 0-3, tag: layer+1}
 """
     graph = load(text)
     assert graph.nodes["join"].inputs["parts"] == PortSpec("parts", (), "gather", "count")
     assert (graph.nodes["join"].stateful, graph.nodes["work"].batches) == (True, True)
-    assert graph.edges[5].tag == TagStep("next_layer")
-    assert graph.edges[5].layers == LayerSet(frozenset({0, 1, 2, 3}))
-    assert (graph.edges[2].credits, graph.edges[2].link) == (3, "roce-200g")
-    assert (graph.edges[3].answers, graph.edges[3].credits) == (2, 0)
-    assert [edge.credits for edge in graph.edges] == [3, 0, 3, 0, 3, 0]
+    assert graph.edges["join.next -> split.x"].tag == TagStep("next_layer")
+    assert graph.edges["join.next -> split.x"].layers == LayerSet(frozenset({0, 1, 2, 3}))
+    assert (graph.edges["split.y -> work.y"].credits, graph.edges["split.y -> work.y"].link) == (3, "roce-200g")
+    assert (graph.edges["work.z -> join.parts"].response_to, graph.edges["work.z -> join.parts"].credits) == ("split.y -> work.y", 0)
+    assert [edge.credits for edge in graph.edges.values()] == [3, 0, 3, 0, 3, 0]
     assert load(to_yaml(graph), name="again.yaml") == graph
 
 
@@ -108,11 +109,13 @@ def test_paths_are_looked_for_beside_the_file_then_in_the_working_directory(load
 def test_edges_of_several_groups_may_share_a_port(load) -> None:
     """Messages of different sources have different tags, so they do not meet on a port that takes one."""
     graph = load("flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 3}\n  experts: {servers: 1}\n")
-    assert len([edge for edge in graph.edges if (edge.target, edge.target_port) == ("experts.0", "rows")]) == 3
+    assert len([edge for edge in graph.edges.values() if (edge.target, edge.target_port) == ("experts.0", "rows")]) == 3
 
 
 def test_transports_that_packages_bring_may_be_named(load, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(DESIGN.replace("transport: shm", "transport: pigeon"))
-    assert load_graph(tmp_path / "g.yaml", schemes=("shm", "pigeon")).edges[1].transport == "pigeon"
-    with pytest.raises(GraphError, match=r"edges\.1\.transport: there is no transport 'pigeon'; known: auto, cuda, inproc, shm, ucx, zmq"):
+    assert load_graph(tmp_path / "g.yaml", schemes=("shm", "pigeon")).edges["scale.y -> add.a"].transport == "pigeon"
+    with pytest.raises(
+        GraphError, match=r"edges\.scale\.y -> add\.a\.transport: there is no transport 'pigeon'; known: auto, cuda, inproc, shm, ucx, zmq"
+    ):
         load_graph(tmp_path / "g.yaml")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from flowrt.graph import Graph
 from flowrt.graph.fuse import fuse, fuse_all
+from flowrt.graph.model import Graph
 
 MODEL = "flowrt: 1\nmodel: {path: m}\n"
 
@@ -17,7 +17,8 @@ def user(edges: str, nodes: str = "a b c d") -> str:
         ends, _, rest = edge.partition(":")
         tag, _, layers = rest.partition("/")
         source, _, target = ends.partition("-")
-        text += f"  - {{from: {source}, to: {target}{f', tag: {tag}' if tag else ''}{f', layers: {layers}' if layers else ''}}}\n"
+        keys = ([f"tag: {tag}"] if tag else []) + ([f"layers: {layers}"] if layers else [])
+        text += f"  {source} -> {target}: {{{', '.join(keys)}}}\n"
     return text
 
 

@@ -8,7 +8,7 @@ from flowrt.errors import GraphError
 
 MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 1}\n"
 USER = "flowrt: 1\nnodes:\n  a.b: {operator: ops:a}\n  a: {operator: ops:a}\nedges:\n"
-USER += "".join(f"  - {{from: input.x{n}, to: {n}.x}}\n  - {{from: {n}.y, to: output.y{n}}}\n" for n in ("a", "a.b")).replace("xa.b", "xb")
+USER += "".join(f"  input.x{n} -> {n}.x:\n  {n}.y -> output.y{n}:\n" for n in ("a", "a.b")).replace("xa.b", "xb")
 USER = USER.replace("ya.b", "yb")
 
 
@@ -28,9 +28,9 @@ def test_a_section_that_is_not_there_is_made(load) -> None:
 
 
 def test_names_with_dots_and_places_in_lists(load) -> None:
-    graph = load(USER, "nodes.a.b.process=left", "nodes.a.process=right", "edges.0.credits=5")
+    graph = load(USER, "nodes.a.b.process=left", "nodes.a.process=right", "edges.input.xa -> a.x.credits=5")
     assert (graph.nodes["a.b"].process, graph.nodes["a"].process) == ("left", "right")
-    assert graph.edges[0].credits == 5
+    assert graph.edges["input.xa -> a.x"].credits == 5
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.graph import from_json, to_json, to_yaml
-from flowrt.graph.model import ReliabilitySettings
+from flowrt.graph.model import ReliabilitySettings, from_json, to_json
+from flowrt.graph.written import to_yaml
 
 MODEL = "flowrt: 1\nmodel: {path: m}\ndeploy: {experts: {servers: 2, replicas: 2}}\n"
-OWN = "flowrt: 1\nnodes: {a: {operator: ops:a}}\nedges: [{from: input.x, to: a.x}, {from: a.y, to: output.y}]\n"
+OWN = "flowrt: 1\nnodes: {a: {operator: ops:a}}\nedges: {input.x -> a.x: {}, a.y -> output.y: {}}\n"
 
 
 def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None:

@@ -11,7 +11,7 @@ from flowrt.graph.roles import may_die, neighbours
 def graph_of(**operators: tuple[str, ...]) -> Graph:
     """process -> the operators it holds"""
     nodes = [Node(f"{process}.{operator}", operator, process) for process, held in operators.items() for operator in held]
-    return Graph({node.name: node for node in nodes}, ())
+    return Graph.of(nodes, ())
 
 
 def test_servers_that_hold_experts_and_nothing_else_may_die() -> None:
@@ -30,5 +30,5 @@ def test_nobody_may_without_failover() -> None:
 
 def test_neighbours_are_those_that_share_an_edge() -> None:
     nodes = {name: Node(name, "ops:x", process) for name, process in (("a", "one"), ("b", "two"), ("c", "two"), ("d", "three"))}
-    edges = [Edge(number, source, "y", target, "x") for number, (source, target) in enumerate(("ab", "ba", "bc", "ac", "da"))]
-    assert neighbours(Graph(nodes, edges)) == {"one": ("two", "three"), "two": ("one",), "three": ("one",)}
+    edges = [Edge(source, "y", target, "x") for source, target in ("ab", "ba", "bc", "ac", "da")]
+    assert neighbours(Graph.of(nodes.values(), edges)) == {"one": ("two", "three"), "two": ("one",), "three": ("one",)}

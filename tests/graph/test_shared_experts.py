@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from flowrt.errors import GraphError
-from flowrt.graph import Edge, Graph, to_yaml
 from flowrt.graph.fuse import fuse
+from flowrt.graph.model import Edge, Graph
+from flowrt.graph.written import to_yaml
 
 SHORT = "flowrt: 1\nmodel: {path: m}\ndeploy: {attention: {groups: 2}, experts: {servers: 2}}\n"
 
 
 def into(graph: Graph, node: str) -> dict[str, Edge]:
-    return {edge.target_port: edge for edge in graph.edges if edge.target == node}
+    return {edge.target_port: edge for edge in graph.edges.values() if edge.target == node}
 
 
 def test_the_residual_goes_by_way_of_the_shared_experts(load) -> None:

@@ -30,7 +30,7 @@ from flowrt.actors.control import (
     as_message,
     from_message,
 )
-from flowrt.graph.json_form import from_json
+from flowrt.graph.model import from_json
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 

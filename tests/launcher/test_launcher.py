@@ -28,7 +28,7 @@ AVAILABLE = {"inproc": None, "zmq": None}
 
 
 def graph_of(*names: str, processes: str | int = "many") -> Graph:
-    return Graph({name: Node(name, "source" if name.startswith("echo") else "nothing", name) for name in names}, (), processes=processes)
+    return Graph.of((Node(name, "source" if name.startswith("echo") else "nothing", name) for name in names), processes=processes)
 
 
 class Run:

@@ -29,8 +29,8 @@ def graph_of(folder: Path, *servers: str, clients: int = 2, processes: str | int
     names = [f"client.{number}" for number in range(clients)]
     nodes = {name: Node(name, "source", name) for name in names} | {name: Node(name, "experts", name) for name in servers}
     pairs = [(client, server) for client in names for server in servers]
-    edges = [Edge(number, client, "y", server, "x", transport="zmq") for number, (client, server) in enumerate(pairs)]
-    return Graph(nodes, edges, processes=processes, reliability=settings, folder=str(folder))
+    edges = [Edge(client, "y", server, "x", transport="zmq") for client, server in pairs]
+    return Graph.of(nodes.values(), edges, processes=processes, reliability=settings, folder=str(folder))
 
 
 class Run:

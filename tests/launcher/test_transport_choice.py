@@ -12,12 +12,12 @@ ALL = {"inproc": None, "shm": None, "zmq": None}
 def graph_of(*transports: str, processes: str | int = "many", line: int = 0) -> Graph:
     """Four workers of two nodes in a row (a0 -> a1, b0 -> b1 ...), each linked to the next by an edge of the given transport."""
     nodes = {f"{name}{index}": Node(f"{name}{index}", "nothing", name) for name in "abcd" for index in range(2)}
-    inside = [Edge(index, f"{name}0", "out", f"{name}1", "in") for index, name in enumerate("abcd")]
+    inside = [Edge(f"{name}0", "out", f"{name}1", "in") for name in "abcd"]
     links = [
-        Edge(4 + index, f"{source}1", "out", f"{target}0", "in", transport, line=line)
-        for index, (source, target, transport) in enumerate(zip("abc", "bcd", transports, strict=False))
+        Edge(f"{source}1", "out", f"{target}0", "in", transport=transport, line=line)
+        for source, target, transport in zip("abc", "bcd", transports, strict=False)
     ]
-    return Graph(nodes, (*inside, *links), processes=processes)
+    return Graph.of(nodes.values(), (*inside, *links), processes=processes)
 
 
 def test_pack() -> None:
@@ -34,7 +34,7 @@ def test_host_name() -> None:
 
 
 def test_threads_share_the_cores_unless_the_graph_says() -> None:
-    graph = Graph(graph_of().nodes, (), threads={"a": 3, "b": "auto"})
+    graph = Graph(graph_of().nodes, {}, threads={"a": 3, "b": "auto"})
     each = [["a"], ["b"], ["c"], ["d"]]
     assert num_threads(graph, ["a"], each, 8) == 3
     assert num_threads(graph, ["b"], each, 8) == 2
@@ -47,7 +47,7 @@ def test_processes_that_take_turns_do_not_share_the_cores(shape: dict[str, int],
     groups = range(shape.get("groups", 1))
     nodes = [Node(f"{operator}.{group}", operator, f"attention.{group}") for group in groups for operator in ("source", "attention")]
     nodes += [Node(f"experts.{server}", "experts", f"experts.{server}") for server in range(2)]
-    graph = Graph({node.name: node for node in nodes}, (), micro_batches=shape.get("micro_batches", 1))
+    graph = Graph.of(nodes, micro_batches=shape.get("micro_batches", 1))
     hosts = pack(graph)
     assert num_threads(graph, ["attention.0"], hosts, 8) == attention
     assert num_threads(graph, ["experts.1"], hosts, 8) == experts
@@ -66,15 +66,21 @@ def test_processes_that_take_turns_do_not_share_the_cores(shape: dict[str, int],
 )
 def test_transports(processes: str | int, available: dict[str, str | None], chosen: list[str]) -> None:
     graph = choose_transports(graph_of("auto", "auto", "zmq", processes=processes), available)
-    assert [edge.transport for edge in graph.edges] == ["local"] * 4 + chosen
+    assert [edge.transport for edge in graph.edges.values()] == ["local"] * 4 + chosen
 
 
 def test_edges_of_the_gateway() -> None:
     nodes = {"input": Node("input", "input", GATEWAY), "a": Node("a", "nothing", "a")}
-    edges = (Edge(0, "input", "x", "a", "x"), Edge(1, "a", "y", "output", "y"))
-    assert [edge.transport for edge in choose_transports(Graph(nodes, edges), ALL).edges] == ["shm", "shm"]
-    assert [edge.transport for edge in choose_transports(Graph(nodes, edges, processes="one"), ALL).edges] == ["inproc", "inproc"]
-    assert [edge.transport for edge in choose_transports(Graph(nodes, edges, processes=1), ALL).edges] == ["shm", "shm"]
+    edges = (Edge("input", "x", "a", "x"), Edge("a", "y", "output", "y"))
+    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges), ALL).edges.values()] == ["shm", "shm"]
+    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges, processes="one"), ALL).edges.values()] == [
+        "inproc",
+        "inproc",
+    ]
+    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges, processes=1), ALL).edges.values()] == [
+        "shm",
+        "shm",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +101,9 @@ def test_an_edge_without_a_transport_is_the_users(transport: str, available: dic
 
 def test_auto_keeps_the_others_as_fallbacks_and_says_why() -> None:
     both, zmq_only = {"shm": None, "zmq": None}, {"shm": "no atomics", "zmq": None}
-    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), both).edges if edge.transport == "shm"]
+    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), both).edges.values() if edge.transport == "shm"]
     assert edges
     assert {edge.fallbacks for edge in edges} == {("zmq",)}
     assert {edge.why for edge in edges} == {"shm, the fastest that both ends have; when it breaks, zmq carries on"}
-    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), zmq_only).edges if edge.transport == "zmq"]
+    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), zmq_only).edges.values() if edge.transport == "zmq"]
     assert {(edge.fallbacks, edge.why) for edge in edges} == {((), "zmq, the fastest that both ends have; not shm: no atomics")}

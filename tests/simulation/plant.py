@@ -33,7 +33,8 @@ def look_for(bug: Bug | None, graphs: Path, seeds: int) -> dict[str, Any]:
     """In this process: plant, run seeds until one fails. What is found: seed, invariant, text; seed None when none fails."""
     if bug is not None:
         plant(bug)
-    from flowrt.graph import ModelFacts, load_graph
+    from flowrt.graph.facts import ModelFacts
+    from flowrt.graph.file import load_graph
     from flowrt.operators.families.registry import read_model_config
     from flowrt.simulation.campaign import campaign
 

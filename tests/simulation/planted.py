@@ -74,31 +74,31 @@ BUGS: tuple[Bug, ...] = (
     bug("layers-batched", "requests of different layers are computed with one layer's experts", (
         SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
     bug("answer-to-everybody", "an answer is sent along every answering edge", (
-        REGION, "Region.run", "if route.answers is not None and route.answers not in firing.via:", "if False:")),
+        REGION, "Region.run", "if route.response_to is not None and route.response_to not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
         CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "an answer does not bring its request's credit back", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "pass")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "pass")),
     bug("credit-doubled", "an answer brings two credits back", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "self._outbound_edges.release(edge.answers, 2)")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "self._outbound_edges.release(edge.request_id, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
         DEPARTURES, "OutboundEdges.take", "window.free -= 1", "window.free -= 0")),
     bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
         RUNNER, "Runner._consumed", "if answered and (edge_id, firing.tag) in answered:", "if False:")),
     bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.answers, 1)", "self._is_stale(tag) or self._outbound_edges.release(edge.answers, 1)")),
+        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "self._is_stale(tag) or self._outbound_edges.release(edge.request_id, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are taken", (
         RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
     bug("leaves-before-its-plan", "what leaves early goes without what was given before it, as the plan that counts its answers", (
-        REGION, "Region.run", "if output.edge.answers is None]", "if output.edge.id in self._crossing]"), (
-        REGION, "Region.run", "if output.edge.answers is not None]", "if output.edge.id not in self._crossing]")),
+        REGION, "Region.run", "if output.edge.response_to is None]", "if output.edge.id in self._crossing]"), (
+        REGION, "Region.run", "if output.edge.response_to is not None]", "if output.edge.id not in self._crossing]")),
     bug("leaves-twice", "what left early leaves again at the end", (
-        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.answers is not None]", "pass")),
+        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.response_to is not None]", "pass")),
     # waking up
     bug("missed-wakeup-of-emit", "emitting does not wake the runner", (
         RUNNER, "Runner.emit", "self._wake()", "pass")),

@@ -10,7 +10,9 @@ import pytest
 
 from flowrt.exchange.failover import Failover
 from flowrt.gateway.gateway import Parameters
-from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
 from flowrt.operators.dispatch import NOWHERE
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrt.graph import ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.simulation.outages import Outages, holders_of
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrt.dataflow.runner import Runner
-from flowrt.graph import ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import RollBack
 from flowrt.simulation.__main__ import main

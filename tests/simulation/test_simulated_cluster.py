@@ -15,7 +15,9 @@ import pytest
 from checkpoints import make_checkpoint
 
 from flowrt.gateway.gateway import Parameters
-from flowrt.graph import Graph, ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
+from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
     Crash,

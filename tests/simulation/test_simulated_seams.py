@@ -9,7 +9,8 @@ import pytest
 
 from flowrt.emulation import judge
 from flowrt.gateway.gateway import Parameters
-from flowrt.graph import ModelFacts, load_graph
+from flowrt.graph.facts import ModelFacts
+from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Hang, Scenario
 from flowrt.seams import Seams

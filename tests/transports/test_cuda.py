@@ -439,9 +439,9 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     monkeypatch.setattr(coding, "is_on_device", lambda tensor: id(tensor) in on_gpu)
     monkeypatch.setattr(coding, "device_buffer", OurTensor)
     monkeypatch.setattr(coding, "from_device_buffer", as_torch_would)
-    edges = [Edge(number, "a", "x", "b", "x", scheme, credits=1) for number, scheme in enumerate(("cuda", "shm"))]
+    edges = [Edge("a", "x", "b", "x", scheme, transport=scheme, credits=1) for scheme in ("cuda", "shm")]
     posted: list[Message] = []
-    outbound_edges = OutboundEdges(edges, (), lambda edge, message: posted.append(message), print, on_device={0})
+    outbound_edges = OutboundEdges(edges, (), lambda edge, message: posted.append(message), print, on_device={edges[0].id})
     for edge in edges:
         outbound_edges.take(Output(edge, Tag("s"), Payload(tensors)))
     on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]

@@ -122,7 +122,7 @@ def _graph() -> Graph:
         return Node(name, operator, process, built.input_ports(), built.output_ports(()), {}, built.stateful, built.batches)
 
     nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o")]
-    return Graph({each.name: each for each in nodes}, [Edge(0, "a.attention", "y", "o", "x", layers=LayerSet())])
+    return Graph.of(nodes, [Edge("a.attention", "y", "o", "x", layers=LayerSet())])
 
 
 def _firing(node: str, *layers: int) -> list[Firing]:

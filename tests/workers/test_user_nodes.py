@@ -30,8 +30,8 @@ def test_outputs_by_name_are_checked_though_the_ones_before_fitted() -> None:
         Node("both", f"{__name__}:give_next", "worker", outputs=ports),
         Node(OUTPUT, OUTPUT, GATEWAY, inputs=ports),
     ]
-    edges = [Edge(number, "both", port, OUTPUT, port) for number, port in enumerate("ab")]
-    node = build_user_nodes(Graph({each.name: each for each in nodes}, edges), "worker", torch.device("cpu"))["both"]
+    edges = [Edge("both", port, OUTPUT, port) for port in "ab"]
+    node = build_user_nodes(Graph.of(nodes, edges), "worker", torch.device("cpu"))["both"]
     three, four = torch.ones(3), torch.ones(4)
     good = {"a": three, "b": three}
     for bad in ({"a": three, "b": four}, {"a": three, "b": three.double()}, {"a": three, "b": three, "c": 1}, {"a": three, "b": None}):
