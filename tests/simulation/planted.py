@@ -74,7 +74,7 @@ BUGS: tuple[Bug, ...] = (
     bug("layers-batched", "requests of different layers are computed with one layer's experts", (
         SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
     bug("answer-to-everybody", "an answer is sent along every answering edge", (
-        REGION, "Region.run", "if route.response_to is not None and route.response_to not in firing.via:", "if False:")),
+        REGION, "Region.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
         CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
@@ -95,10 +95,10 @@ BUGS: tuple[Bug, ...] = (
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
     bug("leaves-before-its-plan", "what leaves early goes without what was given before it, as the plan that counts its answers", (
-        REGION, "Region.run", "if output.edge.response_to is None]", "if output.edge.id in self._crossing]"), (
-        REGION, "Region.run", "if output.edge.response_to is not None]", "if output.edge.id not in self._crossing]")),
+        REGION, "Region.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
+        REGION, "Region.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),
     bug("leaves-twice", "what left early leaves again at the end", (
-        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.response_to is not None]", "pass")),
+        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.request_id is not None]", "pass")),
     # waking up
     bug("missed-wakeup-of-emit", "emitting does not wake the runner", (
         RUNNER, "Runner.emit", "self._wake()", "pass")),
