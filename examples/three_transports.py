@@ -10,13 +10,14 @@ import torch
 import flowrt
 
 GRAPH = Path(__file__).parent / "two_actors" / "graph.yaml"
+EDGES = ("input.x -> scale.x", "scale.y -> add.a", "input.x -> add.b", "add.sum -> output.sum")
 SETTINGS = {"inproc": ["processes=one"], "shm": [], "zmq": []}
 
 
 async def main() -> None:
     x = torch.randn(100, 64)
     for transport, settings in SETTINGS.items():
-        overrides = [*settings, *(f"edges.{edge}.transport={transport}" for edge in range(4))]
+        overrides = [*settings, *(f"edges.{edge}.transport={transport}" for edge in EDGES)]
         async with flowrt.open(GRAPH, overrides=overrides) as graph:
             outputs = [out async for out in graph.stream([x] * 50)]
             right = all(torch.equal(out, 3 * x) for out in outputs)

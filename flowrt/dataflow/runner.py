@@ -97,7 +97,7 @@ class Runner:
         self._on_sink = on_sink
         self._on_answer = on_answer
         self._on_failed = on_failed
-        self._answers = {edge.request_id: edge for edge in graph.edges.values() if edge.request_id is not None}  # by the edge of the request
+        self._answers = {edge.request_id: edge for edge in graph.edges.values() if edge.request_id is not None}
         self._table = MatchingTable(nodes, graph.edges.values(), _plan_of)
         self._region = Region(graph, process, fused, functions, self._table)
         local = {node.name for node in nodes}
@@ -149,7 +149,7 @@ class Runner:
             self._drop(edge)
             return
         if message.kind == FAILED:
-            if edge.answers is None:
+            if edge.request_id is None:
                 raise ValueError(f"a {FAILED!r} message for edge {edge_id}, which carries no responses")
             error = OperatorError(message.decode_header(FailedHeader).error)
             if self._on_failed is None:
@@ -342,7 +342,7 @@ class Runner:
         for edge in answers:
             if not stale:
                 self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error))))
-        self._consumed(firing, None if stale else [(each, tag) for each in firing.via if each in {edge.answers for edge in answers}])
+        self._consumed(firing, None if stale else [(each, tag) for each in firing.via if each in {edge.request_id for edge in answers}])
         if not stale and not answers:
             self._on_failed(tag, error)
 

@@ -280,7 +280,7 @@ SERVICE = graph_of(
         node("b", "q", ["x"], ["y"], batches=True),
         node("end", "p", ["x"]),
     ],
-    [Edge(0, "in", "x", "b", "x", credits=4), Edge(1, "b", "y", "end", "x", answers=0)],
+    [Edge("in", "x", "b", "x", credits=4), Edge("b", "y", "end", "x", response_to="in.x -> b.x")],
 )
 
 
@@ -289,7 +289,7 @@ async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
     nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
     failed = []
     bench = Bench(
-        graph_of(nodes, [Edge(0, "in", "x", "a", "x"), Edge(1, "a", "y", "end", "x")]),
+        graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")]),
         "p",
         {"a": fails_for(1)},
         on_failed=lambda tag, error: failed.append((tag, str(error))),
@@ -332,10 +332,12 @@ async def test_the_failure_of_an_older_epoch_is_dropped():
     client = Bench(SERVICE, "p", {}, on_failed=lambda tag, error: failed.append(tag))
     client.runner.emit("in", tag(), {"x": number(1)})
     client.runner.roll_back("src@1", 1)
-    client.runner.deliver(Message("failed", tag(), 1, FailedHeader("too late")))
+    client.runner.deliver(Message("failed", tag(), id_of(SERVICE, "end"), FailedHeader("too late")))
     assert failed == []
     with pytest.raises(ValueError, match="carries no responses"):
-        Bench(SERVICE, "q", {"b": double}, on_failed=failed.append).runner.deliver(Message("failed", tag(), 0, FailedHeader("nonsense")))
+        Bench(SERVICE, "q", {"b": double}, on_failed=failed.append).runner.deliver(
+            Message("failed", tag(), id_of(SERVICE, "b"), FailedHeader("nonsense"))
+        )
 
 
 async def test_an_output_no_edge_takes_is_an_error():
