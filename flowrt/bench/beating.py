@@ -1,7 +1,4 @@
-"""A worker that computes and beats and does nothing else: what the detector's benchmark stops, blocks and hangs.
-
-Here: `run_beating`, started by the benchmark (detector.py) as any worker is. No torch: its calls hash, in the compute thread.
-"""
+"""A worker that computes and sends heartbeats: what the detector's benchmark stops, blocks and hangs."""
 
 from __future__ import annotations
 
@@ -12,31 +9,32 @@ import time
 
 import msgspec
 
-from flowrt.actors.control import Start, as_message, from_message
+from flowrt.actors.control import Control, Start, as_message, from_message
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import Link
 from flowrt.seams import Running, Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
 
-HANG, BLOCK = "bench.hang", "bench.block"  # orders: the next call waits for ever; the loop sleeps
+# Orders: the next call waits for ever; the event loop sleeps; it computes.
+HANG, BLOCK, SPIN = "bench.hang", "bench.block", "bench.spin"
 _HASHED_BYTES = 4 << 20
 _BLOCKED_SECONDS = 5.0
 
 
 class Habits(msgspec.Struct):
-    """What a worker does between faults; travels where a graph would."""
+    """What a worker does between faults. It travels in place of a graph."""
 
     rest_seconds: float = 0.02  # between two calls; 0: it computes all the time
 
 
 class Beating:
-    """The sources of its beats."""
+    """The source of its heartbeats."""
 
     def __init__(self, start: Start, seams: Seams) -> None:
         self.incarnation, self.num_firings = start.incarnation, 0
-        self.hangs = False
         self.compute = seams.new_compute(start.name)
+        self._hangs = False
         self._rest_seconds = msgspec.json.decode(start.graph, type=Habits).rest_seconds
         self._bytes = bytes(_HASHED_BYTES)
 
@@ -52,28 +50,36 @@ class Beating:
 
     def on_message(self, message: Message) -> None:
         if message.kind == HANG:
-            self.hangs = True
+            self._hangs = True
         elif message.kind == BLOCK:
             time.sleep(_BLOCKED_SECONDS)
+        elif message.kind == SPIN:
+            end = time.thread_time() + _BLOCKED_SECONDS
+            while time.thread_time() < end:
+                pass
 
     def _call(self) -> None:
-        if self.hangs:
+        if self._hangs:
             threading.Event().wait()
         hashlib.sha256(self._bytes).digest()
 
 
 async def run_beating(control: Channel, seams: Seams) -> None:
-    """Until the control connection ends."""
+    """Works until the control connection ends."""
     start = from_message(await control.recv())
     assert isinstance(start, Start)
     beating = Beating(start, seams)
-    line = Link(control, 1 << 10, beating.on_message)
+    connection = Link(control, 1 << 10, beating.on_message)
+
+    def send(heartbeat: Control) -> None:
+        connection.post(as_message(heartbeat))
+
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(beating.work(), name="work"),
-            group.create_task(send_heartbeats(beating, seams.clock, lambda heartbeat: line.post(as_message(heartbeat))), name="beats"),
+            group.create_task(send_heartbeats(beating, seams.clock, send), name="beats"),
         ]
-        await line.run()
+        await connection.run()
         for task in tasks:
             task.cancel()
     await beating.compute.aclose()

@@ -121,14 +121,14 @@ def start(
 @bench_app.command
 def detector(
     *,
-    tries: Annotated[Positive, Parameter(help="Of each kind of standstill, each about three seconds.")] = 20,
+    tries: Annotated[Positive, Parameter(help="Tries per kind of standstill, three seconds each.")] = 20,
     seconds: Annotated[
-        float, Parameter(validator=Number(gte=0), help="How long processes that are only slow are watched; the claim is for an hour.")
+        float, Parameter(validator=Number(gte=0), help="How long to watch a crowd of slow processes; the claim is for 3600.")
     ] = 120.0,
-    workers: Annotated[Positive | None, Parameter(validator=Number(gte=1), help="How many are watched. [default: four per core]")] = None,
+    workers: Annotated[Positive | None, Parameter(validator=Number(gte=1), help="Size of the crowd. [default: eight per core]")] = None,
     json: JsonFile = None,
 ) -> None:
-    """How soon a process that stands still is condemned, and how often one that is only slow wrongly is."""
+    """Measure how soon a process that stands still is marked dead, and how often a slow one is."""
     from flowrt.bench.commands import detector as measure
 
     _check(json)
