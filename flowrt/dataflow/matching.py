@@ -152,9 +152,10 @@ class MatchingTable:
     def drop(self, stale: Callable[[Tag], bool]) -> tuple[int, list[int]]:
         """Forget every tag that is stale (a roll-back). Returns how many rows and held firings went, and the edges of their messages,
         one entry per message, so that the caller can return the credits."""
-        gone = [self._rows.pop(key).via for key in list(self._rows) if stale(key[1])]
-        via = [edge for edges in gone for edge in edges]
-        dropped = len(gone)
+        # A fused firing on the compute thread may open and complete rows of this table meanwhile: each row goes to one of the two.
+        rows = [row for key in list(self._rows) if stale(key[1]) and (row := self._rows.pop(key, None)) is not None]
+        via = [edge for row in rows for edge in row.via]
+        dropped = len(rows)
         for lane, steps in list(self._held.items()):
             for step, firings in list(steps.items()):
                 old = [firing for firing in firings if stale(firing.tag)]
@@ -198,7 +199,8 @@ class MatchingTable:
             if values is None:
                 return None
             inputs[gather] = values
-        del self._rows[key]
+        if self._rows.pop(key, None) is None:  # a rollback has dropped the row since
+            return None
         node, tag = key
         return Firing(node, tag, inputs, tuple(row.via))
 

@@ -96,8 +96,11 @@ def test_leftovers_are_those_whose_launcher_is_gone() -> None:
 
 def test_a_marked_process_is_found() -> None:
     environment = {**os.environ, MARKER: "cafe", PARENT_MARKER: "123"}
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as process:
+    code = "print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()  # the system shows its environment only once the program runs
             found = [marked for marked in marked_processes() if marked.run_id == "cafe"]
         finally:
             process.kill()

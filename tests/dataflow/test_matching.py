@@ -136,6 +136,20 @@ def test_anonymous_parts_may_come_before_their_count():
     assert fired(matching.arrive(PLAN, tag(), 2)).inputs["parts"] == ["a", "b"]
 
 
+def test_rollback_while_a_row_completes_fires_nothing():
+    """The compute thread completes a row of a fused node while the loop rolls the tag back."""
+
+    def plan_of(plan):
+        dropped.append(matching.drop(lambda tag: True)[0])
+        return plan
+
+    dropped: list[int] = []
+    matching = MatchingTable([GATHER], [PLAN, *ANSWERS], plan_of)
+    assert fired(matching.arrive(PLAN, tag(), ())) is None
+    assert dropped == [1]
+    assert len(matching) == 0
+
+
 def test_rolling_back_deletes_the_rows_of_older_epochs():
     matching = table([JOIN], [A, B])
     for epoch, source in itertools.product((0, 1), ("s", "t")):
