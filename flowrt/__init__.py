@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from flowrt.api import Choice, Completion, RunningGraph, generate
     from flowrt.api import open_graph as open
     from flowrt.errors import GraphError, UserError, WorkerDiedError
-    from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
+    from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
+    from flowrt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "Completion",
     "EndEvent",
     "GraphError",
-    "Parameters",
     "RunningGraph",
+    "SamplingParams",
     "TokenEvent",
     "UserError",
     "WorkerDiedError",
@@ -38,7 +39,7 @@ _HOME = {
     "open": "api:open_graph",
     "ChoiceEvent": "gateway.gateway:ChoiceEvent",
     "EndEvent": "gateway.gateway:EndEvent",
-    "Parameters": "gateway.gateway:Parameters",
+    "SamplingParams": "sampling_params:SamplingParams",
     "TokenEvent": "gateway.gateway:TokenEvent",
     "GraphError": "errors:GraphError",
     "UserError": "errors:UserError",

@@ -11,16 +11,16 @@ import importlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 from flowrt.actors.control import Control, Statistics
 from flowrt.actors.emulated_links import check_machine
-from flowrt.errors import UserError
+from flowrt.errors import UserError, shown
 from flowrt.gateway.completion import Choice, Completion
-from flowrt.gateway.gateway import ClientEvent, Gateway, Parameters
-from flowrt.gateway.request_log import shown
+from flowrt.gateway.gateway import ClientEvent, Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.facts import ModelFacts
@@ -31,6 +31,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.reliability.health import STALL_SECONDS, Health
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
 
@@ -163,7 +164,7 @@ class RunningGraph:
         `prompt` is text or token ids; `chat` puts text through the model's chat template. A request that cannot be served ends
         with finish_reason "error" and the reason. Raises WorkerDiedError when a process dies that may not.
         """
-        parameters = Parameters(
+        params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             n=n,
@@ -179,19 +180,15 @@ class RunningGraph:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        async with aclosing(self.follow(await self.submit(prompt, parameters, chat=chat))) as events_of_request:
+        async with aclosing(self.follow(await self.submit(prompt, params, chat=chat))) as events_of_request:
             async for event in events_of_request:
                 yield event
 
-    async def submit(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> int:
-        """Take a request and return its number, to be given to `follow` once. It runs whether or not somebody follows."""
+    async def submit(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> int:
+        """Take a request and return its number, to be given to `follow` once. It runs whether or not it is followed."""
         requests = self._of_model()
         self._raise_failure()
-        try:
-            prompt_token_ids = self._encode(prompt, chat)
-        except UserError as error:
-            return requests.refuse(str(error))
-        return await requests.submit(prompt_token_ids, parameters)
+        return await requests.submit(params, partial(self._encode, prompt, chat))
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """The prompt of a submitted request, as the model sees it; empty when its text could not be tokenised. KeyError once it is over."""
@@ -201,9 +198,9 @@ class RunningGraph:
         """The events of a submitted request, from its first; UserError for a second reader. Leaving early cancels the request."""
         return self._of_model().follow(index)
 
-    async def complete(self, prompt: Prompt, parameters: Parameters = Parameters(), *, chat: bool = False) -> Completion:
+    async def complete(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> Completion:
         """As `generate`, all at once."""
-        index = await self.submit(prompt, parameters, chat=chat)
+        index = await self.submit(prompt, params, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
         return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
 
@@ -268,6 +265,7 @@ class RunningGraph:
             groups,
             graph.limits,
             config.max_position_embeddings,
+            config.vocab_size,
             draw_seed=seams.new_seed,
             new_detokenizer=self._tokenizer.stream if self._tokenizer is not None else None,
             eos_token_ids=config.eos_token_ids,
@@ -278,7 +276,7 @@ class RunningGraph:
             raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
         return self._requests
 
-    def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
+    async def _encode(self, prompt: Prompt, chat: bool) -> Sequence[int]:
         if not isinstance(chat, bool):
             raise UserError(f"chat is {shown(chat)}, it must be True or False")
         if not isinstance(prompt, str):
@@ -334,7 +332,7 @@ def generate(
         raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     many: list[Any] = [prompts] if single else list(prompts)
-    asked = Parameters(**parameters)
+    params = SamplingParams(**parameters)
 
     async def run() -> list[Completion]:
         async with open_graph(graph, overrides=overrides, model=model) as running:
@@ -342,7 +340,7 @@ def generate(
 
             async def answer(prompt: Prompt) -> Completion:
                 async with places:
-                    return await running.complete(prompt, asked, chat=chat)
+                    return await running.complete(prompt, params, chat=chat)
 
             return list(await asyncio.gather(*(answer(prompt) for prompt in many)))
 

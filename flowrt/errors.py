@@ -13,6 +13,14 @@ def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def shown(value: object) -> str:
+    """A user's value for an error's line: as Python writes it, on one line and never long."""
+    try:
+        return shortened(repr(value))
+    except Exception:  # an integer of thousands of digits, or an object of the user's own
+        return f"a {type(value).__name__} that cannot be shown"
+
+
 class UserError(Exception):
     """Bad input. The text is one line: what, where, what would be right. Command lines print it and end with `exit_code`."""
 

@@ -14,46 +14,22 @@ from typing import ClassVar, Literal
 import msgspec
 
 from flowrt.emulation import EmulationStatistics
+from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Message
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off. The gateway fills in the seed.
-
-    Penalties come before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens that are in
-    the prompt or the output (1 is off); `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once
-    if there is any (0 is off). `num_logprobs`: None, no logprobs; k >= 0: that of each token, and the k largest at its place.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    num_logprobs: int | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request as a group sees it. `attempt` counts how often it has been placed; tokens carry it back.
 
-    It asks for `num_choices` outputs to one prompt, which differ by their noise. Limits and stop ids hold for each of them.
+    `max_tokens` and `seed` are those of `params`, or what the gateway filled in.
     """
 
     id: str
     attempt: int
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
-    min_tokens: int = 0  # until a choice has so many tokens, none that would end it is drawn
-    num_choices: int = 1
-    sampling: Sampling = Sampling()
-    stop_token_ids: tuple[int, ...] = ()  # user's stop ids; the model's end-of-sequence ids are added by the engine
-    ignore_eos: bool = False
+    seed: int = 0
+    params: SamplingParams = SamplingParams()
     # Of each choice (none: (), for all) what was given to the client by an earlier attempt: replayed, not emitted.
     committed_token_ids: tuple[tuple[int, ...], ...] = ()
     ended_choices: tuple[int, ...] = ()  # those that ended in an earlier attempt: not computed any more
@@ -151,13 +127,13 @@ class Tokens(Control, frozen=True):
 
 
 class Ended(Control, frozen=True):
-    """A choice's one terminal word. reason: stop, length, cancelled, error (then `error` says why, for the user, and all choices of
-    the attempt end with this one word). `num_tokens` of its output, earlier attempts' included; None: not told."""
+    """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` tells the user why. `num_tokens` of its
+    output, earlier attempts' included; None: not known."""
 
     kind: ClassVar[str] = "control.ended"
     request_id: str
     attempt: int
-    reason: str
+    reason: FinishReason
     error: str | None = None
     choice: int = 0
     num_tokens: int | None = None

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from flowrt.api import RunningGraph
 from flowrt.bench.decoding import Prompts, Run, run_of
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
+from flowrt.sampling_params import SamplingParams
 
 
 class TurnClock:
@@ -44,7 +45,7 @@ class GraphSide:
 
         Raises UserError when a request fails, or when all tokens come at once.
         """
-        parameters = Parameters(max_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         clock = TurnClock()
         times: list[list[float]] = [[] for _ in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -68,7 +69,7 @@ class GraphSide:
         try:
             async with asyncio.TaskGroup() as group:
                 for number, prompt in enumerate(prompts):
-                    group.create_task(follow(number, await self.graph.submit(prompt, parameters)))
+                    group.create_task(follow(number, await self.graph.submit(prompt, params)))
                 if on_prefilled is not None:
                     await prefilled
                     await on_prefilled()

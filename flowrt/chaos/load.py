@@ -14,9 +14,10 @@ import msgspec
 from flowrt.api import RunningGraph
 from flowrt.chaos.compare import Came, Told
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import GraphLimits
 from flowrt.launcher.launcher import NotRunningError
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 
 
@@ -25,7 +26,7 @@ class Asked:
     """One of the requests."""
 
     prompt: tuple[int, ...]
-    parameters: Parameters
+    params: SamplingParams
 
 
 def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, limits: GraphLimits) -> list[Asked]:
@@ -37,7 +38,7 @@ def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, 
     for number in range(num):
         length = max(1, prompt_tokens - number % max(1, prompt_tokens // 2))
         prompt = tuple((7 * number + 13 * place) % (vocab_size - 10) + 3 for place in range(length))
-        greedy = Parameters(max_tokens=new_tokens, ignore_eos=True, seed=number)
+        greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=number)
         asked.append(Asked(prompt, msgspec.structs.replace(greedy, temperature=0.8, top_k=40) if number % 2 else greedy))
     return asked
 
@@ -71,7 +72,7 @@ class Load:
             told = Told(number, now())
             self.told.append(told)
             try:
-                index = await self._graph.submit(self._asked[number].prompt, self._asked[number].parameters)
+                index = await self._graph.submit(self._asked[number].prompt, self._asked[number].params)
                 self.begun.set()
                 await self._follow(index, told)
             except (UserError, WorkerDiedError, NotRunningError) as error:

@@ -134,27 +134,31 @@ def run(
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
         raise UserError(f"{text}; raise it: ulimit -n 1024")
+    from flowrt.cli.prompts import checked_options
     from flowrt.cli.run import Options
     from flowrt.cli.run import run as run_graph
 
     for option, name in (("--prompts", prompts), ("--json", json)):
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "min_tokens": min_tokens,
+        "n": n,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+    }
     options = Options(
         graph=graph,
         prompts=tuple(prompt or ()),
         prompt_file=prompts,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        min_tokens=min_tokens,
-        n=n,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        logprobs=logprobs,
+        params=checked_options(sampling),
         chat=chat,
         model=model,
         overrides=tuple(overrides or ()),

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from flowrt.cli.prompts import Asked
+from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.text import Output
 from flowrt.errors import UserError, shortened
 from flowrt.gateway.gateway import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.sampling_params import FinishReason
 
 STDOUT = "-"
 
@@ -51,7 +52,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: str | None = None  # None while it goes on
+    finish_reason: FinishReason | None = None  # None while it goes on
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     degraded_tokens: list[int] = field(default_factory=list)  # places of tokens that were computed without some expert
@@ -80,9 +81,9 @@ class Record:
     """One request: what was asked and what came of it. Times are Clock.now, in seconds, those of tokens of the first answer."""
 
     index: int
-    asked: Asked
+    request: PromptRequest
     prompt_token_ids: tuple[int, ...] = ()
-    finish_reason: str | None = None  # None while it runs
+    finish_reason: FinishReason | None = None  # None while it runs
     error: str | None = None
     submitted_seconds: float | None = None
     token_seconds: list[float] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Record:
     answers: list[Answer] = field(init=False)  # as many as were asked for
 
     def __post_init__(self) -> None:
-        self.answers = [Answer() for _ in range(self.asked.parameters.n)]
+        self.answers = [Answer() for _ in range(self.request.params.n)]
 
     @property
     def token_ids(self) -> list[int]:
@@ -112,7 +113,7 @@ class Record:
         if isinstance(event, TokenEvent) and event.choice == 0:
             self.token_seconds.append(now)
 
-    def end(self, reason: str, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
         """It will get no event any more. Nothing when it has ended."""
         if self.finish_reason is None:
             self.finish_reason, self.error = reason, error
@@ -174,7 +175,7 @@ class Figures:
         reasons = [record.finish_reason for record in records]
         return cls(
             num_requests=len(records),
-            num_ended={reason: reasons.count(reason) for reason in ("stop", "length", "error", "cancelled")},
+            num_ended={reason: reasons.count(reason) for reason in ("stop", "length", "abort", "error")},
             num_prompt_tokens=sum(len(record.prompt_token_ids) for record in records),
             num_tokens=sum(len(answer.token_ids) for record in records for answer in record.answers),
             seconds=max(ended) - min(begun) if begun and ended else None,

@@ -24,17 +24,18 @@ from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
 from flowrt.chaos.beside import Beside
 from flowrt.cli.live import LiveView
-from flowrt.cli.prompts import PARAMETERS, Asked, checked_parameters, checked_text, read_prompts
+from flowrt.cli.prompts import PromptRequest, checked_text, read_prompts
 from flowrt.cli.record import STDOUT, Figures, Record, check_writable, degraded_sentence, write_json
 from flowrt.cli.report import Account, account
 from flowrt.cli.tables import print_tables
 from flowrt.cli.text import Output, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS, NotRunningError
 from flowrt.observe import set_log_level
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import TokenizerError
 
@@ -51,17 +52,7 @@ class Options:
     graph: Path
     prompts: Sequence[str] = ()
     prompt_file: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logprobs: int | None = None
+    params: SamplingParams = SamplingParams()
     chat: bool = False
     model: Path | None = None
     overrides: Sequence[str] = ()
@@ -73,16 +64,15 @@ class Options:
 def run(options: Options) -> int:
     """The whole command; returns the exit code. Raises UserError for what is wrong before anything has started."""
     set_log_level(options.log_level)
-    parameters = checked_parameters({name: getattr(options, name) for name in PARAMETERS if hasattr(options, name)})
-    asked = [Asked(checked_text(prompt), parameters) for prompt in options.prompts]
+    requests = [PromptRequest(checked_text(prompt), options.params) for prompt in options.prompts]
     if options.prompt_file is not None:
-        asked += read_prompts(options.prompt_file, parameters)
+        requests += read_prompts(options.prompt_file, options.params)
     if options.json is not None:
         check_writable(options.json)
     stdout, stderr = Output(sys.stdout), Output(sys.stderr)
     if stdout.is_broken and options.json in (None, STDOUT):
         raise _lost(stdout)
-    running = _Running(options, stdout, stderr, asked, parameters)
+    running = _Running(options, stdout, stderr, requests)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(running.run())
     return running.finish()
@@ -99,7 +89,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 class _Running:
     """One run: `run` in the loop, then `finish`."""
 
-    def __init__(self, options: Options, stdout: Output, stderr: Output, asked: Sequence[Asked], parameters: Parameters) -> None:
+    def __init__(self, options: Options, stdout: Output, stderr: Output, requests: Sequence[PromptRequest]) -> None:
         self._options, self._seams = options, Seams()
         self._stdout, self._stderr = stdout, stderr
         self._failure: UserError | WorkerDiedError | None = None
@@ -126,7 +116,7 @@ class _Running:
             raise UserError(str(error)) from None
         if self._graph.graph.model is None:
             raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
-        self._records = [Record(index, each) for index, each in enumerate(asked or self._own_prompts(parameters))]
+        self._records = [Record(index, each) for index, each in enumerate(requests or self._own_prompts())]
         self._has_tokenizer = self._graph.tokenizer is not None
         self._chaos = Beside(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
         self._answered = asyncio.Event()
@@ -152,8 +142,10 @@ class _Running:
                 self._body.add_done_callback(lambda _: ticker.cancel())
         finally:
             for record in self._records:
-                reason = "error" if self._failure is not None else "cancelled"
-                record.end(reason, None if self._failure is None else str(self._failure))
+                if self._failure is None:
+                    record.end("abort")
+                else:
+                    record.end("error", str(self._failure))
             self._view.end()
             for number in numbers:
                 loop.remove_signal_handler(number)
@@ -212,7 +204,7 @@ class _Running:
                 return
             try:
                 record.submitted_seconds = now()
-                index = await graph.submit(record.asked.prompt, record.asked.parameters, chat=self._options.chat)
+                index = await graph.submit(record.request.prompt, record.request.params, chat=self._options.chat)
                 record.prompt_token_ids = graph.prompt_token_ids(index)
                 async for event in graph.follow(index):
                     record.note(event, now())
@@ -296,13 +288,13 @@ class _Running:
 
     # Before and after.
 
-    def _own_prompts(self, parameters: Parameters) -> list[Asked]:
+    def _own_prompts(self) -> list[PromptRequest]:
         graph = self._graph.graph
         if not graph.prompts:
             raise UserError(
                 f"{self._options.graph}: there is nothing to answer; give --prompt TEXT or --prompts FILE, or write prompts: in the file"
             )
-        return [Asked(prompt, parameters) for prompt in graph.prompts]
+        return [PromptRequest(prompt, self._options.params) for prompt in graph.prompts]
 
     def _new_view(self) -> View:
         if self._console.is_terminal:

@@ -21,7 +21,7 @@ MAX_EDGES = 24
 MAX_PROCESSES = 48
 UNKNOWN = "-"
 _AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
-_ENDED = {"stop": "finished", "length": "reached max_tokens", "error": "failed", "cancelled": "cancelled"}
+_ENDED = {"stop": "finished", "length": "reached max_tokens", "abort": "aborted", "error": "failed"}
 
 
 def print_tables(account: Account, figures: Figures, console: Console) -> None:

@@ -49,10 +49,10 @@ class View(Protocol):
 
 
 def ending_text(record: Record) -> str:
-    """How a request ended when that must be said: "(error: the prompt is empty)", "(cancelled)"; else ""."""
+    """How a request ended when that must be said: "(error: the prompt is empty)", "(aborted)"; else ""."""
     if record.finish_reason == "error":
         return f"(error: {one_line(record.error or 'unknown')})"
-    return "(cancelled)" if record.finish_reason == "cancelled" else ""
+    return "(aborted)" if record.finish_reason == "abort" else ""
 
 
 def answer_text(record: Record, has_tokenizer: bool) -> str:
@@ -62,7 +62,7 @@ def answer_text(record: Record, has_tokenizer: bool) -> str:
 
 def prompt_text(record: Record) -> str:
     """What was asked, on one line."""
-    prompt = record.asked.prompt
+    prompt = record.request.prompt
     if isinstance(prompt, str):
         return one_line(prompt)
     return f"{len(prompt)} token ids: {' '.join(str(token_id) for token_id in prompt[:64])}{' …' if len(prompt) > 64 else ''}"

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowrt.actors.control import Sampling
 from flowrt.engine.sequence import Sequence
+from flowrt.sampling_params import SamplingParams
 
 Part = tuple[Sequence, int]  # a sequence and how many rows it has in the step
 
@@ -26,7 +26,8 @@ class SampleSpec(NamedTuple):
     how often it is in the output. Both collections are the sequence's own: they are to be read before the step ends, and not written.
     """
 
-    sampling: Sampling
+    params: SamplingParams
+    seed: int
     token_index: int
     choice: int = 0
     output_counts: Mapping[int, int] | None = None
@@ -74,7 +75,8 @@ def build_batch(parts: Iterable[Part], page_size: int) -> Batch:
             batch.sample_rows.append(len(batch.token_ids) - 1)
             batch.samples.append(
                 SampleSpec(
-                    sequence.request.sampling,
+                    sequence.request.params,
+                    sequence.request.seed,
                     sequence.num_output_tokens,
                     sequence.choice,
                     sequence.output_counts,

@@ -18,9 +18,10 @@ from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import Part, build_batch, produces_token
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.scheduler import Scheduler
-from flowrt.engine.sequence import Reason, Sequence
+from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import FinishReason
 
 NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infinity); check the weights, or run in a wider dtype"
 
@@ -108,9 +109,9 @@ class Engine:
         if self._over.get(key) or attempt == request.attempt:
             return []
         if key in self._over or (attempt is not None and attempt > request.attempt):
-            return [self._refuse(request, "cancelled")]
+            return [self._refuse(request, "abort")]
         # Of a request placed again nobody listens to the older attempt any more.
-        decisions: list[Decision] = [self._end(sequence, "cancelled") for sequence in list(known)]
+        decisions: list[Decision] = [self._end(sequence, "abort") for sequence in list(known)]
         self._num_requests += 1
         error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
         if error is None and self._draining:
@@ -120,7 +121,7 @@ class Engine:
         return decisions + self._begin(request)
 
     def _begin(self, request: Request) -> list[Decision]:
-        choices = [choice for choice in range(request.num_choices) if choice not in request.ended_choices]
+        choices = [choice for choice in range(request.params.n) if choice not in request.ended_choices]
         siblings: list[Sequence] = []
         for choice in choices:
             self._num_sequences += 1
@@ -141,7 +142,7 @@ class Engine:
         """
         siblings = self._alive.get(request_id, [])
         if siblings and siblings[0].request.attempt == attempt:
-            return [self._end(sequence, "cancelled") for sequence in list(siblings) if choice in (None, sequence.choice)]
+            return [self._end(sequence, "abort") for sequence in list(siblings) if choice in (None, sequence.choice)]
         if choice is None and (request_id, attempt) not in self._over:
             self._remember((request_id, attempt), told=False)
         return []
@@ -162,7 +163,7 @@ class Engine:
         batch = build_batch(parts, self._limits.page_size)
         number = self._next_step[lane]
         self._next_step[lane] += 1
-        num_logprobs = sum(each.sampling.num_logprobs is not None for each in batch.samples)
+        num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[lane] = _Step(number, parts, len(batch.samples), num_logprobs)
         return StartStep(self._epoch, lane, number, batch)
 
@@ -199,7 +200,7 @@ class Engine:
             sequence.is_degraded = sequence.is_degraded or degraded
             self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
-            asks = token_id is not None and sequence.request.sampling.num_logprobs is not None
+            asks = token_id is not None and sequence.request.params.logprobs is not None
             own = next(told) if asks else None
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
@@ -271,7 +272,7 @@ class Engine:
         request = sequence.request
         told: tuple[Logprobs, ...] = ()
         if logprobs is not None:
-            told = (Logprobs(logprobs.token, logprobs.top[: request.sampling.num_logprobs]),)
+            told = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
         decisions: list[Decision] = [
             Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, told, sequence.is_degraded))
         ]
@@ -281,7 +282,7 @@ class Engine:
             decisions.append(self._end(sequence, reason))
         return decisions
 
-    def _end(self, sequence: Sequence, reason: Reason) -> End:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> End:
         if sequence.in_step:
             sequence.cancelled = True
         else:
@@ -299,7 +300,7 @@ class Engine:
             self._end(sequence, "error")
         return [End(Ended(request.id, request.attempt, "error", error))]
 
-    def _refuse(self, request: Request, reason: Reason, error: str | None = None) -> End:
+    def _refuse(self, request: Request, reason: FinishReason, error: str | None = None) -> End:
         self._remember((request.id, request.attempt), told=True)
         return End(Ended(request.id, request.attempt, reason, error))
 

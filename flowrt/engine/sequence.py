@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 from flowrt.actors.control import Request
+from flowrt.sampling_params import FinishReason
 
 State = Enum("State", ["WAITING", "RUNNING", "ENDED"])
-Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(eq=False, slots=True)
@@ -53,9 +52,11 @@ class Sequence:
         committed = request.committed_token_ids[self.choice] if self.choice < len(request.committed_token_ids) else ()
         self.tokens = [*request.prompt_token_ids, *committed]
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.end_token_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(self.eos_token_ids))
+        self.end_token_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            self.end_token_ids |= frozenset(self.eos_token_ids)
         self.output_counts = None
-        if request.sampling.has_penalties:
+        if request.params.has_penalties:
             self.output_counts = {**dict.fromkeys(request.prompt_token_ids, 0), **Counter(committed)}
 
     @property
@@ -81,14 +82,14 @@ class Sequence:
     @property
     def forbidden_token_ids(self) -> Collection[int]:
         """Tokens that may not be drawn now."""
-        return self.end_token_ids if self.num_output_tokens < self.request.min_tokens else ()
+        return self.end_token_ids if self.num_output_tokens < self.request.params.min_tokens else ()
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
         if self.output_counts is not None:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
-    def end_reason(self) -> Reason | None:
+    def end_reason(self) -> FinishReason | None:
         """Why the output ends here, or None. A stop token counts as output."""
         if self.num_output_tokens and self.tokens[-1] in self.end_token_ids:
             return "stop"

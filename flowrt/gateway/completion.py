@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
+from flowrt.sampling_params import FinishReason
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +19,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    finish_reason: str = ""
+    finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     degraded_tokens: tuple[int, ...] = ()
@@ -33,7 +34,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
-    finish_reason: str  # of the whole request: the first choice's, or error
+    finish_reason: FinishReason  # of the whole request: the first choice's, or error
     error: str | None = None
 
     @classmethod

@@ -16,26 +16,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Sampling, Token
+from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Token
 from flowrt.engine.routing import GroupLoad, choose_group
-from flowrt.engine.validation import choices_refusal, max_new_tokens
-from flowrt.gateway.request_log import (
-    ChoiceEvent,
-    ChoiceLog,
-    ClientEvent,
-    Detokenizer,
-    EndEvent,
-    Parameters,
-    RequestLog,
-    TokenEvent,
-    typed_parameters,
-    typed_prompt,
-    unsendable,
-)
+from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
+from flowrt.errors import shown
+from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Detokenizer, EndEvent, RequestLog, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import FinishReason, SamplingParams, checked_params
 
-__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "Parameters", "Placed", "SendCancel", "TokenEvent"]
+__all__ = ["ChoiceEvent", "ClientEvent", "EndEvent", "Gateway", "Placed", "SendCancel", "TokenEvent"]
 
 _NO_GROUP = "no attention group is left to serve the request"
 
@@ -57,6 +47,9 @@ class SendCancel:
     cancel: Cancel
 
 
+Decision = ClientEvent | SendCancel
+
+
 class Gateway:
     """`groups` are the names of the workers that take requests. `max_requests` bounds the requests that have not ended."""
 
@@ -65,6 +58,7 @@ class Gateway:
         groups: Iterable[str],
         limits: GraphLimits,
         max_position_embeddings: int,
+        vocab_size: int,
         *,
         draw_seed: Callable[[], int],
         new_detokenizer: Callable[[], Detokenizer] | None = None,
@@ -72,29 +66,30 @@ class Gateway:
         max_requests: int = 1024,
     ) -> None:
         self._loads = {group: GroupLoad() for group in groups}
-        self._fenced: dict[str, str] = {}  # group -> why
         self._limits = limits
         self._max_position_embeddings = max_position_embeddings
+        self._vocab_size = vocab_size
         self._draw_seed = draw_seed
         self._new_detokenizer = new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_requests = max_requests
         self._logs: dict[int, RequestLog] = {}
-        self._alive: dict[str, RequestLog] = {}  # by Request.id
+        self._active: dict[str, RequestLog] = {}  # by Request.id
         self._num_requests = 0
+        self._fenced: dict[str, str] = {}  # group -> why
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._alive)
+        return len(self._active)
 
     @property
     def max_requests(self) -> int:
         return self._max_requests
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the next request would be refused for want of room."""
-        return len(self._alive) >= self._max_requests
+        return len(self._active) >= self._max_requests
 
     @property
     def loads(self) -> dict[str, GroupLoad]:
@@ -103,6 +98,9 @@ class Gateway:
     def log(self, index: int) -> RequestLog:
         """The request's log; KeyError when there is none or it was forgotten."""
         return self._logs[index]
+
+    def has_ended(self, index: int) -> bool:
+        return self._logs[index].end is not None
 
     def events(self, index: int, start: int = 0) -> list[ClientEvent]:
         """The request's events from number `start` on: a client reads at its own pace, and nobody waits for it."""
@@ -116,57 +114,70 @@ class Gateway:
 
     # From clients
 
-    def admit(self, prompt_token_ids: Sequence[int], parameters: Parameters = Parameters()) -> Placed | EndEvent:
-        """Take a request and choose its group; or end it at once with the reason.
+    def reserve(self, params: SamplingParams = SamplingParams()) -> int:
+        """Take a request before anything costly is done for it. Returns its number; it has ended already if it is refused.
 
-        Types are checked here, once. Lengths and ranges are the engine's to check, but for what no message to it could hold.
+        `place` follows when its prompt has tokens, `refuse` when it cannot have any, `cancel` when its client is gone.
         """
         try:
-            log = self._new_log(typed_prompt(prompt_token_ids), typed_parameters(parameters))
+            params = checked_params(params)
         except ValueError as error:
-            return self.refuse(str(error))
-        parameters = log.parameters
-        if (reason := unsendable(log)) is not None:
-            return self._refuse(log, reason)
-        if self.full:
-            return self._refuse(log, f"{len(self._alive)} requests are unfinished, more are not taken (max_requests: {self._max_requests})")
-        if parameters.stop and self._new_detokenizer is None:
-            return self._refuse(log, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
-        if (refusal := choices_refusal(parameters.n)) is not None:
-            return self._refuse(log, refusal)
+            return self._refused(SamplingParams(), str(error))
+        if self.is_full:
+            return self._refused(params, f"too many active requests ({len(self._active)}, limit {self._max_requests})")
+        if params.stop and self._new_detokenizer is None:
+            return self._refused(params, "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids")
+        log = self._new_log(params)
+        log.choices = [self._new_choice(choice, params) for choice in range(params.n)]
+        self._active[log.id] = log
+        return log.index
+
+    def place(self, index: int, prompt_token_ids: Sequence[int]) -> Placed | EndEvent:
+        """Choose the group of a reserved request; or end it with the reason: what cannot be served is refused here."""
+        log = self._logs[index]
+        if log.end is not None:
+            return log.end
         try:
-            log.choices = [self._new_choice(choice, parameters) for choice in range(parameters.n)]
+            log.prompt_token_ids = self._checked_prompt(prompt_token_ids)
         except ValueError as error:
-            return self._refuse(log, str(error))
-        log.seed = self._draw_seed() if parameters.seed is None else parameters.seed
+            return self.refuse(index, str(error))
+        log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         room = max_new_tokens(len(log.prompt_token_ids), self._limits, self._max_position_embeddings)
-        log.max_tokens = max(room, 1) if parameters.max_tokens is None else parameters.max_tokens
+        log.max_tokens = max(room, 1) if log.params.max_tokens is None else log.params.max_tokens
+        if (reason := refusal(_request_of(log), self._limits, self._max_position_embeddings, self._vocab_size)) is not None:
+            return self.refuse(index, reason)
         group = choose_group(self._loads, self._fenced)
-        if group is None:
-            return self._refuse(log, self._no_group())
-        self._alive[log.id] = log
-        return self._place(log, group)
+        return self._place(log, group) if group is not None else self.refuse(index, self._no_group())
 
-    def refuse(self, error: str) -> EndEvent:
-        """A request that failed before it had tokens (its text could not be tokenised): it ends with this error."""
-        return self._refuse(self._new_log((), Parameters()), error)
+    def admit(self, prompt_token_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> Placed | EndEvent:
+        """Reserve and place at once."""
+        return self.place(self.reserve(params), prompt_token_ids)
 
-    def cancel(self, index: int) -> list[ClientEvent | SendCancel]:
-        """The client wants no more. After the end: nothing."""
+    def refuse(self, index: int, error: str) -> EndEvent:
+        """End a reserved request with an error: it cannot be served."""
+        log = self._logs[index]
+        if log.end is None:
+            del log.choices[1:]  # none has begun: its one event is the end
+            self._end(log, "error", error)
+        assert log.end is not None
+        return log.end
+
+    def cancel(self, index: int) -> list[Decision]:
+        """The client wants no more. No-op after the end."""
         log = self._logs.get(index)
-        return [] if log is None or log.group is None else self._end(log, "cancelled", tell_worker=True)
+        return [] if log is None or log.end is not None else self._end(log, "abort", tell_worker=True)
 
     # From workers
 
-    def on_token(self, token: Token) -> list[ClientEvent | SendCancel]:
+    def on_token(self, token: Token) -> list[Decision]:
         """Commit what comes next in the request's log; ignore what was committed already, or comes from an older attempt.
 
         A gap cannot happen on a line that keeps order: it ends the request with an error rather than with wrong text.
         """
-        log = self._alive.get(token.request_id)
+        log = self._active.get(token.request_id)
         if log is None or token.attempt != log.attempt:
             return []
-        decisions: list[ClientEvent | SendCancel] = []
+        decisions: list[Decision] = []
         choice = log.choices[token.choice] if token.choice < len(log.choices) else None
         for at, token_id in enumerate(token.token_ids):
             index = token.index + at
@@ -180,12 +191,12 @@ class Gateway:
             decisions += self._commit(log, choice, token_id, token.logprobs[at] if at < len(token.logprobs) else None, token.degraded)
         return decisions
 
-    def on_ended(self, ended: Ended) -> list[ClientEvent | SendCancel]:
+    def on_ended(self, ended: Ended) -> list[Decision]:
         """A choice of the current attempt is over; with the last one, or with an error, the request.
 
         A choice that ends with fewer tokens than its group drew has lost some: the request ends with an error.
         """
-        log = self._alive.get(ended.request_id)
+        log = self._active.get(ended.request_id)
         if log is None or ended.attempt != log.attempt:
             return []
         if ended.reason == "error":
@@ -204,7 +215,7 @@ class Gateway:
         """A new attempt that goes on behind the committed tokens, in a group not among `avoid`. ValueError after the end."""
         log = self._logs[index]
         if log.group is None:
-            raise ValueError(f"request {index} has ended")
+            raise ValueError(f"request {index} is not placed, or has ended")
         group = choose_group(self._loads, {*avoid, *self._fenced})
         if group is None:
             self._end(log, "error", self._no_group())
@@ -214,65 +225,55 @@ class Gateway:
         log.attempt += 1
         return self._place(log, group)
 
-    def fence_group(self, group: str, why: str) -> list[ClientEvent | SendCancel]:
+    def fence_group(self, group: str, why: str) -> list[Decision]:
         """Route no request to `group` any more and end those that it has with an error that says why. The cancels free what they hold
         there, should it wake up."""
         self._fenced[group] = why
-        logs = [log for log in self._alive.values() if log.group == group]
+        logs = [log for log in self._active.values() if log.group == group]
         return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", tell_worker=True)]
 
     def readmit_group(self, group: str) -> None:
         """Route requests to a fenced group again. What it still sends for requests that have ended changes nothing."""
         self._fenced.pop(group, None)
 
-    def end_all(self, reason: str, error: str | None = None) -> list[EndEvent]:
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
         """End every request: the run is over."""
-        decisions = [decision for log in list(self._alive.values()) for decision in self._end(log, reason, error)]
+        decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
 
+    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The prompt's token ids, all of them integers. ValueError, one line; a prompt that is too long is not looked through."""
+        prompt = prompt_token_ids
+        if isinstance(prompt, str | bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+            raise ValueError(f"the prompt is {shown(prompt)}, it must be a text or a sequence of token ids")
+        if (reason := prompt_refusal(len(prompt), self._limits, self._max_position_embeddings)) is not None:
+            raise ValueError(reason)
+        token_ids = tuple(prompt)
+        if not set(map(type, token_ids)) <= {int}:
+            position, token_id = next((at, each) for at, each in enumerate(token_ids) if type(each) is not int)
+            raise ValueError(f"prompt token {shown(token_id)} at position {position} is not a whole number")
+        return token_ids
+
     def _no_group(self) -> str:
         return "; ".join([_NO_GROUP, *(f"{group} was marked dead: {why}" for group, why in self._fenced.items())])
 
-    def _new_log(self, prompt_token_ids: Sequence[int], parameters: Parameters) -> RequestLog:
-        log = RequestLog(self._num_requests, tuple(prompt_token_ids), parameters)
+    def _new_log(self, params: SamplingParams) -> RequestLog:
+        log = RequestLog(self._num_requests, params)
         self._num_requests += 1
         self._logs[log.index] = log
         return log
 
-    def _refuse(self, log: RequestLog, error: str) -> EndEvent:
-        event = EndEvent(log.index, "error", "", error)
-        log.events.append(event)
-        return event
+    def _refused(self, params: SamplingParams, error: str) -> int:
+        log = self._new_log(params)
+        log.events.append(EndEvent(log.index, "error", "", error))
+        return log.index
 
     def _place(self, log: RequestLog, group: str) -> Placed:
         log.group = group
         self._load(log, 1)
-        parameters = log.parameters
-        request = Request(
-            id=log.id,
-            attempt=log.attempt,
-            prompt_token_ids=log.prompt_token_ids,
-            max_tokens=log.max_tokens,
-            min_tokens=parameters.min_tokens,
-            num_choices=len(log.choices),
-            sampling=Sampling(
-                temperature=parameters.temperature,
-                top_k=parameters.top_k,
-                top_p=parameters.top_p,
-                seed=log.seed,
-                repetition_penalty=parameters.repetition_penalty,
-                presence_penalty=parameters.presence_penalty,
-                frequency_penalty=parameters.frequency_penalty,
-                num_logprobs=parameters.logprobs,
-            ),
-            stop_token_ids=parameters.stop_token_ids,
-            ignore_eos=parameters.ignore_eos,
-            committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
-            ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
-        )
-        return Placed(group, request, log.index)
+        return Placed(group, _request_of(log), log.index)
 
     def _load(self, log: RequestLog, sign: int) -> None:
         assert log.group is not None
@@ -280,18 +281,16 @@ class Gateway:
         num_tokens = len(log.prompt_token_ids) + num_choices * log.max_tokens
         self._loads[log.group] = GroupLoad(load.num_sequences + sign * num_choices, load.num_tokens + sign * num_tokens)
 
-    def _new_choice(self, index: int, parameters: Parameters) -> ChoiceLog:
+    def _new_choice(self, index: int, params: SamplingParams) -> ChoiceLog:
         detokenizer = self._new_detokenizer() if self._new_detokenizer is not None else None
-        return ChoiceLog(index, detokenizer, StopStrings(parameters.stop) if parameters.stop else None)
+        return ChoiceLog(index, detokenizer, StopStrings(params.stop) if params.stop else None)
 
-    def _commit(
-        self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None, degraded: bool
-    ) -> list[ClientEvent | SendCancel]:
+    def _commit(self, log: RequestLog, choice: ChoiceLog, token_id: int, logprobs: Logprobs | None, degraded: bool) -> list[Decision]:
         index = len(choice.token_ids)
         choice.token_ids.append(token_id)
         text, stopped = "", False
         if not self._is_stop_token(log, token_id):
-            text, stopped = choice.push(token_id, looks_for_stops=index >= log.parameters.min_tokens)
+            text, stopped = choice.push(token_id, looks_for_stops=index >= log.params.min_tokens)
         event = TokenEvent(log.index, index, token_id, text, choice.index, degraded=degraded)
         if logprobs is not None:
             event = msgspec.structs.replace(event, logprob=logprobs.token, top_logprobs=logprobs.top)
@@ -300,10 +299,9 @@ class Gateway:
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
         """Stop tokens belong to the token ids of an output, not to its text."""
-        parameters = log.parameters
-        return token_id in parameters.stop_token_ids or (token_id in self._eos_token_ids and not parameters.ignore_eos)
+        return token_id in log.params.stop_token_ids or (token_id in self._eos_token_ids and not log.params.ignore_eos)
 
-    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: str, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+    def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, tell_worker: bool = False) -> list[Decision]:
         """One choice is over; when it was the last, so is the request."""
         if len(log.choices) == 1:
             return self._end(log, reason, tell_worker=tell_worker)
@@ -312,16 +310,15 @@ class Gateway:
         assert choice.finish_reason is not None
         event = ChoiceEvent(log.index, choice.index, choice.finish_reason, text)
         log.events.append(event)
-        decisions: list[ClientEvent | SendCancel] = [event]
+        decisions: list[Decision] = [event]
         if tell_worker:
             decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt, choice.index)))
         if all(each.finish_reason is not None for each in log.choices):
             decisions += self._end(log, log.choices[0].finish_reason or reason)
         return decisions
 
-    def _end(self, log: RequestLog, reason: str, error: str | None = None, tell_worker: bool = False) -> list[ClientEvent | SendCancel]:
+    def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, tell_worker: bool = False) -> list[Decision]:
         """The request is over, and every choice that was not."""
-        assert log.group is not None
         events: list[ClientEvent] = []
         text = ""
         for choice in log.choices:
@@ -334,10 +331,25 @@ class Gateway:
         else:
             events.append(EndEvent(log.index, reason, "", error))
         log.events += events
-        decisions: list[ClientEvent | SendCancel] = [*events]
-        if tell_worker:
-            decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
-        self._load(log, -1)
-        del self._alive[log.id]
+        decisions: list[Decision] = [*events]
+        if log.group is not None:
+            if tell_worker:
+                decisions.append(SendCancel(log.group, Cancel(log.id, log.attempt)))
+            self._load(log, -1)
+        del self._active[log.id]
         log.group = None
         return decisions
+
+
+def _request_of(log: RequestLog) -> Request:
+    """The request as its group sees it, in its current attempt."""
+    return Request(
+        id=log.id,
+        attempt=log.attempt,
+        prompt_token_ids=log.prompt_token_ids,
+        max_tokens=log.max_tokens,
+        seed=log.seed,
+        params=log.params,
+        committed_token_ids=tuple(tuple(choice.token_ids) for choice in log.choices) if log.attempt else (),
+        ended_choices=tuple(choice.index for choice in log.choices if choice.finish_reason is not None),
+    )

@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from flowrt.actors.control import Control, Ended, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
-from flowrt.errors import UserError
-from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, Parameters, SendCancel, TokenEvent
-from flowrt.gateway.request_log import shown
+from flowrt.errors import UserError, shown
+from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.reliability.health import Progress
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 
 Send = Callable[[str, Control], Awaitable[None]]
@@ -31,9 +31,9 @@ class Requests:
         self._followed: set[int] = set()
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
         self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
-        self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
         self._failure: Exception | None = None
         self._is_closing = False
+        self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
 
     def begin(self) -> None:
         """The run is up. `aclose` ends what this begins."""
@@ -53,29 +53,33 @@ class Requests:
         for changed in self._changed.values():
             changed.set()
 
-    async def submit(self, prompt_token_ids: Sequence[int], parameters: Parameters) -> int:
-        """Take a request; its number. Raises as `send`."""
-        admitted = self.gateway.admit(prompt_token_ids, parameters)
-        if isinstance(admitted, EndEvent):
-            return self._refused(admitted)
-        self._changed[admitted.index] = asyncio.Event()
+    async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> int:
+        """Take a request; its number. A place is reserved first, then `tokenize` gives the prompt's token ids. Raises as `send`; what
+        `tokenize` raises as UserError ends the request with that error."""
+        gateway = self.gateway
+        index = gateway.reserve(params)
+        self._changed[index] = asyncio.Event()
+        if gateway.has_ended(index):
+            return index
         self._progress.opened(self._clock.now())
-        sending, submitting = asyncio.timeout(None), self._submitting[admitted.group]
-        submitting.add(sending)
         try:
-            async with sending:
-                await self._send(admitted.group, Submit(admitted.request))
+            token_ids: Sequence[int] = ()
+            error: str | None = None
+            try:
+                token_ids = await tokenize()
+            except UserError as failed:
+                error = str(failed)
+            if gateway.has_ended(index):  # the run was closed meanwhile
+                return index
+            placed = gateway.place(index, token_ids) if error is None else gateway.refuse(index, error)
+            if isinstance(placed, EndEvent):
+                self._carry_out([placed])
+            else:
+                await self._send_request(placed)
         except BaseException:  # nobody has its number, so nobody else can end it
-            if not sending.expired():  # else the group was fenced, which has ended the request
-                self._let_go(admitted.index)
-                raise
-        finally:
-            submitting.discard(sending)
-        return admitted.index
-
-    def refuse(self, error: str) -> int:
-        """A request that ends with this error before it has tokens; its number."""
-        return self._refused(self.gateway.refuse(error))
+            self._let_go(index)
+            raise
+        return index
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
         """The events of a request, from its first; UserError for a second reader. Leaving early cancels the request."""
@@ -123,7 +127,20 @@ class Requests:
 
     def end_all(self) -> None:
         """The run was closed: what is left is cancelled."""
-        self._carry_out(self.gateway.end_all("cancelled"))
+        self._carry_out(self.gateway.end_all("abort"))
+
+    async def _send_request(self, placed: Placed) -> None:
+        """Send a request to its group. Returns without having sent it when the group is fenced meanwhile, which has ended the request."""
+        sending, submitting = asyncio.timeout(None), self._submitting[placed.group]
+        submitting.add(sending)
+        try:
+            async with sending:
+                await self._send(placed.group, Submit(placed.request))
+        except Exception:
+            if not sending.expired():
+                raise
+        finally:
+            submitting.discard(sending)
 
     def _let_go(self, index: int) -> None:
         """Nobody reads this request any more: cancel it, unless it has ended."""
@@ -131,10 +148,6 @@ class Requests:
         if self.gateway.log(index).end is not None:
             self.gateway.forget(index)
         del self._changed[index]
-
-    def _refused(self, end: EndEvent) -> int:
-        self._changed[end.request] = asyncio.Event()
-        return end.request
 
     def _carry_out(self, decisions: Iterable[ClientEvent | SendCancel]) -> None:
         now = self._clock.now()

@@ -16,7 +16,7 @@ from typing import cast
 
 import msgspec
 
-from flowrt.gateway.gateway import Gateway, Parameters, Placed
+from flowrt.gateway.gateway import Gateway, Placed
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.graph.roles import may_die
 from flowrt.operators.families.registry import read_model_config
@@ -36,6 +36,7 @@ from flowrt.reliability.scenario import (
     Stall,
     TinyQueues,
 )
+from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check
@@ -151,8 +152,9 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     key = (case.graph.model.path, case.graph.numerics, case.exact, request)
     if key not in _known:
         if case.exact:
-            gateway = Gateway(["any"], case.graph.limits, _positions(case.graph.model.path), draw_seed=lambda: 0)
-            placed = gateway.admit(request.prompt_token_ids, request.parameters)
+            path = case.graph.model.path
+            gateway = Gateway(["any"], case.graph.limits, _positions(path), _vocabulary(path), draw_seed=lambda: 0)
+            placed = gateway.admit(request.prompt_token_ids, request.params)
             assert isinstance(placed, Placed), placed
             module = import_module(EXACT_MODEL)
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
@@ -183,7 +185,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
         length = min((1, 3, 9, 17, 30, 13)[number % 6], room - max_new)
         stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
         sampled = number % 3 == 1
-        parameters = Parameters(
+        params = SamplingParams(
             max_tokens=max_new if number % 6 == 1 else chance.randint(1, max_new),
             min_tokens=1 if number % 8 == 2 else 0,
             n=2 if number in (1, 3, 5, 10, 15) else 1,
@@ -195,7 +197,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
             ignore_eos=not stops,
             logprobs=2 if number == 8 else None,
         )
-        pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), parameters))
+        pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), params))
     return pool
 
 

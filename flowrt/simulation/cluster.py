@@ -113,6 +113,7 @@ class _Cluster:
             [node.process for node in graph.nodes.values() if node.operator == SOURCE],
             graph.limits,
             config.max_position_embeddings,
+            config.vocab_size,
             draw_seed=self._seams.new_seed,
             eos_token_ids=config.eos_token_ids,
         )
@@ -291,7 +292,7 @@ class _Cluster:
         for request in requests:
             drawn = self._seams.random.uniform(0.0, ARRIVAL_SECONDS)
             await self._seams.clock.sleep(drawn if request.after_seconds is None else request.after_seconds)
-            placed = self._gateway.admit(request.prompt_token_ids, request.parameters)
+            placed = self._gateway.admit(request.prompt_token_ids, request.params)
             if isinstance(placed, Placed):
                 self._indices.append(placed.index)
                 now = self._world.loop.time()

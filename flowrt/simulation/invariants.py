@@ -63,7 +63,7 @@ def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest]
         if served.num_ends[index] != 1:
             raise InvariantError("I5", f"request {index} ended {served.num_ends[index]} times")
         reason = served.finish_reasons[index]
-        broken_off = reason == "cancelled" and request.cancel_seconds is not None
+        broken_off = reason == "abort" and request.cancel_seconds is not None
         told = served.errors[index] or ""
         broken_off = broken_off or (reason == "error" and served.failure is not None and bool(told))
         lost = _lost_long_enough(graph, scenario, served, index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrt.actors.control import Statistics
-from flowrt.gateway.gateway import Parameters
+from flowrt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class SimulatedRequest:
     """What a client asks, as token ids; when it comes after the one before (None: the seed says), and when it loses patience."""
 
     prompt_token_ids: tuple[int, ...]
-    parameters: Parameters = Parameters()
+    params: SamplingParams = SamplingParams()
     after_seconds: float | None = None
     cancel_seconds: float | None = None
 

@@ -22,6 +22,7 @@ from flowrt.actors.control import Request
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction
+from flowrt.engine.batch import SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.model import Graph
@@ -30,9 +31,9 @@ from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.sampling import log_probabilities, sample
-from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.sampling_inputs import SamplingInputs
 from flowrt.operators.step_layout import StepLayout
-from flowrt.workers.model_nodes import expert_client
+from flowrt.workers.model_nodes import draw_of, expert_client
 
 WIDTH = 4
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
@@ -102,32 +103,19 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     config = read_model_config(Path(graph.model.path))
     model = ExactModel(config)
     shared = any(node.operator == "shared" for node in graph.nodes.values())
-    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(config.eos_token_ids))
-    sampling = request.sampling
+    ends = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else frozenset(config.eos_token_ids))
+    params = request.params
     found = []
-    for choice in range(request.num_choices):
+    for choice in range(params.n):
         output: list[int] = []
         while len(output) < request.max_tokens and not (output and output[-1] in ends):
             x_TH = model.embed(np.array([*request.prompt_token_ids, *output], dtype=np.int64))
             for layer in range(config.num_layers):
                 x_TH = model.layer(layer, x_TH, shared)
             tokens = [*request.prompt_token_ids, *output]
-            counts = {token: output.count(token) for token in tokens} if sampling.has_penalties else None
-            draw = Draw(
-                0,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.seed,
-                choice,
-                len(output),
-                sampling.repetition_penalty,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                None,
-                counts,
-                ends if len(output) < request.min_tokens else (),
-            )
+            counts = {token: output.count(token) for token in tokens} if params.has_penalties else None
+            forbidden = ends if len(output) < params.min_tokens else ()
+            draw = draw_of(0, SampleSpec(params, request.seed, len(output), choice, counts, forbidden))
             output.append(int(sample(torch.from_numpy(model.logits(x_TH[-1:])), SamplingInputs.from_draws([draw]))[0]))
         found.append(tuple(output))
     return found

@@ -137,7 +137,7 @@ def strict_blocks_text(graph: Graph) -> str:
 def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
     """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn."""
     layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device)
-    draws = [_draw(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
+    draws = [draw_of(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),
@@ -145,20 +145,20 @@ def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[s
     }
 
 
-def _draw(row: int, spec: SampleSpec) -> Draw:
-    sampling = spec.sampling
+def draw_of(row: int, spec: SampleSpec) -> Draw:
+    params = spec.params
     return Draw(
         row,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.seed,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        spec.seed,
         spec.choice,
         spec.token_index,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.num_logprobs,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.logprobs,
         spec.output_counts,
         spec.forbidden_token_ids,
     )

@@ -18,8 +18,8 @@ from flowrt.chaos.measure import Found, Options, measure
 from flowrt.chaos.plan import parse_words
 from flowrt.chaos.report import report_of
 from flowrt.chaos.watch import Watch
-from flowrt.gateway.gateway import Parameters
 from flowrt.launcher import events
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,10 +181,10 @@ def state(pid: int) -> str:
 async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
     async with running() as (graph, injector, watch, lines):
         before = dict(graph.pids)
-        await graph.complete([5, 6, 7], Parameters(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
+        await graph.complete([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
         await injector.run(parse_words("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
         assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
-        completion = await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
+        completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
         assert {name: graph.pids[name] for name in before} == before
         while not any(line.startswith("attention.0: ") and "on the way to experts.0" in line for line in lines):  # noqa: ASYNC110
@@ -194,7 +194,7 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
 
 async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
     async with running() as (graph, injector, watch, _):
-        await graph.complete([5, 6, 7], Parameters(max_tokens=8, ignore_eos=True))
+        await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         await injector.look(graph.graph.process_names())
         assert watch.held.keys() == set(graph.graph.process_names())
         assert watch.held["attention.0"]["pages held"] == 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.cli.prompts import MAX_LINE_BYTES, MAX_SEED, checked_parameters, checked_text, option_number, read_prompts
+from flowrt.cli.prompts import MAX_LINE_BYTES, checked_options, checked_text, option_number, read_prompts
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import Parameters
+from flowrt.sampling_params import MAX_WHOLE, SamplingParams
 
-DEFAULTS = Parameters(max_tokens=9, temperature=0.5)
+DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)
 
 
 def written(path: Path, *lines: str) -> str:
@@ -26,20 +26,20 @@ def test_lines_override_the_options(tmp_path: Path) -> None:
         "temperature": 1,
         "top_p": 0.5,
         "top_k": 4,
-        "seed": MAX_SEED,
+        "seed": MAX_WHOLE,
         "stop": ["x", "é"],
         "ignore_eos": True,
     }
     name = written(tmp_path, "\ufeff" + json.dumps(line), "", '{"prompt_token_ids": [1, -2, 3], "stop": "end"}', "   ", '{"prompt": ""}')
     first, second, third = read_prompts(name, DEFAULTS)
     assert first.prompt == "a"
-    assert first.parameters == Parameters(
-        max_tokens=3, temperature=1.0, top_p=0.5, top_k=4, seed=MAX_SEED, stop=("x", "é"), ignore_eos=True
+    assert first.params == SamplingParams(
+        max_tokens=3, temperature=1.0, top_p=0.5, top_k=4, seed=MAX_WHOLE, stop=("x", "é"), ignore_eos=True
     )
     assert second.prompt == (1, -2, 3)
-    assert second.parameters == Parameters(max_tokens=9, temperature=0.5, stop=("end",))
+    assert second.params == SamplingParams(max_tokens=9, temperature=0.5, stop=("end",))
     assert third.prompt == "", "an empty prompt is the model's to refuse"
-    assert third.parameters == DEFAULTS
+    assert third.params == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -63,23 +63,22 @@ def test_lines_override_the_options(tmp_path: Path) -> None:
         ('{"prompt_token_ids": "1 2"}', "prompt_token_ids must be a list of whole numbers"),
         ('{"prompt_token_ids": [1, 2.0]}', "prompt_token_ids must be a list of whole numbers"),
         ('{"prompt_token_ids": [true]}', "prompt_token_ids must be a list of whole numbers"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0, must be a whole number of at least 1"),
-        ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens is 1.5, must be"),
-        ('{"prompt": "a", "max_tokens": "9"}', 'max_tokens is "9", must be'),
-        ('{"prompt": "a", "max_tokens": null}', "max_tokens is null, must be"),
-        ('{"prompt": "a", "max_tokens": true}', "max_tokens is true, must be"),
-        ('{"prompt": "a", "temperature": -1}', "temperature is -1, must be 0 (greedy) or more"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0, it must be a whole number of at least 1"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens is 1.5, it must be"),
+        ('{"prompt": "a", "max_tokens": "9"}', "max_tokens is '9', it must be"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True, it must be"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1, it must be a number of at least 0; 0 is greedy"),
         ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
-        ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
-        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature is too large"),
-        ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
-        ('{"prompt": "a", "top_p": 0}', "top_p is 0, must be above 0 and at most 1"),
-        ('{"prompt": "a", "top_k": -1}', "top_k is -1, must be a whole number of at least 0"),
-        ('{"prompt": "a", "seed": -1}', "seed is -1, must be a whole number from 0 to"),
-        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808, must be"),
-        ('{"prompt": "a", "stop": [""]}', "stop must be a text or a list of texts, none of them empty"),
-        ('{"prompt": "a", "stop": 3}', "stop must be a text"),
-        ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos must be true or false"),
+        ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, it must be"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature is 1000"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature is 'hot', it must be a number"),
+        ('{"prompt": "a", "top_p": 0}', "top_p is 0, it must be a number above 0 and at most 1"),
+        ('{"prompt": "a", "top_k": -1}', "top_k is -1, it must be a whole number of at least 0"),
+        ('{"prompt": "a", "seed": -1}', "seed is -1, it must be a whole number of at least 0 and below 2**63"),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808, it must be"),
+        ('{"prompt": "a", "stop": [""]}', "stop is [''], it must be a text or a list of at most 64 texts, each of 1 to 1024 characters"),
+        ('{"prompt": "a", "stop": 3}', "stop is 3, it must be a text"),
+        ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos is 1, it must be true or false"),
     ],
 )
 def test_the_first_wrong_line_is_named(tmp_path: Path, line: str, text: str) -> None:
@@ -109,10 +108,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_options_are_held_to_the_same_rules() -> None:
     options = {"max_tokens": 3, "temperature": None, "top_p": 1.0, "top_k": 0, "seed": None}
-    assert checked_parameters(options) == Parameters(max_tokens=3)
+    assert checked_options(options) == SamplingParams(max_tokens=3)
     for name, value in (("max_tokens", 0), ("temperature", float("nan")), ("top_p", 1.5), ("top_k", -1), ("seed", 1 << 63)):
         with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} is "):
-            checked_parameters({name: value})
+            checked_options({name: value})
     with pytest.raises(UserError, match=r"^--prompt holds half a character"):
         checked_text("a\udcff")
 
@@ -139,7 +138,7 @@ def test_options_that_are_numbers() -> None:
     [
         (f'{{"prompt": "a", "max_tokens": {"9" * 5000}}}', "holds a number of 5000 digits, which is too large"),
         (f'{{"prompt": "a", "temperature": -{"9" * 300}}}', "temperature is -9999"),
-        (f'{{"prompt": "a", "seed": "{"x" * 5000}"}}', 'seed is "xxxx'),
+        (f'{{"prompt": "a", "seed": "{"x" * 5000}"}}', "seed is 'xxxx"),
         (f'{{"prompt": "a", "{"k" * 5000}": 1}}', "unknown key 'kkkk"),
     ],
 )

@@ -20,14 +20,14 @@ import pytest
 from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
 
 from flowrt.actors.control import Statistics
-from flowrt.cli.prompts import Asked
+from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import write_json
 from flowrt.cli.run import Options, _Running
 from flowrt.cli.run import _console as new_console
 from flowrt.cli.text import Output
-from flowrt.gateway.gateway import Parameters
 from flowrt.launcher.launcher import NotRunningError
 from flowrt.operators.reference import reference_generate
+from flowrt.sampling_params import SamplingParams
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 
@@ -74,7 +74,7 @@ def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.Co
     summary = json.loads(plain[1].read_text())["summary"]
     assert summary["exit_code"] == 0
     assert summary["num_tokens"] == 36
-    assert summary["num_ended"] == {"stop": 0, "length": 3, "error": 0, "cancelled": 0}
+    assert summary["num_ended"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert [process["name"] for process in summary["processes"]] == ["attention.0", "experts.0", "experts.1", "experts.2"]
     assert all(process["resident_bytes"] > 0 for process in summary["processes"])
     pairs = {(edge["source"], edge["target"]): edge for edge in summary["edges"]}
@@ -125,7 +125,7 @@ def test_requests_that_fail_leave_the_others_untouched(
     assert done.returncode == 1, done.stderr
     requests = json.loads(done.stdout)["requests"]
     assert requests[0]["token_ids"] == before["token_ids"]
-    reasons = {1: "longer than", 2: "empty", 3: "token 512", 4: "64 bits", 5: "empty", 10: "max_tokens 5000"}
+    reasons = {1: "longer than", 2: "empty", 3: "token 512", 4: "is outside the vocabulary", 5: "empty", 10: "max_tokens 5000"}
     for index, request in enumerate(requests):
         if index in reasons:
             assert request["finish_reason"] == "error", request
@@ -237,7 +237,7 @@ def test_a_second_interrupt_or_a_termination_ends_at_once(
     assert "ending at once" in running.err
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     (request,) = requests_of(tmp_path / "record.json")
-    assert request["finish_reason"] == "cancelled"
+    assert request["finish_reason"] == "abort"
     assert 0 < len(request["token_ids"]) < 4000
     assert json.loads((tmp_path / "record.json").read_text())["summary"]["interrupted"] is True
 
@@ -303,7 +303,7 @@ def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, mon
 async def test_the_account_asks_nobody_again(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is stopped would never answer: the last word of those that end in order is enough."""
     out, said = Output(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
-    running = _Running(Options(graph=graph_file), out, out, [Asked("one", Parameters())], Parameters())
+    running = _Running(Options(graph=graph_file), out, out, [PromptRequest("one", SamplingParams())])
     running._view = running._new_view()
 
     class Graph:

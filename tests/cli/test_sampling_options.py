@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from cli.conftest import flowrt as run_flowrt
 
-from flowrt.cli.prompts import Asked, checked_parameters
+from flowrt.cli.prompts import PromptRequest, checked_options
 from flowrt.cli.record import Figures, Record
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Parameters, TokenEvent
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, TokenEvent
+from flowrt.sampling_params import SamplingParams
 
 
 def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path) -> None:
@@ -35,21 +36,21 @@ def test_choices_and_logprobs_are_in_the_record(graph_file: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("n", 0, "--n is 0, must be a whole number from 1 to 128"),
-        ("logprobs", 21, "--logprobs is 21, must be a whole number from 0 to 20"),
-        ("min_tokens", -1, "--min-tokens is -1, must be a whole number of at least 0"),
-        ("presence_penalty", 3.0, "--presence-penalty is 3.0, must be from -2 to 2; 0 is off"),
-        ("frequency_penalty", float("nan"), "--frequency-penalty is nan, must be from -2 to 2"),
-        ("repetition_penalty", 0.0, "--repetition-penalty is 0.0, must be above 0; 1 is off"),
+        ("n", 0, "--n is 0, it must be a whole number from 1 to 128"),
+        ("logprobs", 21, "--logprobs is 21, it must be a whole number from 0 to 20"),
+        ("min_tokens", -1, "--min-tokens is -1, it must be a whole number of at least 0"),
+        ("presence_penalty", 3.0, "--presence-penalty is 3.0, it must be a number from -2 to 2; 0 is off"),
+        ("frequency_penalty", float("nan"), "--frequency-penalty is nan, it must be a number from -2 to 2"),
+        ("repetition_penalty", 0.0, "--repetition-penalty is 0.0, it must be a number above 0; 1 is off"),
     ],
 )
 def test_impossible_values_are_refused(name: str, value: float, text: str) -> None:
     with pytest.raises(UserError, match=text):
-        checked_parameters({name: value})
+        checked_options({name: value})
 
 
 def test_a_record_keeps_choices_apart() -> None:
-    record = Record(0, Asked("x", Parameters(n=2)), submitted_seconds=0.0)
+    record = Record(0, PromptRequest("x", SamplingParams(n=2)), submitted_seconds=0.0)
     record.note(TokenEvent(0, 0, 7, "a"), 1.0)
     record.note(TokenEvent(0, 0, 8, "b", 1, -0.5, ((8, -0.5),)), 2.0)
     record.note(ChoiceEvent(0, 1, "stop", "c"), 3.0)

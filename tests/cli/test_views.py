@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flowrt.api import read_graph
 from flowrt.cli.live import LiveView
-from flowrt.cli.prompts import Asked
+from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import Durations, Figures, Record, check_writable, write_json
 from flowrt.cli.report import ProcessReport, account
 from flowrt.cli.tables import print_tables
@@ -22,9 +22,10 @@ from flowrt.cli.text import Output, one_line, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.doctor import Check, report
 from flowrt.errors import UserError
-from flowrt.gateway.gateway import EndEvent, Parameters, TokenEvent
+from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.sampling_params import SamplingParams
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"
@@ -41,7 +42,7 @@ def graph(graph_file: Path) -> Graph:
 
 
 def record(index: int = 0, prompt: str = "what?") -> Record:
-    return Record(index, Asked(prompt, Parameters()), submitted_seconds=0.0)
+    return Record(index, PromptRequest(prompt, SamplingParams()), submitted_seconds=0.0)
 
 
 def feed(view: View, told: Record, *texts: str, end: str = "stop", error: str | None = None) -> None:
@@ -76,12 +77,12 @@ def test_plain_answers_come_in_order_of_completion(graph: Graph) -> None:
     view.begin([first, second, third])
     feed(view, second, " ", EVIL)
     feed(view, third, end="error", error="the prompt\nis empty")
-    feed(view, first, "half", end="cancelled")
+    feed(view, first, "half", end="abort")
     assert out.getvalue().split("\n") == [
         "[1] \\x1b[2J\\x07\\x9b31m\\x0d\\u202eX",
         "    second [bold]line[/bold] \u4f60\u597d :smile:    tab",
         "[2] (error: the prompt is empty)",
-        "[0] half (cancelled)",
+        "[0] half (aborted)",
         "",
     ]
     view.on_line("experts.0", "\x1b]0;title\x07")
@@ -142,7 +143,7 @@ def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height:
         view.on_line("experts.0", EVIL.replace("\n", " "))
         view.tick()
     for told in records:
-        told.end("cancelled")
+        told.end("abort")
     view.end()
     view.end()
     console.print("the end")
@@ -227,7 +228,7 @@ def test_figures() -> None:
     assert figures.ttft == Durations(mean=2.0, p50=2.0, p99=pytest.approx(2.98))
     assert figures.itl == Durations(mean=1.5, p50=1.5, p99=pytest.approx(1.99))
     assert (figures.num_tokens, figures.seconds, figures.tokens_per_second) == (4, 4.5, 4 / 4.5)
-    first.end("cancelled")
+    first.end("abort")
     assert first.finish_reason == "length", "a request ends once"
 
 

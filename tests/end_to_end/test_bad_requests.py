@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,7 +47,7 @@ async def test_bad_request_affects_no_other(served: Served, tmp_path: Path) -> N
             await running.__aenter__()
         with pytest.raises(flowrt.UserError, match="there is no request 999 to follow"):
             await anext(running.follow(999))
-        index = await running.submit(served.prompts[0], flowrt.Parameters(max_tokens=3, ignore_eos=True))
+        index = await running.submit(served.prompts[0], flowrt.SamplingParams(max_tokens=3, ignore_eos=True))
         first = running.follow(index)
         tokens = [await anext(first)]
         with pytest.raises(flowrt.UserError, match="is followed already"):
@@ -74,8 +75,8 @@ async def test_logits_that_are_not_finite_end_their_request_with_an_error(
     save_file(tensors, weights)
     graph = served.write(tmp_path, {"processes": "one", "experts": {"servers": 2}}, numerics=numerics)
     async with flowrt.open(graph, model=tmp_path) as running:
-        bad = [flowrt.Parameters(max_tokens=8, ignore_eos=True, logprobs=logprobs, temperature=temperature) for temperature in (0.0, 0.7)]
-        good = flowrt.Parameters(max_tokens=8, ignore_eos=True)
+        good = flowrt.SamplingParams(max_tokens=8, ignore_eos=True)
+        bad = [msgspec.structs.replace(good, logprobs=logprobs, temperature=temperature) for temperature in (0.0, 0.7)]
         done = await asyncio.gather(*(running.complete([*prompt, poisoned], each) for each in bad), running.complete(prompt, good))
     for each in done[:2]:
         assert each.finish_reason == "error"

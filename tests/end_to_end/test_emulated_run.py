@@ -45,7 +45,7 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
     seconds = QUIET.clock.now()
     async with flowrt.open(graph, seams=QUIET) as running:
         begin = QUIET.clock.now()
-        done = await running.complete(served.prompts[2], flowrt.Parameters(max_tokens=NUM_TOKENS, ignore_eos=True))
+        done = await running.complete(served.prompts[2], flowrt.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
         seconds = QUIET.clock.now() - begin
     assert list(done.token_ids) == served.expected[2][:NUM_TOKENS]
     there_and_back = 2 * (LINK["latency_seconds"] + LINK["message_seconds"]) if servers else 0.0
@@ -70,7 +70,7 @@ async def test_result_is_void_when_reality_is_slower_than_the_model(served: Serv
     emulate = {"dilation": 1, "compute": {"attention_seconds": 1e-9}}
     graph = served.write(tmp_path, {"processes": 1}, emulate=emulate)
     async with flowrt.open(graph, seams=QUIET) as running:
-        await running.complete(served.prompts[0], flowrt.Parameters(max_tokens=2, ignore_eos=True))
+        await running.complete(served.prompts[0], flowrt.SamplingParams(max_tokens=2, ignore_eos=True))
     account = judge(1.0, [each.emulation for each in running.final_statistics.values() if each.emulation is not None])
     assert account.void
     assert account.num_computed_late == account.num_computed == 2

@@ -11,7 +11,7 @@ from served_models import NEW_TOKENS, Served
 
 import flowrt
 
-GREEDY = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1 group, 1 server": {},

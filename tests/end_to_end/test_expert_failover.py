@@ -17,7 +17,7 @@ from flowrt.launcher import events
 COPIES = {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
 NEW_TOKENS = 60
-ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+ASKED = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 class Story:

@@ -28,7 +28,7 @@ async def test_tokens_are_the_same_when_every_channel_breaks(served: Served, tmp
         "processes": "many",
     }
     graph = served.write(tmp_path, deploy)
-    parameters = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     async with flowrt.open(graph) as running:
         done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts))
         statistics = await running.statistics()

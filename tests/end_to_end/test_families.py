@@ -39,7 +39,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 async def answers(graph: Path, prompts: list[list[int]]) -> list[list[int]]:
-    parameters = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     async with flowrt.open(graph) as running:
         completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in prompts))
     return [list(each.token_ids) for each in completions]

@@ -14,7 +14,7 @@ import flowrt
 from flowrt.reliability.health import Health
 
 ALONE = {"attention": {"groups": 1}, "experts": {"servers": 2, "replicas": 1}}
-ASKED = flowrt.Parameters(max_tokens=40, ignore_eos=True)
+ASKED = flowrt.SamplingParams(max_tokens=40, ignore_eos=True)
 STALL_SECONDS = 0.5
 
 

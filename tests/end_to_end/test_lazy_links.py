@@ -17,7 +17,7 @@ from flowrt.transports.registry import unavailable_reason
 
 SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is None]
 NEW_TOKENS = 16
-ASKED = flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True)
+ASKED = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 OPERATORS = """
 import torch

@@ -31,7 +31,7 @@ def poisoned(function):
 
 Experts.forward, Experts.forward_pairs = poisoned(Experts.forward), poisoned(Experts.forward_pairs)
 """
-PARAMETERS = flowrt.Parameters(max_tokens=24, ignore_eos=True)
+PARAMETERS = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture

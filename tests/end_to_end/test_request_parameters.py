@@ -31,7 +31,8 @@ async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> lis
     """Serve all prompts at the same time."""
     async with flowrt.open(graph) as running:
         requests = (
-            running.complete(prompt, flowrt.Parameters(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | more)) for prompt, more in asked
+            running.complete(prompt, flowrt.SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | more))
+            for prompt, more in asked
         )
         return list(await asyncio.gather(*requests))
 

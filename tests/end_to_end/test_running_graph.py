@@ -18,7 +18,7 @@ from flowrt.launcher import events
 async def test_stopped_group_does_not_stop_the_other(served: Served, tmp_path: Path) -> None:
     """While one group is stopped, the other commits 50 more tokens; the stopped one then completes exactly."""
     graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}, limits={"max_tokens": 200})
-    asked = flowrt.Parameters(max_tokens=200, ignore_eos=True)
+    asked = flowrt.SamplingParams(max_tokens=200, ignore_eos=True)
     async with flowrt.open(graph) as running:
         requests = [await running.submit(prompt, asked) for prompt in served.prompts[:2]]
         tokens: dict[int, list[int]] = {request: [] for request in requests}
@@ -66,11 +66,11 @@ async def test_stopped_group_does_not_stop_the_other(served: Served, tmp_path: P
 
 async def test_refused_request_affects_no_other(served: Served, tmp_path: Path) -> None:
     graph = served.write(tmp_path, {"processes": "one"}, limits={"kv_pages": 8, "max_tokens": 64})
-    good = flowrt.Parameters(max_tokens=20, ignore_eos=True)
+    good = flowrt.SamplingParams(max_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7], [], [3] * 150, [5, 100_000], [-1], served.prompts[1]]
     async with flowrt.open(graph) as running:
         results = await asyncio.gather(*(running.complete(prompt, good) for prompt in prompts))
-        too_many = await running.complete([5], flowrt.Parameters(max_tokens=65))
+        too_many = await running.complete([5], flowrt.SamplingParams(max_tokens=65))
     assert [each.finish_reason for each in results] == ["length", "error", "error", "error", "error", "length"]
     for result in (*results[1:5], too_many):
         assert result.error
@@ -87,7 +87,7 @@ async def test_leaving_a_stream_cancels_its_request(served: Served, tmp_path: Pa
             async for _ in stream:
                 break
             await stream.aclose()
-        result = await running.complete(served.prompts[7], flowrt.Parameters(max_tokens=64, ignore_eos=True))
+        result = await running.complete(served.prompts[7], flowrt.SamplingParams(max_tokens=64, ignore_eos=True))
     assert list(result.token_ids) == served.expected[7]
 
 
@@ -95,7 +95,7 @@ async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path
     graph = served.write(tmp_path, {"processes": "one"}, limits={"max_tokens": 200})
     ends: list[flowrt.EndEvent] = []
     async with asyncio.TaskGroup() as group, flowrt.open(graph) as running:
-        request = await running.submit(served.prompts[2], flowrt.Parameters(max_tokens=200, ignore_eos=True))
+        request = await running.submit(served.prompts[2], flowrt.SamplingParams(max_tokens=200, ignore_eos=True))
         started = asyncio.Event()
 
         async def follow() -> None:
@@ -106,11 +106,11 @@ async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path
 
         group.create_task(follow())
         await started.wait()
-    assert [end.finish_reason for end in ends] == ["cancelled"]
+    assert [end.finish_reason for end in ends] == ["abort"]
 
 
 async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path: Path) -> None:
-    asked = [flowrt.Parameters(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
+    asked = [flowrt.SamplingParams(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
     outcomes = []
     for deploy in ({"processes": "one"}, {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}, "processes": "one"}):
         async with flowrt.open(served.write(tmp_path, deploy)) as running:
@@ -128,7 +128,7 @@ async def test_killed_group_ends_the_run_with_its_name(served: Served, tmp_path:
         async with flowrt.open(graph) as running:
             os.kill(running.pids["attention.1"], signal.SIGKILL)
             async with asyncio.timeout(30):
-                await running.complete(served.prompts[5], flowrt.Parameters(max_tokens=64, ignore_eos=True))
+                await running.complete(served.prompts[5], flowrt.SamplingParams(max_tokens=64, ignore_eos=True))
 
     with pytest.raises(flowrt.WorkerDiedError, match=r"attention\.1 was killed by SIGKILL") as caught:
         await run()

@@ -13,7 +13,7 @@ from served_models import Served
 import flowrt
 from flowrt.launcher import events
 
-ASKED = flowrt.Parameters(max_tokens=60, ignore_eos=True)
+ASKED = flowrt.SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 @pytest.mark.parametrize("servers", [2, 0])

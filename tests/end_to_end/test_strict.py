@@ -64,8 +64,8 @@ def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "fl
 async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence[int], **settings: Any) -> list[flowrt.Completion]:
     """Serve all prompts at the same time. The index of a prompt is its seed, which identifies its logits."""
 
-    def asked(number: int) -> flowrt.Parameters:
-        return flowrt.Parameters(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number, "logprobs": 5} | settings)
+    def asked(number: int) -> flowrt.SamplingParams:
+        return flowrt.SamplingParams(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number, "logprobs": 5} | settings)
 
     async with flowrt.open(graph) as running:
         return list(await asyncio.gather(*(running.complete(list(prompts[each]), asked(each)) for each in numbers)))
@@ -75,7 +75,7 @@ async def each_alone(family: Served, folder: Path, hashes: Hashes, dtype: str) -
     """The hashes when requests run one by one."""
     async with flowrt.open(write(family, folder, {}, dtype)) as running:
         for number, prompt in enumerate(family.prompts):
-            await running.complete(prompt, flowrt.Parameters(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
+            await running.complete(prompt, flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number))
     truth = dict(hashes)
     hashes.clear()
     return truth

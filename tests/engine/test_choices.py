@@ -14,11 +14,11 @@ LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=16, ma
 
 
 def outputs(group: ToyGroup, each: Request) -> list[list[int]]:
-    return [group.tokens[(each.id, each.attempt, choice)[: 3 if choice else 2]] for choice in range(each.num_choices)]
+    return [group.tokens[(each.id, each.attempt, choice)[: 3 if choice else 2]] for choice in range(each.params.n)]
 
 
 def test_the_prompt_is_computed_once_and_its_whole_pages_are_shared() -> None:
-    each = request("a", range(1, 12), max_tokens=3, num_choices=3)  # 11 tokens: two whole pages, and three tokens in the third
+    each = request("a", range(1, 12), max_tokens=3, n=3)  # 11 tokens: two whole pages, and three tokens in the third
     group = ToyGroup(LIMITS)
     group.submit(each)
     rows = []
@@ -36,14 +36,14 @@ def test_the_prompt_is_computed_once_and_its_whole_pages_are_shared() -> None:
 
 
 def test_a_choice_is_what_it_would_be_alone() -> None:
-    each = request("a", range(1, 12), max_tokens=8, num_choices=4)
+    each = request("a", range(1, 12), max_tokens=8, n=4)
     group = ToyGroup(LIMITS, num_lanes=2)
     group.submit(each)
     group.run(max)
     alone = ToyGroup(LIMITS)
     for choice in range(4):
         others = tuple(other for other in range(4) if other != choice)
-        alone.submit(request(f"b{choice}", range(1, 12), max_tokens=8, num_choices=4, ended_choices=others))
+        alone.submit(request(f"b{choice}", range(1, 12), max_tokens=8, n=4, ended_choices=others))
     alone.run()
     assert outputs(group, each) == [alone.tokens[(f"b{choice}", 0, choice)[: 3 if choice else 2]] for choice in range(4)]
     assert len({tuple(output) for output in outputs(group, each)}) == 4
@@ -52,7 +52,7 @@ def test_a_choice_is_what_it_would_be_alone() -> None:
 def test_pages_run_out_among_choices() -> None:
     """Eight pages, four choices that need seven each when alone: three of them are shared."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_num_batched_tokens=8)
-    each = request("a", range(1, 14), max_tokens=16, num_choices=4)
+    each = request("a", range(1, 14), max_tokens=16, n=4)
     group = ToyGroup(limits, num_lanes=2)
     group.submit(each, request("b", (5,), max_tokens=16))
     group.run()
@@ -65,7 +65,7 @@ def test_strict_chunks_are_those_of_a_choice_alone() -> None:
     all of the prompt."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=64, page_size=4, max_tokens=16, max_num_batched_tokens=40)
     group = ToyGroup(limits, chunk_tokens=6)
-    group.submit(request("a", range(1, 24), max_tokens=2, num_choices=2))
+    group.submit(request("a", range(1, 24), max_tokens=2, n=2))
     group.run()
     cuts: dict[str, list[int]] = {"a/0": [], "a/0/1": []}
     for _, batch in group.batches:
@@ -76,7 +76,7 @@ def test_strict_chunks_are_those_of_a_choice_alone() -> None:
 
 def test_shared_pages_outlive_the_choice_that_filled_them() -> None:
     group = ToyGroup(LIMITS)
-    each = request("a", range(1, 10), max_tokens=6, num_choices=2)
+    each = request("a", range(1, 10), max_tokens=6, n=2)
     group.submit(each)
     for _ in range(2):
         group.start()
@@ -84,7 +84,7 @@ def test_shared_pages_outlive_the_choice_that_filled_them() -> None:
     assert group.engine.statistics().num_free_pages == 16 - 4
     group.take(group.engine.cancel("a", 0, choice=0))
     assert group.engine.statistics().num_free_pages == 16 - 3
-    assert group.ends[("a", 0)] == Ended("a", 0, "cancelled", num_tokens=1)
+    assert group.ends[("a", 0)] == Ended("a", 0, "abort", num_tokens=1)
     group.run()
     assert group.tokens[("a", 0, 1)] == expected_output(each, choice=1)
     assert group.engine.idle
@@ -92,7 +92,7 @@ def test_shared_pages_outlive_the_choice_that_filled_them() -> None:
 
 def test_others_come_in_while_a_choice_waits_for_the_prompt() -> None:
     group = ToyGroup(LIMITS)
-    group.submit(request("a", range(1, 30), max_tokens=2, num_choices=2), request("b", (1, 2), max_tokens=2))
+    group.submit(request("a", range(1, 30), max_tokens=2, n=2), request("b", (1, 2), max_tokens=2))
     group.start()
     assert group.engine.statistics().num_running == 2
     group.run()
@@ -101,7 +101,7 @@ def test_others_come_in_while_a_choice_waits_for_the_prompt() -> None:
 
 def test_when_the_first_choice_goes_before_the_prompt_is_through_the_next_computes_it() -> None:
     group = ToyGroup(LIMITS)
-    each = request("a", range(1, 21), max_tokens=3, num_choices=3)
+    each = request("a", range(1, 21), max_tokens=3, n=3)
     group.submit(each)
     group.start()
     group.finish(0)
@@ -113,7 +113,7 @@ def test_when_the_first_choice_goes_before_the_prompt_is_through_the_next_comput
 
 def test_each_choice_ends_for_itself_and_the_request_with_the_last() -> None:
     group = Engine(LIMITS, 1, 100, VOCABULARY, (0,))
-    group.submit(request("a", (1, 2), max_tokens=2, num_choices=2))
+    group.submit(request("a", (1, 2), max_tokens=2, n=2))
     group.next_step(0)
     assert group.step_done(0, 0, [0, 5]) == [
         Emit(Token("a", 0, 0, (0,))),
@@ -122,22 +122,22 @@ def test_each_choice_ends_for_itself_and_the_request_with_the_last() -> None:
     ]
     assert not group.idle
     assert group.cancel("a", 0, choice=0) == [], "it has ended"
-    assert group.submit(request("a", (1, 2), max_tokens=2, num_choices=2)) == []
+    assert group.submit(request("a", (1, 2), max_tokens=2, n=2)) == []
     group.next_step(0)
     assert group.step_done(0, 1, [6]) == [Emit(Token("a", 0, 1, (6,), choice=1)), End(Ended("a", 0, "length", choice=1, num_tokens=2))]
     assert group.idle
-    assert group.cancel("a", 0) == group.submit(request("a", (1, 2), max_tokens=2, num_choices=2)) == []
+    assert group.cancel("a", 0) == group.submit(request("a", (1, 2), max_tokens=2, n=2)) == []
 
 
 def test_cancelling_a_request_ends_all_its_choices_and_frees_all_its_pages() -> None:
     group = ToyGroup(LIMITS, num_lanes=2)
-    group.submit(request("a", range(1, 12), max_tokens=9, num_choices=6))
+    group.submit(request("a", range(1, 12), max_tokens=9, n=6))
     for _ in range(3):
         group.start()
         group.finish(min(group.running))
     group.start()
     group.take(group.engine.cancel("a", 0))
-    assert {ended.reason for ended in group.ends.values()} == {"cancelled"}
+    assert {ended.reason for ended in group.ends.values()} == {"abort"}
     assert len(group.ends) == 6
     for lane in list(group.running):
         group.finish(lane)
@@ -146,15 +146,15 @@ def test_cancelling_a_request_ends_all_its_choices_and_frees_all_its_pages() -> 
 
 
 def test_an_attempt_goes_on_behind_what_each_choice_had() -> None:
-    whole = request("a", range(1, 8), max_tokens=6, num_choices=3)
+    whole = request("a", range(1, 8), max_tokens=6, n=3)
     expected = [expected_output(whole, choice=choice) for choice in range(3)]
     group = ToyGroup(LIMITS)
     committed = (tuple(expected[0][:4]), (), tuple(expected[2]))
-    group.submit(request("a", range(1, 8), max_tokens=6, num_choices=3, attempt=1, committed_token_ids=committed))
+    group.submit(request("a", range(1, 8), max_tokens=6, n=3, attempt=1, committed_token_ids=committed))
     assert group.ends[("a", 1, 2)] == Ended("a", 1, "length", choice=2, num_tokens=6)
     group.run()
     assert group.tokens == {("a", 1): expected[0][4:], ("a", 1, 1): expected[1]}
-    group.submit(request("a", range(1, 8), max_tokens=6, num_choices=3, attempt=2, committed_token_ids=committed, ended_choices=(0, 2)))
+    group.submit(request("a", range(1, 8), max_tokens=6, n=3, attempt=2, committed_token_ids=committed, ended_choices=(0, 2)))
     group.run()
     assert group.tokens[("a", 2, 1)] == expected[1]
     assert ("a", 2) not in group.ends
@@ -178,7 +178,7 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     """Counts are a function of the tokens alone: of prompt and output, and equal after preemption, roll-back and a new attempt."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     penalties = {"frequency_penalty": 0.5}
-    requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n, sampling=penalties) for n in range(4)]
+    requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n, **penalties) for n in range(4)]
     group = ToyGroup(limits, num_lanes=2)
     group.submit(*requests)
     group.start()
@@ -187,7 +187,7 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     assert group.engine.statistics().num_preemptions > 0
     for each in requests:
         assert group.tokens[(each.id, 0)] == expected_output(each)
-    again = request("r1", (1, 2), max_tokens=15, seed=1, attempt=1, sampling=penalties, committed_token_ids=((3, 1, 3),))
+    again = request("r1", (1, 2), max_tokens=15, seed=1, attempt=1, committed_token_ids=((3, 1, 3),), **penalties)
     engine = Engine(limits, 1, 100, VOCABULARY)
     engine.submit(again)
     (step,) = engine.next_steps()
@@ -196,9 +196,9 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
 
 def test_logprobs_are_told_to_those_who_asked_and_as_many_as_asked() -> None:
     group = Engine(LIMITS, 1, 100, VOCABULARY)
-    group.submit(request("a", (1,), max_tokens=2, sampling={"num_logprobs": 1}))
+    group.submit(request("a", (1,), max_tokens=2, logprobs=1))
     group.submit(request("b", max_tokens=2))
-    group.submit(request("c", max_tokens=2, sampling={"num_logprobs": 0}))
+    group.submit(request("c", max_tokens=2, logprobs=0))
     group.next_step(0)
     told = [Logprobs(-0.5, ((7, -0.5), (8, -1.5)))] * 2
     decisions = group.step_done(0, 0, [7, 7, 7], told)
@@ -213,7 +213,7 @@ def test_logprobs_are_told_to_those_who_asked_and_as_many_as_asked() -> None:
 def test_logits_that_are_not_finite_end_their_request_alone(num_choices: int) -> None:
     """Whichever choice has them. The other requests of the step go on, and all pages come back."""
     group = ToyGroup(LIMITS, num_lanes=2)
-    group.submit(request("good", (5, 6), max_tokens=4), request("bad", (1, 2), max_tokens=9, num_choices=num_choices))
+    group.submit(request("good", (5, 6), max_tokens=4), request("bad", (1, 2), max_tokens=9, n=num_choices))
     for broken in range(3):
         group.start()
         for lane in sorted(group.running):

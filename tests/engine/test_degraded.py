@@ -42,7 +42,7 @@ def test_a_prompt_whose_first_chunk_was_degraded_gives_marked_tokens() -> None:
 
 
 def test_choices_that_share_pages_of_a_degraded_step_are_marked() -> None:
-    engine = engine_of(request("a", (1, 2, 3), max_tokens=2, num_choices=2))
+    engine = engine_of(request("a", (1, 2, 3), max_tokens=2, n=2))
     assert step(engine, degraded=True) == [("a", 0, True)]
     assert sorted(step(engine)) == [("a", 0, True), ("a", 1, True)]
 

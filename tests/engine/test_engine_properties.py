@@ -36,9 +36,9 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
             max_tokens,
             seed=number,
             ignore_eos=bool(number % 2),
-            num_choices=num_choices,
+            n=num_choices,
             min_tokens=min(min_tokens, max_tokens),
-            sampling={"presence_penalty": 1.0} if number % 3 == 0 else {},
+            presence_penalty=1.0 if number % 3 == 0 else 0.0,
         )
         for number, (prompt, max_tokens, num_choices, min_tokens) in enumerate(data.draw(st.lists(drawn, min_size=1, max_size=12)))
     ]
@@ -74,22 +74,22 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
     for each in requests:
         num_pages = -(-(len(each.prompt_token_ids) + each.max_tokens - 1) // limits.page_size)
         ends = {key: ended for key, ended in group.ends.items() if key[0] == each.id}
-        if num_pages > limits.kv_pages or len(ends) < each.num_choices:  # refused, or cancelled before it came: one word for all
+        if num_pages > limits.kv_pages or len(ends) < each.params.n:  # refused, or cancelled before it came: one word for all
             ended = list(ends.values())[-1]
-            assert (ended.reason == "cancelled" and each.id in cancelled) or each.id in failed or num_pages > limits.kv_pages
+            assert (ended.reason == "abort" and each.id in cancelled) or each.id in failed or num_pages > limits.kv_pages
             continue
-        for choice in range(each.num_choices):
+        for choice in range(each.params.n):
             key = (each.id, 0, choice)[: 3 if choice else 2]
             tokens = group.tokens.get(key, [])
             expected = expected_output(each, EOS, choice)
             reason = ends[key].reason
-            if reason in ("cancelled", "error"):
-                assert each.id in (cancelled if reason == "cancelled" else failed)
+            if reason in ("abort", "error"):
+                assert each.id in (cancelled if reason == "abort" else failed)
                 assert tokens == expected[: len(tokens)]
             else:
                 assert tokens == expected
                 assert ends[key].num_tokens == len(tokens)
-                assert reason == ("stop" if expected[-1] in EOS and not each.ignore_eos else "length")
+                assert reason == ("stop" if expected[-1] in EOS and not each.params.ignore_eos else "length")
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,12 +7,14 @@ or rows computed out of order give other tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from flowrt.actors.control import Ended, Request, Sampling, Token
+from flowrt.actors.control import Ended, Request, Token
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import SamplingParams
 
 VOCABULARY = 97
 
@@ -26,7 +28,7 @@ def next_token(prefix: Sequence[int], seed: int) -> int:
 
 def sampled_token(prefix: Sequence[int], spec: SampleSpec) -> int:
     """Penalties: a token of the prefix that was in the output is stepped over."""
-    token_id = next_token(prefix, spec.sampling.seed + 1000 * spec.choice)
+    token_id = next_token(prefix, spec.seed + 1000 * spec.choice)
     counts = spec.output_counts or {}
     while token_id in spec.forbidden_token_ids or (token_id in counts and counts[token_id] > 1):
         token_id = (token_id + 1) % VOCABULARY
@@ -37,11 +39,11 @@ def expected_output(request: Request, eos_token_ids: Sequence[int] = (), choice:
     """The whole output of one choice, computed alone."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
-    ends = {*request.stop_token_ids, *(() if request.ignore_eos else eos_token_ids)}
+    ends = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else eos_token_ids)}
     while len(output) < request.max_tokens:
-        counts = {token: output.count(token) for token in tokens} if request.sampling.has_penalties else None
-        forbidden = ends if len(output) < request.min_tokens else ()
-        output.append(sampled_token(tokens, SampleSpec(request.sampling, len(output), choice, counts, forbidden)))
+        counts = {token: output.count(token) for token in tokens} if request.params.has_penalties else None
+        forbidden = ends if len(output) < request.params.min_tokens else ()
+        output.append(sampled_token(tokens, SampleSpec(request.params, request.seed, len(output), choice, counts, forbidden)))
         tokens.append(output[-1])
         if output[-1] in ends:
             break
@@ -54,11 +56,20 @@ def request(
     max_tokens: int = 5,
     seed: int = 0,
     attempt: int = 0,
-    sampling: dict[str, float] | None = None,
-    **more: object,
+    committed_token_ids: tuple[tuple[int, ...], ...] = (),
+    ended_choices: tuple[int, ...] = (),
+    **params: Any,
 ) -> Request:
-    drawn = Sampling(seed=seed, **(sampling or {}))  # type: ignore[arg-type]
-    return Request(id=name, attempt=attempt, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, sampling=drawn, **more)  # type: ignore[arg-type]
+    return Request(
+        id=name,
+        attempt=attempt,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        seed=seed,
+        params=SamplingParams(**params),
+        committed_token_ids=committed_token_ids,
+        ended_choices=ended_choices,
+    )
 
 
 class ToyGroup:

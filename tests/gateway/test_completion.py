@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from flowrt.actors.control import Ended, Token
 from flowrt.gateway.completion import Completion
-from flowrt.gateway.gateway import Gateway, Parameters, Placed, TokenEvent
+from flowrt.gateway.gateway import Gateway, Placed, TokenEvent
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import SamplingParams
 
 
 def answer(*degraded: bool) -> Completion:
     """To a request whose tokens are marked so."""
-    door = Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1)
-    placed = door.admit((1, 2), Parameters(max_tokens=len(degraded)))
+    door = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
+    placed = door.admit((1, 2), SamplingParams(max_tokens=len(degraded)))
     assert isinstance(placed, Placed)
     request = placed.request
     for index, marked in enumerate(degraded):

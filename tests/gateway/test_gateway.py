@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.actors.control import Cancel, Ended, Logprobs, Sampling, Token
+from flowrt.actors.control import Cancel, Ended, Logprobs, Token
 from flowrt.engine.decision import Decision, Emit, End
 from flowrt.engine.engine import Engine
-from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, Parameters, Placed, SendCancel, TokenEvent
+from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
+from flowrt.sampling_params import SamplingParams
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=20, max_num_batched_tokens=16)
+VOCABULARY = 26
 
 
 class Letters:
@@ -37,12 +39,19 @@ class Letters:
 def gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
     seeds = iter(range(1000, 2000))
     return Gateway(
-        groups, LIMITS, 64, draw_seed=lambda: next(seeds), new_detokenizer=Letters if text else None, eos_token_ids=(25,), **more
+        groups,
+        LIMITS,
+        64,
+        VOCABULARY,
+        draw_seed=lambda: next(seeds),
+        new_detokenizer=Letters if text else None,
+        eos_token_ids=(25,),
+        **more,
     )
 
 
 def place(door: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
-    placed = door.admit(prompt, Parameters(**parameters))  # type: ignore[arg-type]
+    placed = door.admit(prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
     assert isinstance(placed, Placed)
     return placed
 
@@ -60,22 +69,22 @@ def test_a_request_is_placed_with_its_parameters() -> None:
     placed = place(door, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
     request = placed.request
     assert (placed.group, placed.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
-    assert request.sampling == Sampling(temperature=0.5, top_k=4, top_p=0.9, seed=11)
-    assert (request.stop_token_ids, request.ignore_eos, request.committed_token_ids) == ((3,), True, ())
+    params = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+    assert (request.params, request.seed, request.committed_token_ids) == (params, 11, ())
 
 
 def test_without_a_seed_one_is_drawn_and_kept() -> None:
     door = gateway()
     placed = place(door)
-    assert placed.request.sampling.seed == 1000
+    assert placed.request.seed == 1000
     again = door.place_again(placed.index)
     assert isinstance(again, Placed)
-    assert again.request.sampling.seed == 1000
-    assert place(door).request.sampling.seed == 1001
-    assert place(door, seed=0).request.sampling.seed == 0
+    assert again.request.seed == 1000
+    assert place(door).request.seed == 1001
+    assert place(door, seed=0).request.seed == 0
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1), (200, 1)])
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1)])
 def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
     assert place(gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
 
@@ -105,7 +114,7 @@ def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     assert isinstance(again, Placed)
     assert (again.request.attempt, again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
     assert door.on_token(tell(placed, "z", 4)) == [], "the older attempt"
-    assert door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+    assert door.on_ended(Ended(placed.request.id, 0, "abort")) == []
     assert door.on_token(tell(again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
     assert door.on_ended(Ended(again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
@@ -190,41 +199,43 @@ def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
     door = gateway(text=False)
     placed = place(door)
     assert door.on_token(tell(placed, "a")) == [TokenEvent(0, 0, 0, "")]
-    refused = door.admit((1,), Parameters(stop=("x",)))
+    refused = door.admit((1,), SamplingParams(stop=("x",)))
     assert isinstance(refused, EndEvent)
     assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
 
 
 def test_refused_requests_have_their_one_end_too() -> None:
     door = gateway(max_requests=2)
-    empty = door.admit((1,), Parameters(stop=("",)))
-    assert empty == EndEvent(0, "error", "", "a stop string is empty, it needs at least one character")
-    assert door.refuse("no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
+    empty = door.admit((1,), SamplingParams(stop=("",)))
+    assert isinstance(empty, EndEvent)
+    assert (empty.error or "").startswith("stop is ('',), it must be a text or a list of at most 64 texts, each of 1 to 1024 characters")
+    reserved = door.reserve(SamplingParams(n=3))
+    assert door.num_unfinished == 1, "a place is taken before anything is done for the request"
+    assert door.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
     placed = place(door)
     place(door)
-    assert door.full
-    assert door.admit((1,)) == EndEvent(4, "error", "", "2 requests are unfinished, more are not taken (max_requests: 2)")
+    assert door.is_full
+    assert door.admit((1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
     assert [len(door.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
     door.cancel(placed.index)
-    assert not door.full
+    assert not door.is_full
     with pytest.raises(ValueError, match="request 3 has not ended"):
         door.forget(3)
-    with pytest.raises(ValueError, match="request 0 has ended"):
+    with pytest.raises(ValueError, match="request 0 is not placed, or has ended"):
         door.place_again(0)
 
 
 def test_cancelling_tells_client_and_worker_once() -> None:
     door = gateway()
     placed = place(door)
-    assert door.cancel(0) == [EndEvent(0, "cancelled"), SendCancel("g0", Cancel("request-0", 0))]
-    assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "cancelled")) == []
+    assert door.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]
+    assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "abort")) == []
 
 
 def test_all_parameters_reach_the_group() -> None:
     parameters = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     request = place(gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
-    assert (request.min_tokens, request.num_choices) == (2, 3)
-    assert request.sampling == Sampling(seed=1, num_logprobs=5, **parameters)
+    assert request.params == SamplingParams(min_tokens=2, n=3, logprobs=5, seed=1, **parameters)
 
 
 def test_each_choice_has_its_tokens_text_and_end() -> None:
@@ -238,7 +249,7 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
         ChoiceEvent(0, 0, "stop"),
         SendCancel("g0", Cancel(name, 0, 0)),
     ], "a stop string ends its choice, and what came behind it is dropped"
-    assert door.on_ended(Ended(name, 0, "cancelled", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
+    assert door.on_ended(Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
     again = door.place_again(0)
     assert isinstance(again, Placed)
     assert (again.request.committed_token_ids, again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
@@ -252,7 +263,7 @@ def test_cancelling_ends_every_choice_that_goes_on() -> None:
     door = gateway()
     placed = place(door, n=3)
     door.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
-    ends = [ChoiceEvent(0, 0, "cancelled"), ChoiceEvent(0, 2, "cancelled"), EndEvent(0, "cancelled")]
+    ends = [ChoiceEvent(0, 0, "abort"), ChoiceEvent(0, 2, "abort"), EndEvent(0, "abort")]
     assert door.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
     failed = place(door, n=2)
     assert door.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
@@ -274,7 +285,9 @@ def test_a_lost_last_token_is_an_error() -> None:
 
 @pytest.mark.parametrize("num_choices", [0, 129, 10**9])
 def test_impossible_numbers_of_choices_end_at_the_gateway(num_choices: int) -> None:
-    assert gateway().admit((1,), Parameters(n=num_choices)) == EndEvent(0, "error", "", f"n is {num_choices}, it must be from 1 to 128")
+    assert gateway().admit((1,), SamplingParams(n=num_choices)) == EndEvent(
+        0, "error", "", f"n is {num_choices}, it must be a whole number from 1 to 128"
+    )
 
 
 def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
@@ -303,7 +316,7 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     again = door.place_again(placed[0].index, avoid=("g0", "g2"))
     assert isinstance(again, Placed)
     assert again.group == "g1"
-    door.end_all("cancelled")
+    door.end_all("abort")
     assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
 
 
@@ -393,7 +406,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
     def step(name: str) -> None:
         for start in engines[name].next_steps():
             # The token is a function of its place and of the seed, so a replay that goes wrong is seen.
-            tokens = [(each.sampling.seed * 7 + each.token_index * 3 + each.choice) % 25 for each in start.batch.samples]
+            tokens = [(each.seed * 7 + each.token_index * 3 + each.choice) % 25 for each in start.batch.samples]
             running[name].append((start.lane, start.step, tokens))
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
@@ -427,11 +440,11 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
             tokens = [each for each in log.events if isinstance(each, TokenEvent) and each.choice == choice.index]
             assert [each.index for each in tokens] == list(range(len(choice.token_ids)))
             assert choice.token_ids == [(log.seed * 7 + at * 3 + choice.index) % 25 for at in range(len(tokens))]
-            assert choice.finish_reason == "cancelled" or (choice.finish_reason, len(tokens)) == ("length", log.max_tokens)
+            assert choice.finish_reason == "abort" or (choice.finish_reason, len(tokens)) == ("length", log.max_tokens)
         ended = [each.choice for each in log.events if isinstance(each, ChoiceEvent)]
         assert sorted(ended) == (list(range(len(log.choices))) if len(log.choices) > 1 else [])
         assert log.end is not None
-        assert log.end.finish_reason in ("length", "cancelled")
+        assert log.end.finish_reason in ("length", "abort")
     assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
     assert {load.num_sequences for load in door.loads.values()} <= {0}
 
@@ -439,18 +452,17 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
 def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
     door = gateway()
     for prompt, parameters in (
-        ([1, 1 << 63], Parameters()),
-        ([-(1 << 63) - 1], Parameters()),
-        ([1], Parameters(seed=1 << 64)),
-        ([1], Parameters(max_tokens=10**40)),
-        ([1], Parameters(stop_token_ids=(1 << 70,))),
-        ([1] * ((1 << 20) + 1), Parameters()),
+        ([1, 1 << 63], SamplingParams()),
+        ([-(1 << 63) - 1], SamplingParams()),
+        ([1], SamplingParams(seed=1 << 64)),
+        ([1], SamplingParams(max_tokens=10**40)),
+        ([1], SamplingParams(stop_token_ids=(1 << 70,))),
+        ([1] * ((1 << 20) + 1), SamplingParams()),
     ):
         ended = door.admit(prompt, parameters)
         assert isinstance(ended, EndEvent)
         assert ended.finish_reason == "error"
     assert door.num_unfinished == 0
-    assert isinstance(door.admit([(1 << 63) - 1]), Placed), "what a message can hold is the engine's to refuse"
 
 
 @pytest.mark.parametrize(
@@ -460,22 +472,22 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         ({"temperature": None}, "temperature is None, it must be a number"),
         ({"temperature": True}, "temperature is True, it must be a number"),
         ({"temperature": 10**400}, "temperature is 1000"),
-        ({"stop": (1,)}, "stop is (1,), it must be a sequence of texts"),
-        ({"stop": 5}, "stop is 5, it must be a sequence of texts"),
+        ({"stop": (1,)}, "stop is (1,), it must be a text or a list of at most 64 texts"),
+        ({"stop": 5}, "stop is 5, it must be a text or a list of at most 64 texts"),
         ({"stop": ("\ud800",)}, "stop holds half a character"),
-        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,), it must be a sequence of whole numbers"),
-        ({"max_tokens": "5"}, "max_tokens is '5', it must be a whole number, or None"),
-        ({"max_tokens": True}, "max_tokens is True, it must be a whole number, or None"),
-        ({"max_tokens": None, "n": 10**5000}, "n of more than 64 bits"),
-        ({"seed": 1.5}, "seed is 1.5, it must be a whole number, or None"),
-        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be True or False"),
-        ({"ignore_eos": 1}, "ignore_eos is 1, it must be True or False"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,), it must be a list of at most 1024 whole numbers"),
+        ({"max_tokens": "5"}, "max_tokens is '5', it must be a whole number of at least 1"),
+        ({"max_tokens": True}, "max_tokens is True, it must be a whole number of at least 1"),
+        ({"max_tokens": None, "n": 10**5000}, "n is a int that cannot be shown, it must be"),
+        ({"seed": 1.5}, "seed is 1.5, it must be a whole number of at least 0"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be true or false"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, it must be true or false"),
         ({"seed": "7" * 5000}, "seed is '7777"),
     ],
 )
 def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], text: str) -> None:
     door = gateway()
-    event = door.admit((1, 2), Parameters(**parameters))  # type: ignore[arg-type]
+    event = door.admit((1, 2), SamplingParams(**parameters))  # type: ignore[arg-type]
     assert isinstance(event, EndEvent)
     assert event.finish_reason == "error"
     assert event.error is not None
@@ -489,9 +501,9 @@ def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], 
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ([1.5], "prompt token 1.5 at position 0 is no whole number"),
-        ([1, True], "prompt token True at position 1 is no whole number"),
-        (["a"], "prompt token 'a' at position 0 is no whole number"),
+        ([1.5], "prompt token 1.5 at position 0 is not a whole number"),
+        ([1, True], "prompt token True at position 1 is not a whole number"),
+        (["a"], "prompt token 'a' at position 0 is not a whole number"),
         (None, "the prompt is None, it must be a text or a sequence of token ids"),
         (5, "the prompt is 5, it must be"),
         (b"ab", "the prompt is b'ab', it must be"),
@@ -499,7 +511,7 @@ def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], 
     ],
 )
 def test_a_prompt_that_is_no_token_ids_ends_that_request(prompt: object, text: str) -> None:
-    event = gateway().admit(prompt, Parameters())  # type: ignore[arg-type]
+    event = gateway().admit(prompt, SamplingParams())  # type: ignore[arg-type]
     assert isinstance(event, EndEvent)
     assert event.error is not None
     assert event.error.startswith(text)
@@ -508,7 +520,7 @@ def test_a_prompt_that_is_no_token_ids_ends_that_request(prompt: object, text: s
 def test_parameters_of_another_type_and_lists_for_tuples() -> None:
     door = gateway()
     refused = door.admit((1,), {"n": 2})  # type: ignore[arg-type]
-    assert refused == EndEvent(0, "error", "", "parameters is {'n': 2}, it must be of type Parameters")
+    assert refused == EndEvent(0, "error", "", "the parameters are {'n': 2}, they must be of type SamplingParams")
     placed = place(door, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
-    assert placed.request.stop_token_ids == (3,)
-    assert door.log(placed.index).parameters.stop == ("cd",)
+    assert placed.request.params.stop_token_ids == (3,)
+    assert door.log(placed.index).params.stop == ("cd",)

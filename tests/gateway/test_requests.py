@@ -9,14 +9,79 @@ from random import Random
 import pytest
 
 from flowrt.actors.control import Cancel, Control, Submit, as_message
-from flowrt.gateway.gateway import EndEvent, Gateway, Parameters
+from flowrt.errors import UserError
+from flowrt.gateway.gateway import EndEvent, Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
 from flowrt.reliability.health import Progress
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.errors import EndOfChannel
 from flowrt.transports.inproc import InprocChannel
+
+
+async def three_tokens() -> list[int]:
+    return [1, 2, 3]
+
+
+async def send_nothing(group: str, control: Control) -> None:
+    pass
+
+
+def new_requests(max_requests: int = 2) -> Requests:
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=max_requests)
+    return Requests(gateway, send_nothing, Progress(), RealClock())
+
+
+async def test_a_place_is_reserved_before_the_prompt_is_tokenized() -> None:
+    requests, finish = new_requests(max_requests=1), asyncio.Event()
+
+    async def slow() -> list[int]:
+        await finish.wait()
+        return [1, 2]
+
+    first = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    await asyncio.sleep(0)
+    assert requests.gateway.is_full
+    refused = await requests.submit(SamplingParams(), slow)
+    assert [event.error async for event in requests.follow(refused)] == ["too many active requests (1, limit 1)"]
+    finish.set()
+    assert requests.gateway.log(await first).prompt_token_ids == (1, 2)
+
+
+async def test_what_cannot_be_tokenized_ends_with_the_reason() -> None:
+    requests = new_requests()
+
+    async def fail() -> list[int]:
+        raise UserError("the text is too long")
+
+    index = await requests.submit(SamplingParams(n=2), fail)
+    assert [event async for event in requests.follow(index)] == [EndEvent(index, "error", "", "the text is too long")]
+    assert requests.gateway.num_unfinished == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_request_that_is_given_up_while_it_is_tokenized_leaves_nothing(closed: bool) -> None:
+    requests = new_requests()
+    finish = asyncio.Event()
+
+    async def slow() -> list[int]:
+        await finish.wait()
+        return [1, 2]
+
+    submitting = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    await asyncio.sleep(0)
+    if closed:
+        requests.end_all()
+        finish.set()
+        assert [event.finish_reason async for event in requests.follow(await submitting)] == ["abort"]
+    else:
+        submitting.cancel()
+        with suppress(asyncio.CancelledError):
+            await submitting
+    assert requests.gateway.num_unfinished == 0
+    assert {load.num_sequences for load in requests.gateway.loads.values()} == {0}
 
 
 def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None:
@@ -28,20 +93,20 @@ def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None
             await room.wait()
             sent.append(control)
 
-        gateway, progress = Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1), Progress()
+        gateway, progress = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), Progress()
         requests = Requests(gateway, send, progress, RealClock())
         requests.begin()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await requests.submit([1, 2, 3], Parameters(max_tokens=4))
+                await requests.submit(SamplingParams(max_tokens=4), three_tokens)
         assert progress.num_open == 0
         assert not gateway.num_unfinished
         room.set()
-        index = await requests.submit([1, 2, 3], Parameters(max_tokens=4))
+        index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
         assert progress.num_open == 1
         assert gateway.num_unfinished == 1
         requests.end_all()
-        assert [event.finish_reason async for event in requests.follow(index)] == ["cancelled"]
+        assert [event.finish_reason async for event in requests.follow(index)] == ["abort"]
         assert [type(each) for each in sent if not isinstance(each, Cancel)] == [Submit]
         await requests.aclose()
 
@@ -57,10 +122,10 @@ def test_a_request_that_waits_for_room_at_a_group_ends_when_the_group_is_fenced(
             await asyncio.Event().wait()
 
         progress = Progress()
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1), send, progress, RealClock())
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, progress, RealClock())
         requests.begin()
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            submitting = tasks.create_task(requests.submit([1, 2, 3], Parameters(max_tokens=4)))
+            submitting = tasks.create_task(requests.submit(SamplingParams(max_tokens=4), three_tokens))
             await sending.wait()
             requests.fence_group("g", "stopped")
         (end,) = [event async for event in requests.follow(submitting.result())]
@@ -84,9 +149,9 @@ def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> 
                 finally:
                     raise ValueError("not the error that the sender was cancelled with")
 
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1), send, Progress(), RealClock())
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, Progress(), RealClock())
         requests.begin()
-        events = requests.follow(await requests.submit([1, 2, 3], Parameters(max_tokens=4)))
+        events = requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))
         client = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         client.cancel()
@@ -113,7 +178,7 @@ def test_requests_close_among_ten_thousand_cancels_at_random_moments() -> None:
 async def cancel_at_random(random: Random, num_clients: int) -> int:
     """How many of `num_clients` clients end cancelled. Cancels and `aclose` come after a random number of turns of the loop."""
     ours, theirs = InprocChannel.pair(Limits(capacity_messages=2), Identity("gateway"), Identity("g"))
-    gateway = Gateway(["g"], GraphLimits(), 64, draw_seed=lambda: 1)
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
 
     async def turns(most: int) -> None:
         for _ in range(random.randrange(most)):
@@ -128,7 +193,7 @@ async def cancel_at_random(random: Random, num_clients: int) -> int:
                 await turns(4)
 
     async def follow() -> None:
-        async with aclosing(requests.follow(await requests.submit([1, 2, 3], Parameters(max_tokens=4)))) as events:
+        async with aclosing(requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))) as events:
             async for _ in events:
                 pass
 

@@ -14,7 +14,16 @@ import pytest
 from repository.source_tree import ROOT, Import, Source, is_ours, module_of, modules, package_of, sources
 
 OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
-LEAVES = ("flowrt.config", "flowrt.errors", "flowrt.seams", "flowrt.observe", "flowrt.timer", "flowrt.emulation", "flowrt.process_status")
+LEAVES = (
+    "flowrt.config",
+    "flowrt.errors",
+    "flowrt.sampling_params",
+    "flowrt.seams",
+    "flowrt.observe",
+    "flowrt.timer",
+    "flowrt.emulation",
+    "flowrt.process_status",
+)
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability")
 # What users get from `import flowrt`; loaded on first use.
 FRONT_MAY = ("flowrt.api", "flowrt.gateway.gateway", *LEAVES)

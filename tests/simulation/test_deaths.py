@@ -9,13 +9,13 @@ from typing import Literal
 import pytest
 
 from flowrt.exchange.failover import Failover
-from flowrt.gateway.gateway import Parameters
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.operators.dispatch import NOWHERE
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
+from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import InvariantError
@@ -33,7 +33,7 @@ def load(name: str, **settings: object) -> Graph:
 
 
 def requests(count: int, apart: float = 0.1) -> list[SimulatedRequest]:
-    parameters = Parameters(max_tokens=6, ignore_eos=True)
+    parameters = SamplingParams(max_tokens=6, ignore_eos=True)
     return [SimulatedRequest((5 + number, 6, 7, 8), parameters, after_seconds=apart) for number in range(count)]
 
 
@@ -174,7 +174,7 @@ def test_who_alone_holds_an_expert_is_waited_for_however_slow(seed: int) -> None
 
 def test_a_request_after_an_outage_is_served() -> None:
     graph = load("tight.yaml", unavailable_expert_seconds=0.1, restarts=3)
-    asked = [*requests(5), SimulatedRequest((5, 6, 7, 8), Parameters(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
+    asked = [*requests(5), SimulatedRequest((5, 6, 7, 8), SamplingParams(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
     refused = 0
     for seed in range(8):
         served = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.gateway.gateway import Parameters
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
@@ -35,6 +34,7 @@ from flowrt.reliability.scenario import (
     Stall,
     TinyQueues,
 )
+from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.cases import draw, reference_of, run_case
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import DeadlockError, InvariantError
@@ -74,7 +74,7 @@ def load(graph_file: Path) -> Graph:
 def make_requests(count: int, max_tokens: int) -> list[SimulatedRequest]:
     chance = random.Random("prompts")
     prompts = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 24))) for _ in range(count)]
-    return [SimulatedRequest(prompt, Parameters(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
+    return [SimulatedRequest(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
 
 
 ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick_seconds=1e-3)
@@ -242,8 +242,8 @@ def test_the_checks_find_what_they_should() -> None:
 
 def test_a_bad_request_fails_alone(graph_file: Path) -> None:
     graph = load(graph_file)
-    good = SimulatedRequest((5, 6, 7), Parameters(max_tokens=4, ignore_eos=True))
-    bad = SimulatedRequest((5, VOCABULARY + 1), Parameters(max_tokens=4))
+    good = SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))
+    bad = SimulatedRequest((5, VOCABULARY + 1), SamplingParams(max_tokens=4))
     served = run(3, lambda world: serve(world, graph, [good, bad, good])).result
     assert served.finish_reasons == ("length", "error", "length")
     assert str(VOCABULARY + 1) in (served.errors[1] or "")

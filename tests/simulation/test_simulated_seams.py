@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from flowrt.emulation import judge
-from flowrt.gateway.gateway import Parameters
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Hang, Scenario
+from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
@@ -97,7 +97,7 @@ def test_a_call_is_timed_by_the_clock_of_its_process() -> None:
 def test_an_emulated_graph_keeps_to_its_model_in_virtual_time() -> None:
     graph = load_graph(GRAPHS / "emulated.yaml", facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     assert graph.emulation is not None
-    requests = [SimulatedRequest((5, 6, 7), Parameters(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2
+    requests = [SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2
     cost = ComputeCost(1e-6, 1e-5)
     outcome = run(0, lambda world: serve(world, graph, requests, exact=True), conditions=CALM, cost=cost)
     served = outcome.result

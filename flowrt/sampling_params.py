@@ -1,0 +1,119 @@
+"""What a user asks of one request: SamplingParams, the one definition of its parameters and their bounds.
+
+The Python API, the command line, files of prompts, the gateway and the engine all use it. Bounds that depend on a model or a graph are
+in flowrt/engine/validation.py. A leaf: free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from flowrt.errors import shown
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_WHOLE = (1 << 63) - 1  # what a message can carry
+MAX_NUMBER = 1e9
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
+
+
+def _whole(least: int, most: int = MAX_WHOLE, note: str = "") -> Meta:
+    bounds = f"of at least {least}" if most == MAX_WHOLE else f"from {least} to {most}"
+    return Meta(ge=least, le=most, description=f"a whole number {bounds}{note}")
+
+
+_STOP = Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)
+_STOPS = Meta(
+    max_length=MAX_STOPS, description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"
+)
+_STOP_IDS = Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} whole numbers of at least 0")
+_PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How many tokens a request asks for, and how they are drawn. The constructor does not check values; `checked_params` does.
+
+    `max_tokens` None: as many as the graph's limits and the model's positions leave. `n`: the number of choices, which differ by their
+    noise; all other values hold for each of them. Until a choice has `min_tokens`, no token that would end it is drawn. `temperature` 0
+    is greedy. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the k largest at its place.
+
+    Penalties come before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
+    or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.
+    """
+
+    max_tokens: Annotated[int, _whole(1)] | None = None
+    min_tokens: Annotated[int, _whole(0)] = 0
+    n: Annotated[int, _whole(1, MAX_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=MAX_NUMBER, description="a number of at least 0; 0 is greedy")] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1; 1 is off")] = 1.0
+    top_k: Annotated[int, _whole(0, note="; 0 is off")] = 0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_NUMBER, description="a number above 0; 1 is off")] = 1.0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    seed: Annotated[int, _whole(0, note=" and below 2**63")] | None = None
+    stop: Annotated[tuple[Annotated[str, _STOP], ...], _STOPS] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_WHOLE)], ...], _STOP_IDS] = ()
+    ignore_eos: Annotated[bool, Meta(description="true or false")] = False
+    logprobs: Annotated[int, _whole(0, MAX_LOGPROBS)] | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
+
+
+def checked_value(name: str, value: object) -> Any:
+    """The value of one parameter, in its declared type. ValueError, one line that does not name the parameter.
+
+    `stop` may also be a single text, and it and stop_token_ids any iterable.
+    """
+    kind = PARAMETER_TYPES[name]
+    given = value
+    if name == "stop" and isinstance(value, str):
+        value = (value,)
+    elif name in ("stop", "stop_token_ids") and isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        value = tuple(value)
+    try:
+        checked = msgspec.convert(value, kind, strict=True)
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError):
+        raise ValueError(f"is {shown(given)}, it must be {_description(kind)}") from None
+    if name == "stop":
+        for text in checked:
+            check_text(text)
+    return checked
+
+
+def checked_params(params: SamplingParams) -> SamplingParams:
+    """The same with every value checked and of its declared type. ValueError, one line."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"the parameters are {shown(params)}, they must be of type SamplingParams")
+    values = {}
+    for name in PARAMETER_TYPES:
+        try:
+            values[name] = checked_value(name, getattr(params, name))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    return SamplingParams(**values)
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for text that has no bytes."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds half a character (an unpaired surrogate, or bytes that are not UTF-8); write whole characters")
+
+
+def _description(kind: Any) -> str:
+    """The description of the constraint in `kind`, which may be optional."""
+    for part in (kind, *get_args(kind)):
+        for meta in getattr(part, "__metadata__", ()):
+            if meta.description:
+                return str(meta.description)
+    raise TypeError(f"{kind} has no description")
