@@ -249,7 +249,7 @@ BUGS: tuple[Bug, ...] = (
     bug("penalties-behind", "penalties do not count the tokens drawn so far", (
         SEQUENCE, "Sequence.append", "self.output_counts.get(token_id, 0) + 1", "self.output_counts.get(token_id, 0)")),
     bug("stop-too-early", "min_tokens does not hold stop tokens back", (
-        SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.min_tokens", "False")),
+        SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.params.min_tokens", "False")),
     # group and gateway
     bug("end-before-tokens", "the end of a request is told before its last token", (
         GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tuple(tokens)))\n    for end in ends:\n        self._send(end)",
