@@ -22,10 +22,10 @@ from flowrt.bench.pairs import Target, take_turns
 from flowrt.bench.report import Figure
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.recovery import may_die
 from flowrt.operators.families.registry import read_model_config
 
-KEYS = ("detector", "failover", "hedge")
+KEYS = {"detector": ("true", "false"), "recovery": ("fine", "off"), "hedge": ("true", "false")}  # key -> on, off
 TARGET = Target(0.97, at_most=False)  # of throughput without
 SETTLE_SECONDS = 0.05  # threads that have computed may spin for some milliseconds before they sleep
 
@@ -52,7 +52,7 @@ def graphs_of(options: Options) -> tuple[Graph, Graph]:
             raise UserError(f"--{name.removeprefix('num_').replace('_', '-')} is {number}; give a number of 1 or more")
     if options.new_tokens < 2:
         raise UserError(f"--new-tokens is {options.new_tokens}; give a number of 2 or more")
-    switched = [[*options.overrides, *(f"reliability.{key}={word}" for key in KEYS)] for word in ("true", "false")]
+    switched = [[*options.overrides, *(f"reliability.{key}={words[side]}" for key, words in KEYS.items())] for side in (0, 1)]
     on, off = (read_graph(options.graph, overrides, options.model) for overrides in switched)
     if on.model is None:
         raise UserError(f"{options.graph}: this graph serves no model; this benchmark asks a model's")

@@ -25,7 +25,7 @@ from flowrt.chaos.watch import Deed, Watch
 from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.recovery import may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Seams
@@ -119,7 +119,7 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
     if graph.processes != "many":
         raise UserError(f"{options.graph}: workers share processes, and nothing can befall one alone; use --set deploy.processes=many")
     if options.kills and not may_die(graph):
-        hint = "use --set deploy.experts.servers=3" if graph.reliability.failover else "use --set reliability.failover=true"
+        hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
         raise UserError(f"{options.graph}: no process of it may die, so there is none to kill; {hint}")
     vocab_size = read_model_config(Path(graph.model.path)).vocab_size
     most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.limits.kv_pages * graph.limits.page_size)

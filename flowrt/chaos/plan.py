@@ -14,7 +14,7 @@ from typing import Any
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.roles import may_die, neighbours
+from flowrt.graph.recovery import may_die, neighbours
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written
 
 DONE = (Crash, Pause, Stall, Hang, Slow, Reset)  # the kinds that befall real processes

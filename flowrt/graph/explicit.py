@@ -99,7 +99,7 @@ def _builtin_ports(
         if port not in built.inputs:
             document.fail(_end_path(edge, "to", document), f"{section.operator!r} takes nothing on {port!r}; {nearest(port, built.inputs)}")
     for port, edge in given.items():
-        if not built.gives(port):
+        if not built.has_output(port):
             document.fail(
                 _end_path(edge, "from", document), f"{section.operator!r} gives nothing on {port!r}; {nearest(port, built.outputs)}"
             )

@@ -160,10 +160,8 @@ def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
         key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
         text = f"dead after {settings.dead_seconds:g} s and suspected after {settings.suspect_seconds:g} s; dead_seconds must be the longer"
         document.fail(("reliability", key), text)
-    if settings.unavailable_expert == "degrade" and not settings.failover:
-        document.fail(
-            ("reliability", "unavailable_expert"), "degrade goes on without a server, and failover: false with none; write failover: true"
-        )
+    if settings.unavailable_expert == "degrade" and settings.recovery == "off":
+        document.fail(("reliability", "unavailable_expert"), "degrade needs a run that continues when a server dies; write recovery: fine")
     return settings
 
 

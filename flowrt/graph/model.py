@@ -204,7 +204,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class ReliabilitySettings:
-    """`reliability:` of a graph file. Without `failover` any death ends the run; without `detector` no process looks for hung ones.
+    """`reliability:` of a graph file. `recovery: off`: any death ends the run. Without `detector` no process looks for hung ones.
 
     The detector suspects a process without progress for `suspect_seconds` and marks it dead after `dead_seconds`. A dead process is
     restarted, at most `restarts` times in `restart_window_seconds`. A request that needs an unavailable expert ends with an error after
@@ -213,7 +213,7 @@ class ReliabilitySettings:
     """
 
     detector: bool = True
-    failover: bool = True
+    recovery: Literal["fine", "off"] = "fine"
     unavailable_expert_seconds: float = 5.0
     suspect_seconds: float = 0.4
     dead_seconds: float = 1.0

@@ -22,6 +22,10 @@ def _above_one(value: Any) -> bool:
     return type(value) is int and value > 1
 
 
+def _restarts(value: Any) -> bool:
+    return value in ("restart_role", "restart_all")
+
+
 def _present(value: Any) -> bool:
     return True
 
@@ -33,6 +37,11 @@ _NOT_BUILT: tuple[tuple[Path_, _Test, str], ...] = (
     ((*_EXPERTS, "servers"), lambda value: value == "colocated", "colocated servers are not built yet; write servers: 0 or a number"),
     (("hosts",), _present, "several machines are not built yet; remove the key: all processes run on this one"),
     (("deploy", "hosts"), _present, "several machines are not built yet; remove the key: all processes run on this one"),
+    (
+        ("reliability", "recovery"),
+        lambda value: value in ("restart_role", "restart_all"),
+        "this recovery is not built yet; write fine or off",
+    ),
     (("prefill",), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
     (("deploy", "prefill"), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
 )

@@ -340,7 +340,9 @@ class ReliabilitySection(Section):
     """What happens when an expert server dies, hangs or is slow."""
 
     detector: bool = Field(default=_RELIABILITY.detector, description="Watch for processes that hang.")
-    failover: bool = Field(default=_RELIABILITY.failover, description="Go on without a server that dies, and start it again.")
+    recovery: Literal["fine", "off"] = Field(
+        default=_RELIABILITY.recovery, description="fine: recover each process by the state it keeps; off: any death ends the run."
+    )
     unavailable_expert_seconds: Seconds = Field(
         default=_RELIABILITY.unavailable_expert_seconds, description="How long requests wait for an expert of which no replica is left."
     )

@@ -20,7 +20,7 @@ from flowrt.actors.control import Control, Heartbeat, Late, LinkLost, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
-from flowrt.graph.roles import is_watched
+from flowrt.graph.recovery import is_watched
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.ending import close_all, end_all, kill_all, see_end, tell_all

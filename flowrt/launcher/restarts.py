@@ -1,6 +1,6 @@
 """Deaths that a run outlives: everybody is told at once, and the worker is started again.
 
-Here: `Revival`, for the processes that may die, the monitor among them. Not here: who may (flowrt/graph/roles.py), how often
+Here: `Revival`, for the processes that may die, the monitor among them. Not here: who may (flowrt/graph/recovery.py), how often
 (supervision.py), who is held for dead (watching.py), how a process is made (hosts.py). Called by launcher.py, which owns the workers.
 
 What dies is an OS process with all its workers; it can be outlived when each of them may die. Order: `Left` to all that knew them, in
@@ -18,7 +18,7 @@ from flowrt.actors.control import Control, Joined, Left, LinkLost, Statistics
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
-from flowrt.graph.roles import may_die, neighbours
+from flowrt.graph.recovery import may_die, neighbours
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts, Placed

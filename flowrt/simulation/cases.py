@@ -18,7 +18,7 @@ import msgspec
 
 from flowrt.gateway.gateway import Gateway, Placed
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.recovery import may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
     AnyFault,
@@ -129,7 +129,7 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
         reliability=replace(
             graph.reliability,
             detector=chance.random() < 0.3,
-            failover=chance.random() < 0.8,
+            recovery="fine" if chance.random() < 0.8 else "off",
             unavailable_expert_seconds=chance.choice((0.1, 0.1, 1.0, 5.0)),
             restarts=chance.choice((0, 1, 3, 3)),
             restart_window_seconds=chance.choice((0.5, 30.0)),

@@ -1,6 +1,6 @@
 """What must hold after every run, whatever befell it.
 
-Here: `check`, `may_fail`, SURVIVED. Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
+Here: `check`, `may_fail`, SURVIVED_FAULTS. Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
 (cases.py). Raises InvariantError with the number of what does not hold:
 
 I1 tokens: indexes 0 to n-1, each once, the reference's up to the first that is marked as degraded. I2 nothing of an old epoch or
@@ -13,28 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.model import Graph
+from flowrt.graph.recovery import survives
 from flowrt.reliability.scenario import AnyFault, Scenario, Skew
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import Served, SimulatedRequest
 
-# (kind of fault, role of a process it befalls) that a run outlives with all its tokens, although it does not heal by itself. Whoever
-# builds a recovery adds its line here, and every drawn and written scenario asks for it from then on. A lost connection is outlived when
-# either of its ends is.
-SURVIVED: frozenset[tuple[str, str]] = frozenset({("crash", "experts"), ("reset", "experts"), ("crash", "monitor"), ("reset", "monitor")})
+# Faults that do not heal by themselves and that the run survives, with all its tokens, when it survives the death of the process they
+# hit (flowrt/graph/recovery.py). A lost connection is survived when either of its ends is.
+SURVIVED_FAULTS = frozenset({"crash", "reset"})
 
 LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
 LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
-
-
-def role_of(graph: Graph, process: str) -> str:
-    """ "experts" for an expert server that may die, "attention" for any other worker of a model graph, "monitor" or "gateway"."""
-    if process in may_die(graph):
-        return "experts"
-    return process if process in (GATEWAY, MONITOR) else "attention"
 
 
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
@@ -43,7 +35,7 @@ def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
 
 
 def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
-    return not fault.heals and not any((fault.kind, role_of(graph, name)) in SURVIVED for name in fault.processes)
+    return not fault.heals and not (fault.kind in SURVIVED_FAULTS and any(survives(graph, name) for name in fault.processes))
 
 
 def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest], served: Served, references: Sequence[Reference]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from flowrt.actors.control import Condemned, Control, Heartbeat, Joined, Late, Left, LinkLost, Peers, Start, Suspected
 from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.recovery import may_die
 from flowrt.reliability.supervision import GiveUp, Supervision
 from flowrt.seams import Clock, Running
 from flowrt.simulation.errors import InvariantError

@@ -47,7 +47,7 @@ from flowrt.exchange.dispatch import Dispatch
 from flowrt.exchange.failover import Failover
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph, from_json
-from flowrt.graph.roles import is_watched, may_die
+from flowrt.graph.recovery import is_watched, may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.seams import LONE_INLINE_SECONDS, Compute, Running, Seams, ThreadCompute

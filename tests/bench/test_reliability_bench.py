@@ -17,8 +17,8 @@ SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=stri
 
 def test_the_two_graphs_differ_in_what_is_measured_alone() -> None:
     on, off = graphs_of(Options(graph=QUICKSTART, overrides=("reliability.hedge=false",)))
-    assert [getattr(on.reliability, key) for key in KEYS] == [True] * 3
-    assert [getattr(off.reliability, key) for key in KEYS] == [False] * 3
+    assert [getattr(on.reliability, key) for key in KEYS] == [True, "fine", True]
+    assert [getattr(off.reliability, key) for key in KEYS] == [False, "off", False]
     assert replace(off, reliability=on.reliability) == on
 
 

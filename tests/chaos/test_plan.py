@@ -11,7 +11,7 @@ from flowrt.api import read_graph
 from flowrt.chaos.plan import load_plan, needs_obedience, parse_words, told
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.roles import may_die
+from flowrt.graph.recovery import may_die
 from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 
 ROOT = Path(__file__).resolve().parents[2]

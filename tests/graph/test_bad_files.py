@@ -229,8 +229,9 @@ BAD = {
         "edges.a.y -> c.x.link",
         ["a.y -> b.x has link ub, a.y -> c.x has no link", "write the same on both"],
     ),
-    "no such way to be reliable": (MODEL + "reliability: {failovers: false}\n", 3, "reliability.failovers", ["unknown key", "failover"]),
-    "half a failover": (MODEL + "reliability: {failover: 1}\n", 3, "reliability.failover", ["1 is neither true nor false"]),
+    "unknown reliability key": (MODEL + "reliability: {recover: off}\n", 3, "reliability.recover", ["unknown key", "recovery"]),
+    "recovery": (MODEL + "reliability: {recovery: 1}\n", 3, "reliability.recovery", ["1 is not possible", "fine or off"]),
+    "recovery not built": (MODEL + "reliability: {recovery: restart_all}\n", 3, "reliability.recovery", ["not built yet"]),
     "a detector by a word": (MODEL + "reliability: {detector: always}\n", 3, "reliability.detector", ["neither true nor false"]),
     "negative restarts": (MODEL + "reliability: {restarts: -1}\n", 3, "reliability.restarts", ["-1 is too small", "0 or more"]),
     "half a restart": (MODEL + "reliability: {restarts: 1.5}\n", 3, "reliability.restarts", ["1.5 is no whole number"]),
@@ -240,11 +241,11 @@ BAD = {
         "reliability.restart_window_seconds",
         ["0 is no time in seconds", "from 0.05 to 86400"],
     ),
-    "degraded without failover": (
-        MODEL + "reliability: {failover: false, unavailable_expert: degrade}\n",
+    "degraded without recovery": (
+        MODEL + "reliability: {recovery: off, unavailable_expert: degrade}\n",
         3,
         "reliability.unavailable_expert",
-        ["write failover: true"],
+        ["write recovery: fine"],
     ),
     "unavailable expert": (MODEL + "reliability: {unavailable_expert: wait}\n", 3, "reliability.unavailable_expert", ["degrade"]),
     "infinite wait": (

@@ -15,7 +15,7 @@ def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None
     graph = load(MODEL)
     assert graph.reliability == ReliabilitySettings(
         detector=True,
-        failover=True,
+        recovery="fine",
         unavailable_expert_seconds=5.0,
         suspect_seconds=0.4,
         dead_seconds=1.0,
@@ -24,14 +24,14 @@ def test_without_the_key_the_defaults_stand_and_expand_writes_them(load) -> None
         hedge=True,
         unavailable_expert="error",
     )
-    assert "\nreliability: {detector: true, failover: true, unavailable_expert_seconds: 5.0, " in to_yaml(graph)
+    assert "\nreliability: {detector: true, recovery: fine, unavailable_expert_seconds: 5.0, " in to_yaml(graph)
 
 
 @pytest.mark.parametrize("text", [MODEL, OWN])
 def test_a_graph_says_the_same_expanded_and_on_the_wire(load, text: str) -> None:
-    section = "{detector: false, failover: false, unavailable_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
+    section = "{detector: false, recovery: off, unavailable_expert_seconds: 7, suspect_seconds: 0.5, dead_seconds: 2, restarts: 0, "
     graph = load(f"{text}reliability: {section}restart_window_seconds: 9, hedge: false}}\n")
-    assert graph.reliability == ReliabilitySettings(False, False, 7.0, 0.5, 2.0, 0, 9.0, False)
+    assert graph.reliability == ReliabilitySettings(False, "off", 7.0, 0.5, 2.0, 0, 9.0, False)
     degrading = load(f"{text}reliability: {{unavailable_expert: degrade}}\n")
     assert degrading.reliability == ReliabilitySettings(unavailable_expert="degrade")
     for each in (graph, degrading):
@@ -40,4 +40,4 @@ def test_a_graph_says_the_same_expanded_and_on_the_wire(load, text: str) -> None
 
 
 def test_a_setting_can_be_given_on_the_command_line(load) -> None:
-    assert load(MODEL, "reliability.failover=false").reliability.failover is False
+    assert load(MODEL, "reliability.recovery=off").reliability.recovery == "off"

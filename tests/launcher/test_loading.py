@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from launcher.test_launcher import nothing_left
@@ -77,9 +78,9 @@ async def test_one_that_says_why_it_fails_is_not_loaded_again(tmp_path: Path) ->
         await r.launcher.__aenter__()
 
 
-@pytest.mark.parametrize(("victim", "failover"), [("client.0", True), ("mute.0", False)])
-async def test_other_deaths_while_loading_end_the_run(tmp_path: Path, victim: str, failover: bool) -> None:
-    r = Run(graph_of(tmp_path, "mute.0", settings=ReliabilitySettings(detector=False, failover=failover)))
+@pytest.mark.parametrize(("victim", "recovery"), [("client.0", "fine"), ("mute.0", "off")])
+async def test_other_deaths_while_loading_end_the_run(tmp_path: Path, victim: str, recovery: Literal["fine", "off"]) -> None:
+    r = Run(graph_of(tmp_path, "mute.0", settings=ReliabilitySettings(detector=False, recovery=recovery)))
     kill_when(r, (events.WorkerLoading, "mute.0"), kill=[victim])
     with pytest.raises(WorkerDiedError, match=rf"{victim} was killed by SIGKILL"):
         await r.launcher.__aenter__()

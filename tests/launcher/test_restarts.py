@@ -231,7 +231,7 @@ async def test_a_budget_of_none(tmp_path: Path) -> None:
     ("victim", "options"),
     [
         ("client.0", {}),
-        ("server.0", {"settings": ReliabilitySettings(failover=False)}),
+        ("server.0", {"settings": ReliabilitySettings(recovery="off")}),
         ("server.0", {"processes": 1}),  # shares its process with the clients
     ],
     ids=["a client", "no failover", "a process shared"],
@@ -462,7 +462,7 @@ async def test_stop_while_the_monitor_is_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_monitor")
-@pytest.mark.parametrize("settings", [ReliabilitySettings(detector=False), ReliabilitySettings(failover=False)])
+@pytest.mark.parametrize("settings", [ReliabilitySettings(detector=False), ReliabilitySettings(recovery="off")])
 async def test_no_monitor_where_none_is_wanted(tmp_path: Path, settings: ReliabilitySettings) -> None:
     r = Run(graph_of(tmp_path, "server.0", settings=settings))
     async with r.launcher as launcher:

@@ -119,7 +119,7 @@ def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
 
 
 def test_without_failover_a_death_ends_the_run() -> None:
-    graph = load("2x3.yaml", failover=False)
+    graph = load("2x3.yaml", recovery="off")
     crash = Crash(process="experts.1", at_seconds=0.05)
     assert may_fail(graph, Scenario(faults=(crash,))) == {"experts.1"}
     served = serve_under(0, graph, requests(4), crash).result
@@ -168,7 +168,7 @@ def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_alone_holds_an_expert_is_waited_for_however_slow(seed: int) -> None:
     slow = Slow(process="experts.1", at_seconds=1e-3, for_seconds=5.0, factor=50.0)
-    outcome = serve_under(seed, load("uneven.yaml", failover=True), requests(6), slow, expect="tokens")
+    outcome = serve_under(seed, load("uneven.yaml", recovery="fine"), requests(6), slow, expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 6
 
 

@@ -1,0 +1,86 @@
+"""What a graph survives: the recovery of each process, derived from the state that its operators keep.
+
+`RULES` is the only table of recoveries. The launcher, the workers, the simulation and `flowrt graph show` read it, and a test compares it
+with docs/reliability.md. No rule depends on the name of a role or process, except for the processes of flowrt itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flowrt.graph.builtin import BUILTIN, Keeps
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
+
+
+class Recovery(StrEnum):
+    """What follows the death of a process."""
+
+    REDISPATCH = "redispatch"
+    REPLAY = "replay"
+    RESTART = "restart"
+    FATAL = "fatal"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keeps`: the state of the process's operators, or the name of a process of flowrt. `is_built`: otherwise the death ends the run."""
+
+    keeps: str
+    lost: str
+    recovery: Recovery
+    effect: str
+    is_built: bool = True
+
+
+RULES: dict[str, Rule] = {
+    rule.keeps: rule
+    for rule in (
+        Rule(Keeps.NOTHING, "nothing", Recovery.REDISPATCH, "clients send its pending requests to replicas; it restarts and rejoins"),
+        Rule(Keeps.SEQUENCES, "KV cache of its sequences", Recovery.REPLAY, "other groups replay prompt and committed tokens", False),
+        Rule(Keeps.UNKNOWN, "state that only the process has", Recovery.FATAL, "the run ends"),
+        Rule(MONITOR, "nothing", Recovery.RESTART, "it restarts"),
+        Rule(FORK_SERVER, "ability to start processes", Recovery.RESTART, "it restarts; workers keep running", False),
+        Rule(GATEWAY, "the run", Recovery.FATAL, "every process ends; each client gets an error"),
+    )
+}
+
+
+def rule_of(graph: Graph, process: str) -> Rule:
+    """The rule that holds for a process: that of its operator with the most state."""
+    if process in (MONITOR, FORK_SERVER, GATEWAY):
+        return RULES[process]
+    kept = {keeps_of(node) for node in graph.nodes_of(process)}
+    return RULES[max(kept, key=list(Keeps).index, default=Keeps.UNKNOWN)]
+
+
+def keeps_of(node: Node) -> Keeps:
+    """The state that a node keeps. A user's operator counts as unknown: its module may keep anything, and no client holds its inputs."""
+    return BUILTIN[node.operator].keeps if node.operator in BUILTIN else Keeps.UNKNOWN
+
+
+def survives(graph: Graph, process: str) -> bool:
+    """Whether the run goes on when this process dies. `recovery: off` concerns workers; the monitor restarts all the same."""
+    rule = rule_of(graph, process)
+    return rule.is_built and rule.recovery != Recovery.FATAL and (graph.reliability.recovery != "off" or process == MONITOR)
+
+
+def may_die(graph: Graph) -> frozenset[str]:
+    """The workers whose death the run survives."""
+    return frozenset(process for process in graph.process_names() if survives(graph, process))
+
+
+def is_watched(graph: Graph) -> bool:
+    """Whether a monitor watches the processes: those that can be restarted, and groups, whose requests can end without the run."""
+    return graph.reliability.detector and bool(may_die(graph) or graph.model is not None)
+
+
+def neighbours(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """process -> the others that share an edge with it, in the graph's order; a process without any is left out."""
+    found: dict[str, dict[str, None]] = {}
+    for edge in graph.edges.values():
+        if graph.crosses(edge):
+            source, target = graph.ends_of(edge)
+            found.setdefault(source, {})[target] = None
+            found.setdefault(target, {})[source] = None
+    return {process: tuple(others) for process, others in found.items()}
