@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-GRACE_SECONDS = 3.0  # for what ends by itself soon: a killed process, a task or thread told to stop
+GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a task or thread told to stop
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
 _IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life

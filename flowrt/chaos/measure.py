@@ -11,7 +11,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +28,10 @@ from flowrt.graph.model import Graph
 from flowrt.graph.recovery import may_die
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Scenario
-from flowrt.seams import Seams
+from flowrt.seams import Clock, Seams
 
-SETTLE_SECONDS = 1.0  # for what is on its way when the last request has ended
+QUIET_SECONDS = 1.0  # between the end of the last request and the first look at what is left
+END_SECONDS, LOOK_SECONDS = 10.0, 0.1  # what ends within the first was not left behind; it is looked at again after the second
 MAX_KILLS = 999  # one less than a graph's `reliability.restarts` may be
 AFTER_SECONDS = 10.0  # of load behind the last fault, at most as long as without any
 Say = Callable[[str], None]
@@ -152,13 +153,19 @@ async def measure(options: Options, say: Say) -> Found:
         injector = Injector(running, watch, seams.clock, say)
         async with running:
             await _undisturbed(found, running, asked, options, seams, say)
-            found.before = await _look(found, running, injector, seams)
+            await seams.clock.sleep(QUIET_SECONDS)
+            found.before = await _look(found, running, injector)
             await _disturbed(found, running, injector, asked, scenario, options, seams, say)
             if found.failure is None:
-                found.after = await _look(found, running, injector, seams)
                 relinked = {name for deed in found.deeds if deed.kind == "reset" for name in (deed.process, deed.other)}
                 before = {name: holding for name, holding in found.before.items() if name not in relinked}  # these use other sockets now
-                found.leaks += leaks_between(before, found.after) + unreturned(watch.held)
+
+                async def look() -> list[str]:
+                    found.after = await _look(found, running, injector)
+                    return leaks_between(before, found.after) + unreturned(watch.held)
+
+                await seams.clock.sleep(QUIET_SECONDS)
+                found.leaks += await once_settled(look, seams.clock)
     except WorkerDiedError as error:
         found.failure = found.failure or str(error)
     except asyncio.CancelledError:  # what was seen until then is told
@@ -168,7 +175,8 @@ async def measure(options: Options, say: Say) -> Found:
     if graph.emulation is not None:
         each = [worker.emulation for worker in running.final_statistics.values() if worker.emulation is not None]
         found.emulation = judge(graph.emulation.dilation, each)
-    found.leaks += await _left(outside, seams)
+    with contextlib.suppress(asyncio.CancelledError):  # an interrupt: it ends anyway
+        found.leaks += await once_settled(lambda: _left(outside), seams.clock)
     return found
 
 
@@ -228,9 +236,8 @@ async def _disturbed(
         say(f"the run has failed: {found.failure}")
 
 
-async def _look(found: Found, running: RunningGraph, injector: Injector, seams: Seams) -> dict[str, Holding]:
+async def _look(found: Found, running: RunningGraph, injector: Injector) -> dict[str, Holding]:
     """What each process holds while nothing is asked."""
-    await seams.clock.sleep(SETTLE_SECONDS)
     await injector.look(found.graph.process_names())
     gc.collect()
     return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in running.pids.items()}
@@ -247,10 +254,16 @@ def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
     return lines
 
 
-async def _left(outside: tuple[Holding, set[int], set[str]], seams: Seams) -> list[str]:
+async def once_settled(look: Callable[[], Awaitable[list[str]]], clock: Clock) -> list[str]:
+    """What `look` finds, again and again until it finds nothing or END_SECONDS have passed: what is about to end is not left behind."""
+    deadline = clock.now() + END_SECONDS
+    while (lines := await look()) and clock.now() < deadline:
+        await clock.sleep(LOOK_SECONDS)
+    return lines
+
+
+async def _left(outside: tuple[Holding, set[int], set[str]]) -> list[str]:
     """What is left of a run that is closed."""
-    with contextlib.suppress(asyncio.CancelledError):  # an interrupt: it ends anyway
-        await seams.clock.sleep(0.2)
     gc.collect()
     before, children, memory = outside
     lines = [f"process {pid} is left" for pid in sorted(children_of(os.getpid()) - children)]

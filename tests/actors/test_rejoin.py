@@ -43,7 +43,7 @@ def first_error(error: BaseException | None) -> BaseException | None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
@@ -128,7 +128,7 @@ class World:
 async def world(scheme: str, calls: bool, **options: object) -> AsyncIterator[World]:
     made = World(scheme, calls, **options)  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             made.addresses = await made.client.listen()
             addresses = {name: await made.serve(f"{name}1") for name in "bc"}
             await made.client.open(addresses, {"b": "b1", "c": "c1"})
@@ -199,7 +199,7 @@ async def test_a_link_is_dropped_with_messages_waiting(scheme: str, loop_kind: s
         assert not link._outbox.items
         w.post("b1", *range(count, 5 * count))
         await until(lambda: link._channel.closed)
-        await asyncio.wait([w.tasks["b1"]], timeout=10)  # its link ends in order
+        await asyncio.wait([w.tasks["b1"]], timeout=60)  # its link ends in order
         heard = steps(w.heard["b1"])
         assert heard == list(range(len(heard)))
         assert len(heard) < count
@@ -228,7 +228,7 @@ async def test_the_loss_of_anybody_else_ends_all(scheme: str) -> None:
     async with world(f"faulty+{scheme}?drop@3", True, tolerated="c") as w:
         await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
         w.post("b1", *range(10))
-        await asyncio.wait([w.running], timeout=10)
+        await asyncio.wait([w.running], timeout=60)
         assert isinstance(lost := first_error(w.running.exception()), LinkLostError)
         assert lost.peer == "b"
         assert w.lost == []
@@ -252,7 +252,8 @@ async def test_a_life_may_end_while_it_joins() -> None:
         await w.leave("b1")
         await until(lambda: w.lost)
         joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
-        await asyncio.sleep(0.02)
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert not joining.done()
         w.client.drop("b", "b2")
         assert await joining is False
@@ -264,7 +265,8 @@ async def test_a_life_may_end_while_it_joins() -> None:
 async def test_a_later_life_may_join_while_one_joins() -> None:
     async with world("shm", False) as w:
         joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
-        await asyncio.sleep(0.02)
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert await w.client.join("b", "b3", await w.serve("b3"))
         assert await joining is False
         await w.exchange("b3")
@@ -276,7 +278,8 @@ async def test_a_later_life_may_have_called_while_an_earlier_one_joins() -> None
         joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
         await w.serve("b3")
         await until(lambda: w.client._callers._here)
-        await asyncio.sleep(0.02)
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert await w.client.join("b", "b3", {})  # it is still there
         assert await joining is False
         await w.exchange("b3")
@@ -339,7 +342,7 @@ async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.M
         await until(lambda: w.client["b", w.scheme]._channel._channel is None)  # looks for another way, for an hour
         assert w.lost == []
         w.client.drop("b", "b1")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await w.client["b", w.scheme].aclose()
             assert await w.client.join("b", "b2", await w.serve("b2"))
         await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from flowrt.bench import detector
 from flowrt.bench.beating import BLOCK, HANG, SPIN
 from flowrt.bench.detector import count_false_verdicts, detection_seconds, measure, times_text
+
+
+@pytest.fixture(autouse=True)
+def stalls_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector, "STALL_EVERY_SECONDS", 4.0)
 
 
 async def test_each_kind_of_standstill_is_marked_dead() -> None:

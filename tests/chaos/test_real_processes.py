@@ -114,7 +114,8 @@ async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
         words = parse_words("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
         task = asyncio.create_task(injector.run(words, Seams().clock.now()))
         await until_state(pid, "T")
-        await asyncio.sleep(0.3)
+        later = parse_words("pause:experts.0@0s+200ms", graph.graph)
+        await injector.run(later, Seams().clock.now())  # it ends after the first of the two
         assert state(pid) == "T"
         task.cancel()
         await asyncio.wait([task])
@@ -219,13 +220,19 @@ async def test_a_life_is_killed_once_however_long_it_takes_to_die() -> None:
 async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
     seams = Seams()
     graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_line=lambda name, line: None)
-    beside = Beside("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, print)
+    paused = asyncio.Event()
+
+    def say(line: str) -> None:
+        if "pid" in line:
+            paused.set()
+
+    beside = Beside("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, say)
     async with asyncio.timeout(PLENTY_SECONDS), graph:
         pid = graph.pids["experts.0"]
         answered = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(beside.run(answered))
-            await asyncio.sleep(0.2)
+            await paused.wait()
             answered.set()
         assert is_alive(pid)
     lines = beside.sentences(8, 8)

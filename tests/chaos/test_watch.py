@@ -13,7 +13,7 @@ import pytest
 
 from flowrt.api import read_graph
 from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks_between
-from flowrt.chaos.measure import clients_of, unreturned
+from flowrt.chaos.measure import END_SECONDS, LOOK_SECONDS, clients_of, once_settled, unreturned
 from flowrt.chaos.orders import Note, note_of
 from flowrt.chaos.watch import Deed, Watch
 from flowrt.launcher import events
@@ -158,6 +158,27 @@ def test_leaks_are_what_is_held_more_of() -> None:
     before = {"launcher": Holding(10, 2), "experts.0": Holding(5, 1), "experts.1": Holding(5, 1)}
     after = {"launcher": Holding(11, 2), "experts.0": Holding(4, 3), "experts.1": Holding(5, 1), "monitor": Holding(9, 9)}
     assert leaks_between(before, after) == ["launcher: 11 descriptors, 10 before", "experts.0: 3 maps of memory, 1 before"]
+
+
+@pytest.mark.parametrize("num_looks", [0, 1, 50])
+async def test_what_ends_in_time_is_not_left_behind(num_looks: int) -> None:
+    clock, looks = HandClock(), iter([["process 7 is left"]] * num_looks)
+
+    async def look() -> list[str]:
+        return next(looks, [])
+
+    assert await once_settled(look, clock) == []
+    assert clock.seconds == pytest.approx(num_looks * LOOK_SECONDS)
+
+
+async def test_what_does_not_end_in_time_is_left_behind() -> None:
+    clock = HandClock()
+
+    async def look() -> list[str]:
+        return ["process 7 is left"]
+
+    assert await once_settled(look, clock) == ["process 7 is left"]
+    assert clock.seconds == pytest.approx(END_SECONDS, abs=2 * LOOK_SECONDS)
 
 
 def test_slots_and_credits_that_do_not_come_back_are_told() -> None:

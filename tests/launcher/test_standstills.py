@@ -94,7 +94,7 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_pa
 
 async def test_a_run_ends_though_its_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReliabilitySettings(detector=False)
-    r = Run(graph_of(tmp_path, "server.0", settings=settings))
+    r = Run(graph_of(tmp_path, "server.0", settings=settings), stop_seconds=0.5)
     async with r.launcher as launcher, asyncio.timeout(60):
         os.kill(fork_server_of(r), signal.SIGSTOP)
         await launcher.stop()

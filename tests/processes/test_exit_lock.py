@@ -61,7 +61,7 @@ async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] =
         pid = fork(then, lock.fd)
         pidfd = os.pidfd_open(pid)
         lock.given_away()
-        await asyncio.sleep(0.02)
+        await death_of_another()
         assert not was_first.done()  # it lives
         end(pid)
         async with asyncio.timeout(30):
@@ -71,6 +71,19 @@ async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] =
         os.close(pidfd)
         lock.close()
         assert not lives()
+
+
+async def death_of_another() -> None:
+    """Whole: from the fork to the notice."""
+    told = asyncio.Event()
+    lock = ExitLock("another", told.set)
+    pid = fork(hold, lock.fd)
+    lock.given_away()
+    kill(pid)
+    async with asyncio.timeout(30):
+        await told.wait()
+    reap(pid)
+    lock.close()
 
 
 def kill(pid: int) -> None:
@@ -123,9 +136,9 @@ def test_a_death_that_is_known_is_not_told() -> None:
         reap(pid)
         lock.close()
         lock.close()
-        await asyncio.sleep(0.01)
-        assert not told
         assert not lives()
+        await asyncio.sleep(0)  # what its thread has left for the loop would run in this turn
+        assert not told
 
     asyncio.run(main())
 

@@ -53,7 +53,7 @@ EXPECTED = {
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors and orphans are counted on Linux only")
 def test_each_planted_leak_fails_its_test_and_a_clean_test_passes(tmp_path: Path) -> None:
     conftest = (ROOT / "tests" / "conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 3.0", "GRACE_SECONDS = 0.2"))
+    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 20.0", "GRACE_SECONDS = 0.2"))
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     (tmp_path / "test_planted.py").write_text(PLANTED)
     command = [sys.executable, "-m", "pytest", "-rE", "--tb=short", "-p", "no:cacheprovider", str(tmp_path)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flowrt.transports.channel.rendezvous import socket_address
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, other_process, pair_maker
-from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
 from flowrt.transports.contract import ChannelStatistics, Limits, Listener
 from flowrt.transports.errors import BrokenChannelError, HandshakeError, UnavailableError
 from flowrt.transports.registry import get_transport, unavailable_reason
@@ -351,9 +351,9 @@ async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPat
         os.dup2(elsewhere, one._peer_wake, inheritable=False)  # a promise not kept
         os.close(elsewhere)
         receiving = asyncio.ensure_future(two.recv())
-        await asyncio.sleep(0.01)
+        await until(lambda: two._reader.flag_is_up(), "recv sleeps")  # type: ignore[attr-defined]
         await one.send(numbered(3))
-        check_numbered(await asyncio.wait_for(receiving, 5), 3)
+        check_numbered(await within(receiving, "recv"), 3)
         assert two.statistics().late_wakeups == 1
 
 

@@ -179,7 +179,8 @@ async def test_a_lost_wake_up_for_a_flag_is_found_and_counted(monkeypatch: pytes
         os.dup2(elsewhere, two._peer_wake, inheritable=False)  # a promise not kept
         os.close(elsewhere)
         waiting = asyncio.ensure_future(window.wait_flag(0))
-        await asyncio.sleep(0.005)
+        for _ in range(10):
+            await asyncio.sleep(0)
         await remote.set_flag(0, 5)
         async with asyncio.timeout(10):
             assert await waiting == 5
