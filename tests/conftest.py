@@ -45,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         # Orphans (children of a process that a test has killed) come to us instead of to init, where no check would see them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        uvloop.new_event_loop().close()  # libuv keeps the signal pipe of its first loop: no test leaves it behind
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from flowrt.bench.peers import new_event_loop
-from flowrt.bench.plots import check_plot
-from flowrt.bench.report import Machine
+from flowrt.bench.peers.child import new_event_loop
+from flowrt.bench.report.plots import check_plot
+from flowrt.bench.report.report import Machine
 from flowrt.chaos.measure import Found, Options, measure, prepared
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of

@@ -1,13 +1,13 @@
 """The picture of a run with chaos: throughput over time, with what befell whom, and when it was back. Needs matplotlib.
 
-Not here: the figures (report.py), what pictures need of matplotlib (flowrt/bench/plots.py).
+Not here: the figures (report.py), what pictures need of matplotlib (flowrt/bench/report/plots.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from flowrt.bench.plots import new_picture, save_picture
+from flowrt.bench.report.plots import new_picture, save_picture
 from flowrt.chaos.report import Report
 
 _SMOOTH_BINS = 5

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.bench.pairs import Target, Verdict, judge, median_interval, quantile_interval
-from flowrt.bench.report import Machine
+from flowrt.bench.report.figures import Target, Verdict, judge, median_interval, quantile_interval
+from flowrt.bench.report.report import Machine
 from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, Told
 from flowrt.chaos.measure import Found, expert_servers
@@ -132,7 +132,7 @@ def lost_without_cause(found: Found) -> list[str]:
 
 def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> Row:
     """What must not be. Where nothing befell anybody, that there is none says nothing."""
-    verdict: Verdict = "not met" if count else "met" if is_tried else "not resolved"
+    verdict: Verdict = "not met" if count else "met" if is_tried else "open"
     return Row(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
 
 
@@ -144,7 +144,7 @@ def _done(found: Found, done: Sequence[Deed]) -> list[Row]:
     wanted = max(found.num_faults, len(found.deeds))
     rows = [Row("faults carried out", f"{len(done)} of {wanted}", values={"count": len(done)})]
     if killed:
-        verdict: Verdict = "met" if num_back == len(killed) else "not resolved" if found.interrupted else "not met"
+        verdict: Verdict = "met" if num_back == len(killed) else "open" if found.interrupted else "not met"
         rows.append(Row("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
     return rows
 
@@ -237,7 +237,7 @@ def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
             held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
             target = f">= {bound:.3f}, {why}" if held else ""
             void = found.emulation is not None and found.emulation.void
-            verdict: Verdict = "not resolved" if void else judge(low, high, Target(bound, at_most=False))
+            verdict: Verdict = "open" if void else judge(low, high, Target(bound, at_most=False))
             rows.append(Row(name, shown, target, verdict if held else "", told))
     return rows
 

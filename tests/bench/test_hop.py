@@ -1,4 +1,4 @@
-"""The graphs that the hop benchmark times: they pass on what they are given, as often as the benchmark says. No time is asserted."""
+"""The graphs of the hop benchmark: they pass on their input, as often as the benchmark counts. No time is asserted."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import pytest
 import torch
 
 import flowrt
-from flowrt.bench.hop import Ring, chain, ring
-from flowrt.bench.peers import ZeroMQEcho, queue_echo_seconds
+from flowrt.bench.cases.graphs import HopGraph, chain, ring
 from flowrt.graph.checks import check
 from flowrt.graph.fuse import fuse
 
 
 @pytest.mark.parametrize("made", [ring("one", num_layers=5), chain(num_nodes=4, num_layers=5)], ids=["ring", "chain"])
-def test_the_graphs_are_ones_a_user_could_write(made: Ring) -> None:
+def test_graphs_pass_the_checks_of_graph_files(made: HopGraph) -> None:
     assert list(check(made.graph)) == []
 
 
-async def test_a_ring_makes_the_hops_it_says() -> None:
+async def test_ring_makes_the_hops_that_it_counts() -> None:
     made = ring("one", num_layers=5)
     async with flowrt.open(made.graph) as graph:
         x = torch.arange(64, dtype=torch.uint8)
@@ -26,7 +25,7 @@ async def test_a_ring_makes_the_hops_it_says() -> None:
     assert sum(sent.num_messages for worker in statistics.values() for sent in worker.edges) == made.num_hops == 11
 
 
-async def test_a_chain_is_fused_and_fires_once_per_layer() -> None:
+async def test_chain_is_fused_and_fires_once_per_layer() -> None:
     made = chain(num_nodes=4, num_layers=5)
     assert fuse(made.graph, "worker").fused == ("echo1", "echo2", "echo3")
     async with flowrt.open(made.graph) as graph:
@@ -34,9 +33,3 @@ async def test_a_chain_is_fused_and_fires_once_per_layer() -> None:
         assert torch.equal(await graph(x=x), x)
         statistics = await graph.statistics()
     assert statistics["worker"].num_firings == 5
-
-
-async def test_the_peers_give_back_what_they_are_sent() -> None:
-    assert await queue_echo_seconds(10, object()) > 0
-    async with ZeroMQEcho() as peer:
-        assert await peer.round_trip_seconds(3, b"x" * 100) > 0

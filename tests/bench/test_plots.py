@@ -1,4 +1,4 @@
-"""What the picture of `flowrt bench transports` shows, and that it can be drawn."""
+"""The pictures of the benchmarks, drawn in a process of its own: matplotlib keeps the files of its fonts open."""
 
 from __future__ import annotations
 
@@ -9,38 +9,55 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.bench.plots import check_plot, curves_of
-from flowrt.bench.report import Figure, Machine, Report
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.bench.report.plots import check_plot, curves_of
+from flowrt.bench.report.report import BenchmarkReport, Machine
 from flowrt.errors import UserError
 
+MACHINE = Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75)
 
-def report() -> Report:
+
+def ratios() -> BenchmarkReport:
+    figures = [
+        Figure.paired("decode 8 float32", "tokens/s", [3.0] * 6, "grouped_mm", [2.0] * 6, Target(1.5, at_most=False)),
+        Figure.paired("prefill 8 float32", "tokens/s", [3.0], "eager", [2.0]),
+    ]
+    return BenchmarkReport("decode", MACHINE, figures)
+
+
+def sizes() -> BenchmarkReport:
     figures = []
     for size in (64, 1 << 20):
         figures.append(Figure.paired(f"shm {size}", "us", [2.0 * size] * 6, "a peer", [4.0 * size] * 6, scheme="shm", bytes=size))
         figures.append(Figure.alone(f"memcpy {size}", "GB/s", [10.0] * 6, scheme="memcpy", bytes=size))
     figures.append(Figure.alone("without a size", "us", [1.0] * 6))
-    return Report("transports", Machine("a processor", 2, "Linux 6", {}, 0.5, 0.75), figures)
+    return BenchmarkReport("transports", MACHINE, figures)
 
 
-def test_the_curves_are_ours_the_peers_and_the_limit() -> None:
-    assert curves_of(report()) == {
+def test_curves_are_those_of_transports_peers_and_the_limit() -> None:
+    assert curves_of(sizes()) == {
         "shm": [(64, 128.0), (1 << 20, float(2 << 20))],
         "a peer": [(64, 256.0), (1 << 20, float(4 << 20))],
         "memcpy": [(64, 10.0), (1 << 20, 10.0)],
     }
 
 
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    """In a process of its own: matplotlib keeps the files of its fonts open."""
-    script = "import sys, test_plots; from flowrt.bench.plots import plot_transports; plot_transports(test_plots.report(), sys.argv[1])"
+@pytest.mark.parametrize(
+    ("draw", "report", "texts"),
+    [
+        ("plot_ratios", "ratios", ["decode 8 float32, to grouped_mm", "prefill 8 float32, to eager"]),
+        ("plot_transports", "sizes", ["round trip", "memcpy, one core"]),
+    ],
+)
+def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    script = f"import sys, test_plots as t; from flowrt.bench.report.plots import {draw}; {draw}(t.{report}(), sys.argv[1])"
     folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "t.svg")], env={**os.environ, "PYTHONPATH": folders}, check=True)
-    text = (tmp_path / "t.svg").read_text()
-    assert "round trip" in text
-    assert "memcpy, one core" in text
+    subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": folders}, check=True)
+    text = path.read_text()
+    assert all(each in text for each in texts)
 
 
-def test_a_folder_that_is_not_there_is_the_users_to_mend() -> None:
+def test_a_missing_folder_is_a_user_error() -> None:
     with pytest.raises(UserError, match="folder does not exist"):
         check_plot("no/such.svg")

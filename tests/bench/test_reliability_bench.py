@@ -1,22 +1,28 @@
-"""What watching costs: two graphs that differ in nothing else are asked in turns, and bad input starts nothing."""
+"""The cost of detector, failover and hedging: two graphs that differ in nothing else run in turns; bad input starts nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flowrt.bench.reliability import KEYS, Options, graphs_of, measure
-from flowrt.bench.report import Figure
+from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.cases.reliability import KEYS, measure, read_graphs
+from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.errors import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=strict")
 
 
-def test_the_two_graphs_differ_in_what_is_measured_alone() -> None:
-    on, off = graphs_of(Options(graph=QUICKSTART, overrides=("reliability.hedge=false",)))
+def options(batch: int = 8, **fields: Any) -> DecodeOptions:
+    return DecodeOptions(**{"batch": (batch,), "prompt_tokens": 16, "new_tokens": 64, **fields})
+
+
+def test_graphs_differ_in_reliability_alone() -> None:
+    on, off = read_graphs(QUICKSTART, None, options(overrides=("reliability.hedge=false",)))
     assert [getattr(on.reliability, key) for key in KEYS] == [True, "fine", True]
     assert [getattr(off.reliability, key) for key in KEYS] == [False, "off", False]
     assert replace(off, reliability=on.reliability) == on
@@ -25,28 +31,20 @@ def test_the_two_graphs_differ_in_what_is_measured_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (Options(graph=QUICKSTART, num_pairs=0), "--pairs is 0"),
-        (Options(graph=QUICKSTART, batch=0), "--batch is 0"),
-        (Options(graph=QUICKSTART, new_tokens=1), "--new-tokens is 1"),
-        (Options(graph=QUICKSTART, batch=200), "limits.max_num_seqs is 16, and a batch of 200 needs 100"),
-        (
-            Options(graph=QUICKSTART, overrides=("deploy.experts.servers=0", "deploy.experts.replicas=1")),
-            "no process of it may die, so nothing is watched",
-        ),
+        (options(200), "limits.max_num_seqs is 16, and a batch of 200 needs 100"),
+        (options(overrides=("deploy.experts.servers=0", "deploy.experts.replicas=1")), "the death of any process ends this graph"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_anything_starts(options: Options, text: str) -> None:
+def test_graphs_that_cannot_be_measured_are_refused(options: DecodeOptions, text: str) -> None:
     with pytest.raises(UserError, match=text):
-        graphs_of(options)
+        read_graphs(QUICKSTART, None, options)
 
 
-async def test_both_are_asked_in_turns_and_answer_alike() -> None:
-    options = Options(graph=QUICKSTART, overrides=SMALL, batch=2, prompt_tokens=4, new_tokens=48, num_pairs=2)
-    said: list[str] = []
-    figure, note = [each async for each in measure(options, graphs_of(options), said.append)]
-    assert isinstance(figure, Figure)
+def test_both_graphs_run_in_turns_and_give_equal_tokens() -> None:
+    chosen = options(2, overrides=SMALL, prompt_tokens=4, new_tokens=48)
+    report = run_benchmark("reliability", measure(read_graphs(QUICKSTART, None, chosen), chosen), num_pairs=2)
+    (figure,) = report.figures
     assert figure.ratio is not None
-    assert figure.ratio.num_pairs == 2
-    assert figure.verdict == "not resolved"  # two pairs bound nothing
-    assert note == "tokens with and without: all 6 sequences equal"  # with those of the round that is not counted
-    assert [line.partition(":")[0] for line in said] == ["two graphs load", "pair 1 of 2", "pair 2 of 2"]
+    assert figure.ratio.count == 2
+    assert figure.verdict == "open"  # two pairs bound nothing
+    assert report.notes == ["tokens with and without: all 6 sequences equal"]  # with those of the round that is not counted

@@ -1,5 +1,4 @@
-"""The graphs of `flowrt bench transports` and `m2n`: one call is one round, every byte is checked, and gloo's rounds answer. No time
-is asserted but that it went forward."""
+"""The graphs of `flowrt bench transports` and `m2n`: one call is one round, and every byte is checked. No time is asserted."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ import pytest
 import torch
 
 import flowrt
-from flowrt.bench.gloo import GlooGroup
-from flowrt.bench.m2n import measure
-from flowrt.bench.operators import bytes_of, check, check_stamped, send, stamped
-from flowrt.bench.rounds import Rounds, block_of, many_to_many, nearest_rank, rows_and_back
-from flowrt.bench.transports import SIZES, STREAM_BYTES, stream_ring
+from flowrt.bench.cases.graphs import RoundGraph, many_to_many, rows_and_back, stream
+from flowrt.bench.cases.m2n import measure, round_seconds
+from flowrt.bench.cases.nodes import bytes_of, check_stamped, send, stamped
+from flowrt.bench.cases.transports import NUM_STREAMED, SIZES, STREAM_BYTES
+from flowrt.bench.peers.checksum import check
 from flowrt.errors import UserError
 from flowrt.graph.checks import check as problems_of
 
@@ -29,30 +28,30 @@ from flowrt.graph.checks import check as problems_of
     ],
     ids=["3:2", "1:8", "8:1", "rows 2:2", "rows 1:3"],
 )
-def test_the_graphs_are_ones_a_user_could_write(made: Rounds) -> None:
+def test_graphs_pass_the_checks_of_graph_files(made: RoundGraph) -> None:
     assert list(problems_of(made.graph)) == []
 
 
 @pytest.mark.parametrize("made", [many_to_many(3, 2, 1 << 10, "inproc"), rows_and_back(2, 3, 16, 64, "inproc")], ids=["m2n", "rows"])
-async def test_a_call_is_a_round_that_ends_after_it_began(made: Rounds) -> None:
+async def test_each_call_is_a_round_that_ends_after_it_began(made: RoundGraph) -> None:
     async with flowrt.open(replace(made.graph, processes="one")) as graph:
-        rounds = await block_of(graph, made.go, 3)
+        rounds = await round_seconds(graph, made.go, 3)
     num_ends = sum(edge.target == "output" for edge in made.graph.edges.values())
     assert [len(ends) for ends in rounds] == [num_ends] * 3
     assert all(0 < end < 60 for ends in rounds for end in ends)
 
 
-async def test_one_receiver_may_be_given_more() -> None:
-    made = many_to_many(2, 2, 1 << 10, "inproc", largest_factor=10)
+async def test_one_receiver_gets_more_in_an_uneven_round() -> None:
+    made = many_to_many(2, 2, 1 << 10, "inproc", max_factor=10)
     async with flowrt.open(replace(made.graph, processes="one")) as graph:
-        await block_of(graph, (2, 1 << 10, 0, 10), 1)
+        await round_seconds(graph, (2, 1 << 10, 0, 10), 1)
         statistics = await graph.statistics()
     sent = sum(each.payload_bytes for name, worker in statistics.items() if name.startswith("sender") for each in worker.edges)
     assert sent == 2 * (10 + 1) * (1 << 10)
 
 
-async def test_a_stream_gives_as_many_payloads_as_it_says() -> None:
-    made = stream_ring("inproc")
+async def test_stream_sends_the_payloads_that_it_counts() -> None:
+    made = stream("inproc", NUM_STREAMED)
     async with flowrt.open(replace(made.graph, processes="one")) as graph:
         await graph(go=torch.tensor([1 << 10]))
         statistics = await graph.statistics()
@@ -60,7 +59,7 @@ async def test_a_stream_gives_as_many_payloads_as_it_says() -> None:
     assert STREAM_BYTES in SIZES
 
 
-def test_a_byte_that_changed_on_the_way_is_found() -> None:
+def test_checksum_finds_a_changed_byte() -> None:
     payload = send(torch.tensor([1, 4096, -1, 1]))["to0"].clone()
     assert check_stamped(bytes_of(payload)) > 0
     payload[4000] = 2
@@ -70,24 +69,11 @@ def test_a_byte_that_changed_on_the_way_is_found() -> None:
         check(bytes_of(torch.zeros(64, dtype=torch.uint8)))
 
 
-def test_a_stamp_is_read_back_from_rows_too() -> None:
+def test_time_is_read_back_from_rows() -> None:
     rows = stamped([torch.ones(2 * 4 * 8, dtype=torch.uint8)])[0].view(torch.bfloat16).reshape(4, 8)
     assert check_stamped(bytes_of(rows)) > 0
 
 
-def test_the_nearest_rank_is_one_of_the_values() -> None:
-    values = [float(number) for number in range(100, 0, -1)]
-    assert (nearest_rank(values, 0.99), nearest_rank(values, 0.5), nearest_rank([3.0], 0.99)) == (99.0, 50.0, 3.0)
-
-
-async def test_gloo_makes_rounds_of_each_kind_and_ends() -> None:
-    async with GlooGroup(1, 1) as gloo:
-        for method in ("all_to_all", "isend", "rows", "echo"):
-            times = await gloo.round_seconds(method, 3, 1 << 10)
-            assert len(times) == 3
-            assert min(times) > 0
-
-
-async def test_numbers_that_make_no_round_are_the_users_to_mend() -> None:
+async def test_numbers_that_make_no_round_are_refused() -> None:
     with pytest.raises(UserError, match="at least 1 sender"):
-        await anext(measure(0, 4, 1 << 10, 20, "auto"))
+        await anext(measure(0, 4, 1 << 10, "auto"))

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph
-from flowrt.bench.report import Machine
+from flowrt.bench.report.report import Machine
 from flowrt.chaos.beside import Beside
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import is_alive

@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("bench hop --pairs 0", "--pairs"),
         ("bench hop --pairs x", "--pairs"),
         (f"bench hop --json {tmp_path}/no/x.json", "there is no folder"),
-        ("bench transports --plot x.txt", "--plot x.txt: draws .svg"),
+        ("bench transports --plot x.txt", "--plot x.txt: unknown format"),
         (f"bench transports --plot {tmp_path}/no/x.svg", "its folder does not exist"),
         ("bench m2n --bytes -1", "--bytes"),
         ("bench links --dilation 0", "--dilation"),

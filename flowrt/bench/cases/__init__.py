@@ -1,0 +1,1 @@
+"""The benchmarks: each module measures the figures of one `flowrt bench` command."""

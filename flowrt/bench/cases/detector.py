@@ -1,0 +1,263 @@
+"""How soon a process that stands still is marked dead, and how often a slow one is: real processes and a real monitor.
+
+This process relays heartbeats to the monitor, as the launcher does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from flowrt.actors.control import Condemned, Control, Heartbeat, Joined, Left, Start, Stop, Suspected, as_message, from_message
+from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
+from flowrt.actors.links import LOST
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN, WorkHabits
+from flowrt.bench.report.figures import Figure, Target, judge, nearest_rank, quantile_interval
+from flowrt.bench.report.report import say
+from flowrt.graph.model import GATEWAY
+from flowrt.launcher.transport_choice import usable_cores
+from flowrt.processes.fork_server import CONTROL_LIMITS
+from flowrt.processes.fork_server_client import ForkServerProcess
+from flowrt.reliability.detector import SEEN_SHARE, Timeouts
+from flowrt.seams import RealClock, Running
+from flowrt.transports.contract import Identity
+from flowrt.transports.stream import StreamChannel
+from flowrt.transports.wire.message import Message
+
+STALL_SECONDS, STALL_EVERY_SECONDS, PROCESSES_PER_CORE = 0.3, 10.0, 8
+P99_TARGET = Target(1.2)  # seconds from the fault to the verdict
+CLAIMED_SECONDS = 3600.0  # of a crowd, without a false verdict
+MIN_OF_P99, MIN_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
+_VERDICT_SECONDS = 30.0
+_WORKER, _MONITOR = "flowrt.bench.peers.heartbeats:run_worker", "flowrt.workers.monitor:run_monitor"
+_SAY_EVERY_TRIES, _SAY_EVERY_SECONDS = 5, 30.0
+_PAUSE = "pause"
+_FAULTS = {_PAUSE: "loop stopped by SIGSTOP", BLOCK: "loop asleep", SPIN: "loop busy", HANG: "operation hung"}
+
+
+@dataclass
+class WatchedWorker:
+    name: str
+    incarnation: str
+    host: str
+    pid: int
+    channel: StreamChannel
+    heard_at: float = field(default_factory=time.monotonic)
+    stalled_seconds: float = 0.0  # of its latest stall
+
+
+class _Launcher:
+    """The source of this process's own heartbeats."""
+
+    incarnation, num_firings = "bench", 0
+    running: Running | None = None
+
+
+class Crowd:
+    """Workers that send heartbeats and a monitor that receives them by way of this process."""
+
+    def __init__(self, fork_server: ForkServerProcess, tasks: asyncio.TaskGroup, monitor: StreamChannel, habits: WorkHabits) -> None:
+        self._fork_server, self._tasks, self._monitor = fork_server, tasks, monitor
+        self._graph = msgspec.json.encode(habits)
+        self._num_started = 0
+        self._relays = {
+            "verdicts": tasks.create_task(self._read_verdicts()),
+            "own": tasks.create_task(send_heartbeats(_Launcher(), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)),
+        }
+        self.workers: dict[str, WatchedWorker] = {}
+        self.verdicts: asyncio.Queue[tuple[float, Condemned]] = asyncio.Queue()
+        self.counts: Counter[str] = Counter()
+        self.longest_gap_seconds = 0.0
+
+    async def start(self, name: str) -> None:
+        self._num_started += 1
+        worker = self.workers[name] = await fork_worker(self._fork_server, name, self._num_started, _WORKER, self._graph)
+        self._relays[name] = self._tasks.create_task(self._relay(worker), name=f"relay of {name}")
+        await self._send(Joined(name, worker.incarnation, {}, worker.pid))
+
+    async def kill(self, name: str) -> None:
+        """Kills this worker and notifies the monitor."""
+        worker = self.workers.pop(name)
+        self._relays.pop(name).cancel()
+        await self._send(Left(name, worker.incarnation, "replaced"))
+        await self._fork_server.kill(worker.host, signal.SIGKILL)
+        await worker.channel.aclose()
+
+    async def inject(self, name: str, fault: str) -> None:
+        worker = self.workers[name]
+        if fault == _PAUSE:
+            os.kill(worker.pid, signal.SIGSTOP)
+        else:
+            await worker.channel.send(Message(fault))
+
+    async def stall(self, name: str) -> None:
+        """Stops a worker for STALL_SECONDS, or longer when this process has no turn meanwhile."""
+        worker, begun = self.workers[name], time.monotonic()
+        os.kill(worker.pid, signal.SIGSTOP)
+        await asyncio.sleep(STALL_SECONDS)
+        os.kill(worker.pid, signal.SIGCONT)
+        worker.stalled_seconds = time.monotonic() - begun
+
+    async def end(self) -> None:
+        for task in self._relays.values():
+            task.cancel()
+        await self._send(Stop())
+        for channel in (self._monitor, *(worker.channel for worker in self.workers.values())):
+            await channel.aclose()
+
+    async def _relay(self, worker: WatchedWorker) -> None:
+        with contextlib.suppress(*LOST):
+            while True:
+                heartbeat = from_message(await worker.channel.recv())
+                assert isinstance(heartbeat, Heartbeat)
+                now = time.monotonic()
+                self.longest_gap_seconds = max(self.longest_gap_seconds, now - worker.heard_at)
+                worker.heard_at = now
+                self._send_nowait(msgspec.structs.replace(heartbeat, process=worker.name, pid=worker.pid))
+
+    async def _read_verdicts(self) -> None:
+        with contextlib.suppress(*LOST):
+            while True:
+                control = from_message(await self._monitor.recv())
+                self.counts[control.kind] += 1
+                if isinstance(control, Condemned):
+                    self.verdicts.put_nowait((time.monotonic(), control))
+
+    def _send_nowait(self, heartbeat: Control) -> None:
+        """Never waits: a heartbeat that finds no room is of no use later."""
+        self._monitor.send_nowait(as_message(heartbeat))
+
+    async def _send(self, control: Control) -> None:
+        await self._monitor.send(as_message(control))
+
+
+async def fork_worker(fork_server: ForkServerProcess, name: str, number: int, worker: str, graph: bytes) -> WatchedWorker:
+    """The incarnation `number` of a worker."""
+    host, incarnation = f"{name}.{number}", f"{number:x}"
+    pid, (connection,) = await fork_server.fork(host, [name], worker, 1, "warning")
+    channel = await StreamChannel.from_socket(connection, CONTROL_LIMITS, Identity(name))
+    await channel.send(as_message(Start(name, incarnation, graph, b"")))
+    return WatchedWorker(name, incarnation, host, pid, channel)
+
+
+@asynccontextmanager
+async def new_crowd(names: Sequence[str], habits: WorkHabits) -> AsyncIterator[Crowd]:
+    """All processes end with the block."""
+    fork_server = ForkServerProcess(f"bench-detector-{os.getpid()}", lambda host, line: say(f"[{host}] {line}"), lambda host, status: None)
+    try:
+        await fork_server.start([_WORKER.partition(":")[0], _MONITOR.partition(":")[0]])
+        async with asyncio.TaskGroup() as tasks:
+            monitor = await fork_worker(fork_server, "monitor", 0, _MONITOR, b"{}")
+            crowd = Crowd(fork_server, tasks, monitor.channel, habits)
+            for name in names:
+                await crowd.start(name)
+            yield crowd
+            await crowd.end()
+    finally:
+        await fork_server.aclose()
+
+
+async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, list[float]]:
+    """Seconds from a fault to its verdict, by kind of fault."""
+    names = [f"experts.{number}" for number in range(num_workers)]
+    seconds: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
+    async with new_crowd(names, WorkHabits()) as crowd:
+        for number in range(num_tries):
+            for fault in _FAULTS:
+                name = random.choice(names)
+                await asyncio.sleep(random.uniform(1.0, 1.3))  # it has sent heartbeats and computed, and faults fall into any phase
+                begun = time.monotonic()
+                await crowd.inject(name, fault)
+                async with asyncio.timeout(_VERDICT_SECONDS):
+                    at, verdict = await crowd.verdicts.get()
+                if verdict.process != name:
+                    raise AssertionError(f"{verdict.process} was marked dead ({verdict.why}) and not {name} ({fault}, try {number})")
+                seconds[fault].append(at - begun)
+                await crowd.kill(name)
+                await crowd.start(name)
+            if (number + 1) % _SAY_EVERY_TRIES == 0:
+                say(f"{number + 1} of {num_tries} of each kind, the slowest {max(map(max, seconds.values())):.2f} s")
+    return seconds
+
+
+@dataclass(frozen=True)
+class FalseVerdicts:
+    """What the detector did while no process stood still for long. `verdicts`: the false ones. `num_long_stalls`: stalls that lasted so
+    long, since the benchmark itself had no turn, that a verdict on them is right."""
+
+    num_workers: int
+    seconds: float
+    num_stalls: int
+    num_long_stalls: int
+    num_suspected: int
+    verdicts: list[str]
+    longest_gap_seconds: float  # between two heartbeats of a worker, as they came here
+
+
+async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdicts:
+    """All workers compute all the time, and each is stopped for STALL_SECONDS once in STALL_EVERY_SECONDS."""
+    names = [f"experts.{number}" for number in range(num_workers)]
+    enough_seconds = SEEN_SHARE * Timeouts().dead_seconds
+    num_stalls = num_long_stalls = 0
+    verdicts: list[str] = []
+    async with new_crowd(names, WorkHabits(rest_seconds=0.0)) as crowd:
+        await asyncio.sleep(1.0)
+        begun = said = time.monotonic()
+        while (now := time.monotonic()) < begun + seconds:
+            if now - said >= _SAY_EVERY_SECONDS:
+                said = now
+                say(f"{now - begun:.0f} s of {seconds:.0f} s, {num_stalls} stalls, {len(verdicts)} false verdicts")
+            for name in names:
+                await crowd.stall(name)
+                num_stalls += 1
+                num_long_stalls += crowd.workers[name].stalled_seconds >= enough_seconds
+                await asyncio.sleep(max(0.0, STALL_EVERY_SECONDS / num_workers - STALL_SECONDS))
+                while not crowd.verdicts.empty():
+                    _, verdict = crowd.verdicts.get_nowait()
+                    if not (verdict.why.startswith("stopped") and crowd.workers[verdict.process].stalled_seconds >= enough_seconds):
+                        verdicts.append(f"{verdict.process}: {verdict.why}")
+        silent = max(time.monotonic() - worker.heard_at for worker in crowd.workers.values())  # no heartbeat since
+        longest = max(crowd.longest_gap_seconds, silent)
+        watched = time.monotonic() - begun
+        return FalseVerdicts(num_workers, watched, num_stalls, num_long_stalls, crowd.counts[Suspected.kind], verdicts, longest)
+
+
+async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Result]:
+    """The lines of `flowrt bench detector`; num_tries or seconds 0: without that part."""
+    if num_tries:
+        for fault, values in (await detection_seconds(num_tries)).items():
+            yield Figure.alone(f"{_FAULTS[fault]}, until marked dead", "s", values)
+            yield f"{_FAULTS[fault]}: {times_text(values)}"
+    if seconds:
+        found = await count_false_verdicts(seconds, num_workers or PROCESSES_PER_CORE * usable_cores())
+        verdict = "not met" if found.verdicts else "met" if found.seconds >= CLAIMED_SECONDS else "open: the claim is for an hour"
+        long_stalls = f" ({found.num_long_stalls} of them long enough for a verdict)" if found.num_long_stalls else ""
+        yield (
+            f"false verdicts: {len(found.verdicts)} (target: 0; {verdict}) in {found.seconds:.0f} s, {found.num_workers} processes "
+            f"computing on {usable_cores()} cores, {found.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
+            f"{found.num_suspected} suspicions, longest gap between two heartbeats {found.longest_gap_seconds:.2f} s"
+        )
+        for each in found.verdicts:
+            yield f"false verdict: {each}"
+
+
+def times_text(seconds: Sequence[float]) -> str:
+    """The median, the 99th percentile where there are enough values for one, the worst, and whether the target is met."""
+    parts = [f"p50 {nearest_rank(seconds, 0.5):.3f} s"]
+    if len(seconds) >= MIN_OF_P99:
+        parts.append(f"p99 {nearest_rank(seconds, 0.99):.3f} s")
+    low, high = quantile_interval(seconds, 0.99) if len(seconds) >= MIN_OF_VERDICT else (-math.inf, math.inf)
+    verdict = judge(low, high, P99_TARGET)
+    return f"{', '.join(parts)}, worst {max(seconds):.3f} s of {len(seconds)} (target: p99 {P99_TARGET} s; {verdict})"

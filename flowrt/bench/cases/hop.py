@@ -1,0 +1,72 @@
+"""What a message costs: hops within a process beside asyncio queues, round trips between processes beside pyzmq."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.cases.graphs import HopGraph, chain, ring
+from flowrt.bench.measure.benchmark import BLOCK_SECONDS, Measure, Result, Trial, seconds_per_call
+from flowrt.bench.peers.channels import channel_echo
+from flowrt.bench.peers.echo import PYZMQ, ZeroMQEcho, measure_echo, queue_echo_seconds, zeromq_echo
+from flowrt.bench.report.figures import Target
+from flowrt.transports.registry import unavailable_reason
+
+ECHO_TARGET = Target(1.5)  # a hop to an asyncio.Queue echo: there and back, 6 to 8 us
+TRANSPORTS = ("shm", "zmq")
+SIZES = {64: "64 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB"}
+# Round trips to pyzmq's asyncio sockets over ipc.
+ACTOR_TARGETS = {("shm", 64): Target(0.33), ("shm", 64 << 10): Target(1.0)}
+CHANNEL_TARGETS = {("shm", 64): Target(0.25), ("shm", 64 << 10): Target(1.0)}
+
+
+async def measure(within_only: bool = False) -> AsyncIterator[Result]:
+    """Figures in microseconds; a note says which transport cannot be measured here, and why."""
+    for name, hops in (("hop, two workers of one process", ring("one")), ("hop, two operators fused in one worker", chain())):
+        async with open_graph(hops.graph) as graph:
+            yield Trial.paired(name, "us", measure_hop(graph, hops, payload_of(64)), "asyncio.Queue echo", _queue_echo, ECHO_TARGET)
+    if within_only:
+        return
+    async with zeromq_echo() as peer:
+        for transport in TRANSPORTS:
+            if (reason := unavailable_reason(transport)) is not None:
+                yield f"{transport}: {reason}"
+                continue
+            async for result in _between_processes(transport, peer):
+                yield result
+
+
+async def _between_processes(transport: str, peer: ZeroMQEcho) -> AsyncIterator[Result]:
+    """Over the transport alone, as bare as the peer; then from actor to actor."""
+    hops = ring("many", transport)
+    async with AsyncExitStack() as stack:
+        echo = await stack.enter_async_context(channel_echo(transport))
+        graph = await stack.enter_async_context(open_graph(hops.graph))
+        for size, text in SIZES.items():
+            payload = payload_of(size)
+            theirs = measure_echo(peer, payload.numpy())
+            name, target = f"channel round trip, {transport}, {text}", CHANNEL_TARGETS.get((transport, size))
+            yield Trial.paired(name, "us", measure_echo(echo, payload.numpy()), PYZMQ, theirs, target)
+            name, target = f"actor round trip, {transport}, {text}", ACTOR_TARGETS.get((transport, size))
+            yield Trial.paired(name, "us", measure_hop(graph, hops, payload, 2), PYZMQ, theirs, target)
+
+
+async def _queue_echo() -> float:
+    return 1e6 * await queue_echo_seconds(max(1, int(BLOCK_SECONDS / 7e-6)), object())
+
+
+def measure_hop(graph: RunningGraph, hops: HopGraph, payload: Any, num_hops: int = 1) -> Measure[float]:
+    """Microseconds of `num_hops` hops; a round trip is two."""
+
+    async def measure() -> float:
+        return 1e6 * num_hops * await seconds_per_call(lambda: graph(x=payload)) / hops.num_hops
+
+    return measure
+
+
+def payload_of(size: int) -> Any:
+    import torch
+
+    return torch.ones(size, dtype=torch.uint8)

@@ -1,0 +1,161 @@
+"""Emulated links between processes beside their own profiles: latency, bandwidth, and flows that share a NIC.
+
+Latencies are one way, from the call of `send` to the return of `recv` in the other process, on the clock that both share. Every figure is
+in the time of the profile: divided by the dilation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from statistics import median
+
+from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.peers.links import Arrival, Flow, LinkPeer, LinkSetting, link_peer
+from flowrt.bench.report.figures import Figure, Target
+from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
+from flowrt.errors import UserError
+from flowrt.launcher.transport_choice import AUTO, BETWEEN
+from flowrt.observe import duration_text
+from flowrt.timer import measure_lateness, new_timer
+from flowrt.transports.emulation.profiles import LinkProfile, profile_of
+from flowrt.transports.errors import AddressError
+from flowrt.transports.registry import transport_class, unavailable_reason
+
+NUM_FLOWS = 8
+BULK_BYTES, SMALL_BYTES = 1 << 20, 64
+WITHIN = 0.05
+REAL_BYTES_PER_SECOND = 0.12e9  # that this machine moves, whatever the link: its own copies must not count
+LEAD_SECONDS = 0.2  # from the request to send to the first message
+
+
+@dataclass(frozen=True)
+class LinkCase:
+    """`senders`: the flows of each sending process. A latency is that of the last flow of all."""
+
+    name: str
+    senders: Sequence[Sequence[Flow]]
+    modelled_seconds: float
+    is_bandwidth: bool = False
+
+    def measured_seconds(self, received: Sequence[Arrival], dilation: float) -> float:
+        """From the first send to the last arrival of all flows, or the median latency of the last flow."""
+        if self.is_bandwidth:
+            first = min(each.sent_seconds for each in received)
+            return (max(each.received_seconds for each in received) - first) / dilation
+        last_flow = max(each.flow for each in received)
+        return median(each.received_seconds - each.sent_seconds for each in received if each.flow == last_flow) / dilation
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(flow.num_messages * flow.num_bytes for flows in self.senders for flow in flows)
+
+
+def cases_of(profile: LinkProfile, dilation: float) -> list[LinkCase]:
+    """Pauses are in real seconds."""
+    small, bulk = profile.seconds(SMALL_BYTES), profile.seconds(BULK_BYTES)
+    busy = profile.busy_seconds(BULK_BYTES)
+    stream = Flow(8, BULK_BYTES)
+    background = Flow(16, BULK_BYTES)
+    many = NUM_FLOWS * stream.num_messages * busy + profile.latency_seconds
+    beside = (NUM_FLOWS + 1) * profile.busy_seconds(SMALL_BYTES) + profile.latency_seconds
+    num_small = max(2, int(background.num_messages * NUM_FLOWS * busy / (3 * beside)))
+    return [
+        LinkCase("latency, 64 B", [[Flow(12, SMALL_BYTES, 2 * small * dilation)]], small),
+        LinkCase("latency, 1 MiB", [[Flow(6, BULK_BYTES, 2 * bulk * dilation)]], bulk),
+        LinkCase("bandwidth, 1 flow", [[stream]], stream.num_messages * busy + profile.latency_seconds, True),
+        LinkCase(f"bandwidth, {NUM_FLOWS} flows of one process to one", [[stream] * NUM_FLOWS], many, True),
+        LinkCase(f"bandwidth, {NUM_FLOWS} processes to one", [[stream]] * NUM_FLOWS, many, True),
+        LinkCase(
+            f"latency, 64 B beside {NUM_FLOWS} flows of 1 MiB",
+            [[background] * NUM_FLOWS + [Flow(min(20, num_small), SMALL_BYTES, 2 * beside * dilation)]],
+            beside,
+        ),
+    ]
+
+
+async def choose_dilation(profile: LinkProfile, wanted: float | None) -> float:
+    """`wanted`, or one that this machine allows. Raises UserError with the smallest when `wanted` is too small."""
+    timer = new_timer()
+    try:
+        lateness = await measure_lateness(timer)
+    finally:
+        timer.close()
+    times = {f"a message on link {profile.name}": profile.seconds(0)}
+    if wanted is not None:
+        check_dilation(wanted, times, lateness[0])
+        return wanted
+    smallest, _ = smallest_dilation(times, lateness[len(lateness) // 2])
+    return float(round(max(1.5 * smallest, profile.bandwidth_bytes_per_second / REAL_BYTES_PER_SECOND)))
+
+
+async def measure(link: str, dilation: float | None, transport: str) -> AsyncIterator[Result]:
+    """Each figure has the number of the profile as its peer. The last note says how many messages were late."""
+    try:
+        profile = profile_of(link)
+    except ValueError as error:
+        raise UserError(f"--profile {error}") from None
+    if profile.seconds(0) <= 0:
+        raise UserError(f"--profile {link}: an empty message takes no time; give it latency_seconds or message_seconds above 0")
+    transport = _transport_below(transport)
+    dilation = await choose_dilation(profile, dilation)
+    bulk_text = duration_text(dilation * profile.seconds(BULK_BYTES))
+    yield f"{link} at dilation {dilation:g} over {transport}; a message of 1 MiB takes {bulk_text} here"
+    setting, total = LinkSetting(transport, link, dilation), Lateness()
+    async with AsyncExitStack() as stack:
+        receiver, *senders = [await stack.enter_async_context(link_peer()) for _ in range(1 + NUM_FLOWS)]
+        for case in cases_of(profile, dilation):
+
+            async def measured(case: LinkCase = case) -> float:
+                arrivals, lateness = await measure_round(setting, case, receiver, senders)
+                total.num, total.num_late = total.num + lateness.num, total.num_late + lateness.num_late
+                return case.measured_seconds(arrivals, setting.dilation)
+
+            yield Trial([measured], lambda values, case=case: [figure_of(case, values[0])])  # type: ignore[misc]  # case is bound now
+    if total.num_late > MAX_LATE_SHARE * total.num:
+        yield f"VOID: {total.num_late} of {total.num} messages came later than modelled: this machine is too busy, or raise --dilation"
+    else:
+        yield f"{total.num_late} of {total.num} messages came later than modelled, at most one in a hundred may"
+
+
+def _transport_below(wanted: str) -> str:
+    """The given transport, or the one that `auto` takes between processes. Raises UserError."""
+    try:
+        names = [wanted] if wanted != AUTO else list(BETWEEN)
+        reasons = {name: unavailable_reason(name) for name in names}
+        for name, reason in reasons.items():
+            if reason is None and not transport_class(name).capabilities.between_processes:
+                reasons[name] = "it stays within one process"
+    except AddressError as error:
+        raise UserError(f"--transport {wanted}: {error}") from None
+    works = [name for name, reason in reasons.items() if reason is None]
+    if not works:
+        raise UserError(f"--transport {wanted}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    return works[0]
+
+
+async def measure_round(
+    setting: LinkSetting, case: LinkCase, receiver: LinkPeer, senders: Sequence[LinkPeer]
+) -> tuple[list[Arrival], Lateness]:
+    flows = [flow for flows in case.senders for flow in flows]
+    address = await receiver.listen(setting, flows)
+    begin = time.monotonic() + LEAD_SECONDS
+    first = 0
+    async with asyncio.TaskGroup() as group:
+        for sender, own in zip(senders, case.senders, strict=False):
+            group.create_task(sender.send(setting, address, own, first, begin))
+            first += len(own)
+        received = group.create_task(receiver.receive())
+    return received.result()
+
+
+def figure_of(case: LinkCase, measured: Sequence[float]) -> Figure:
+    wanted = [case.modelled_seconds] * len(measured)
+    if case.is_bandwidth:
+        ours, theirs = ([case.num_bytes / seconds / 1e9 for seconds in each] for each in (measured, wanted))
+        return Figure.paired(case.name, "GB/s", ours, "profile", theirs, Target(1 - WITHIN, at_most=False))
+    ours, theirs = ([1e6 * seconds for seconds in each] for each in (measured, wanted))
+    return Figure.paired(case.name, "us", ours, "profile", theirs, Target(1 + WITHIN))

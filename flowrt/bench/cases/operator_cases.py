@@ -1,0 +1,239 @@
+"""The operators of a model as things to time: what is called, and the bytes and multiplications that it needs at least."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrt.bench.cases.random_weights import CountingCheckpoint
+from flowrt.operators.attention import attention_for
+from flowrt.operators.combine import combine
+from flowrt.operators.dense import DenseMlp, SharedExperts
+from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.embedding import Embedding
+from flowrt.operators.experts import Experts
+from flowrt.operators.gate import Gate
+from flowrt.operators.head import Head
+from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.normalization import RowNorm
+from flowrt.operators.row_blocks import RowBlocks
+from flowrt.operators.sampling import sample
+from flowrt.operators.sampling_inputs import Draw, SamplingInputs
+from flowrt.operators.step_layout import StepLayout
+from flowrt.operators.weights import torch_dtype
+
+PAGE_SIZE = 16
+NUM_SERVERS = 2  # of dispatch and combine
+INSIDE = ("attention in", "attention out")  # functions that an attention block runs through its blocks
+
+
+@dataclass(frozen=True)
+class OperatorCase:
+    """One operator at one load. `calls`: one per layer, each with weights of its own. Bytes and flops are those of one call: every
+    weight, input and result once, a multiplication and its addition as two. `inside`: the parts whose seconds `parts` has."""
+
+    name: str
+    rows: int
+    num_bytes: float
+    num_flops: float
+    calls: Sequence[Callable[[], Any]]
+    parts: dict[str, float] | None = None  # seconds by name, which the calls add up
+    inside: Sequence[CasePart] = ()
+
+
+@dataclass(frozen=True)
+class CasePart:
+    """A part of a case: the seconds under `key`, or with None the rest of the other parts."""
+
+    name: str
+    key: str | None
+    num_bytes: float
+    num_flops: float
+
+
+class TimedBlocks(RowBlocks):
+    """All rows at once, as in fast numerics, with the seconds of each function."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, function: Callable[..., Any], *rows: Tensor) -> Any:
+        start = self._clock()
+        result = function(*rows)
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
+        return result
+
+
+@dataclass
+class ModelOperators:
+    """The operators of some layers of a model, with their weights."""
+
+    config: ModelConfig
+    checkpoint: CountingCheckpoint
+    layers: Sequence[int]  # layers with experts
+    blocks: TimedBlocks = field(default_factory=TimedBlocks)
+
+    def __post_init__(self) -> None:
+        config, checkpoint, layers = self.config, self.checkpoint, self.layers
+        everything = tuple(range(config.num_experts))
+        self.embedding = Embedding(config, checkpoint)
+        self.attention = attention_for(config, checkpoint, layers, "cpu", self.blocks)
+        self.gate = Gate(config, checkpoint, layers)
+        self.dense = DenseMlp(config, checkpoint, config.dense_layers[: len(layers)])
+        self.shared = SharedExperts(config, checkpoint, layers) if config.shared_expert_width else None
+        self.experts = Experts(config, checkpoint, dict.fromkeys(layers, everything))
+        self.head = Head(config, checkpoint, "cpu", self.embedding)
+        self.itemsize = torch_dtype(config).itemsize
+
+    def weights_bytes(self, *parts: str) -> float:
+        """Of one layer."""
+        return sum(self.checkpoint.bytes_by_part.get(part, 0) for part in parts) / len(self.layers)
+
+
+def cases_of(model: ModelOperators, rows: int, context: int) -> Iterator[OperatorCase]:
+    """Every operator at `rows` rows, each the newest token of a sequence of `context`; and, from 64 rows on, one prompt of that length."""
+    config, itemsize = model.config, model.itemsize
+    hidden, vocabulary, num_active = config.hidden_size, config.vocab_size, config.num_experts_per_token
+    generator = torch.Generator().manual_seed(rows)
+    x_TH = torch.randn((rows, hidden), generator=generator).to(torch_dtype(config))
+    row_bytes = rows * hidden * itemsize
+    tokens_T = torch.randint(vocabulary, (rows,), generator=generator)
+    yield OperatorCase("embedding", rows, 2 * row_bytes, 0, [partial(model.embedding.forward, tokens_T)])
+    norm, weight_H = RowNorm(config), torch.ones(hidden, dtype=x_TH.dtype)
+    yield OperatorCase("norm", rows, 2 * row_bytes + hidden * itemsize, 4 * rows * hidden, [partial(norm, x_TH, weight_H)])
+    yield _attention(model, "attention", [1] * rows, [context] * rows, x_TH)
+    if rows >= 64:
+        yield _attention(model, "prompt", [rows], [rows], x_TH)
+    gate_bytes = model.weights_bytes("gate", "gate_bias")
+    routing_bytes = rows * num_active * (8 + itemsize)
+    gate_flops = 2 * rows * hidden * config.num_experts
+    yield OperatorCase("gate", rows, gate_bytes + row_bytes + routing_bytes, gate_flops, _each(model.gate.forward, model.layers, x_TH))
+    expert_ids_TA = torch.rand((rows, config.num_experts), generator=generator).topk(num_active).indices
+    weights_TA = torch.full((rows, num_active), 1 / num_active, dtype=x_TH.dtype)
+    yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
+    yield from _routing(model, x_TH, gate_bytes + row_bytes + routing_bytes, gate_flops)
+    yield _experts(model, x_TH, expert_ids_TA, weights_TA)
+    for name, mlp, width, layers in (
+        ("shared", model.shared, config.shared_expert_width, model.layers),
+        ("dense", model.dense, config.dense_width, config.dense_layers[: len(model.layers)]),
+    ):
+        if mlp is not None and layers:
+            mlp_bytes = 3 * hidden * width * itemsize + 3 * row_bytes
+            yield OperatorCase(name, rows, mlp_bytes, 6 * rows * hidden * width, _each(mlp.forward, layers, x_TH, x_TH))
+    logits_bytes = rows * vocabulary * 4
+    head = partial(model.head.forward, x_TH, torch.arange(rows))
+    yield OperatorCase("head", rows, vocabulary * hidden * itemsize + row_bytes + logits_bytes, 2 * rows * hidden * vocabulary, [head])
+    logits_SV = torch.randn((rows, vocabulary), generator=generator)
+    for name, temperature in (("greedy", 0.0), ("drawing", 1.0)):
+        inputs = SamplingInputs.from_draws([Draw(row, temperature, seed=row) for row in range(rows)])
+        yield OperatorCase(name, rows, logits_bytes, 0, [partial(sample, logits_SV, inputs)])
+
+
+def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_lengths: list[int], x_TH: Tensor) -> OperatorCase:
+    """The block and its parts: before attention (norm, projections, positions), attention, after it."""
+    config, itemsize, rows = model.config, model.itemsize, x_TH.shape[0]
+    num_pages = [-(-length // PAGE_SIZE) for length in kv_lengths]
+    ids = iter(torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(rows)).tolist())
+    tables = [[next(ids) for _ in range(count)] for count in num_pages]
+    pages = KvPages.for_model(config, sum(num_pages), PAGE_SIZE)
+    for layer in model.layers:
+        for block in pages.blocks(layer):
+            block.normal_()  # memory that was never written is one page of zeros
+    layout = StepLayout.from_lists(query_lengths, kv_lengths, tables, PAGE_SIZE)
+    row_bytes = rows * config.hidden_size * itemsize
+    after = model.weights_bytes("attention_output", "attention_output_bias", "mlp_norm")
+    before = model.weights_bytes(
+        "attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "latent_down", "query_down_bias", "kv_down_bias",
+        "query_latent_norm", "kv_latent_norm", "query_up", "kv_up",
+    )  # fmt: skip
+    latent = config.latent
+    read_width, scored_width = config.kv_width, 2 * config.head_dim
+    if latent is not None:
+        scored_width = latent.page_width + latent.rank
+    if len(query_lengths) == rows:
+        num_scores = sum(kv_lengths)
+    else:
+        num_scores = rows * (rows + 1) // 2
+    attended = config.num_heads * (config.head_dim if latent is None else latent.value_width)
+    attend_bytes = (sum(kv_lengths) * read_width + 2 * rows * attended) * itemsize
+    attend_flops = 2 * num_scores * config.num_heads * scored_width
+    before_flops, after_flops = (2 * rows * each / itemsize for each in (before, after))
+    inside = (
+        CasePart(f"{name}: in", INSIDE[0], before + row_bytes + rows * (attended + read_width) * itemsize, before_flops),
+        CasePart(f"{name}: attend", None, attend_bytes, attend_flops),
+        CasePart(f"{name}: out", INSIDE[1], after + rows * attended * itemsize + 3 * row_bytes, after_flops),
+    )
+    calls = [partial(model.attention.forward, layer, x_TH, layout, pages) for layer in model.layers]
+    num_bytes = before + after + attend_bytes + 3 * row_bytes
+    return OperatorCase(name, rows, num_bytes, before_flops + attend_flops + after_flops, calls, model.blocks.seconds, inside)
+
+
+def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> Iterator[OperatorCase]:
+    """Dispatch, with the rows that are sent, and combine, over servers that hold equal shares."""
+    rows, num_active = expert_ids_TA.shape
+    copies = CopyTable.from_lists([[expert % NUM_SERVERS] for expert in range(model.config.num_experts)], NUM_SERVERS)
+    positions_T = torch.arange(rows)
+    row_bytes = model.config.hidden_size * model.itemsize
+
+    def dispatch() -> list[Tensor]:
+        return [x_TH.index_select(0, part.rows_R) for part in cut(expert_ids_TA, weights_TA, positions_T, copies)]
+
+    parts = cut(expert_ids_TA, weights_TA, positions_T, copies)
+    sent = sum(len(part.rows_R) for part in parts)
+    pair_bytes = rows * num_active * (8 + model.itemsize)
+    yield OperatorCase("dispatch", rows, 2 * sent * row_bytes + 4 * pair_bytes, 0, [dispatch])
+    answers = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
+    yield OperatorCase("combine", rows, (sent + 2 * rows) * row_bytes, sent * x_TH.shape[1], [partial(combine, x_TH, answers)])
+
+
+def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: float) -> Iterator[OperatorCase]:
+    """From normed rows to the parts that are sent: as the operators do it, and as one textbook call of torch per step, to compare
+    (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one kernel)."""
+    num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
+    copies = CopyTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
+    positions_T = torch.arange(len(x_TH))
+
+    def together(layer: int) -> list[Tensor]:
+        expert_ids_TA, weights_TA = model.gate.forward(layer, x_TH)
+        return [x_TH.index_select(0, part.rows_R) for part in cut(expert_ids_TA, weights_TA, positions_T, copies)]
+
+    def apart(weight_EH: Tensor) -> list[Tensor]:
+        scores_TE = torch.softmax(x_TH @ weight_EH.T, dim=-1, dtype=torch.float32)
+        best_TA, expert_ids_TA = scores_TE.topk(num_active, dim=-1)
+        weight_P = (best_TA / best_TA.sum(dim=-1, keepdim=True)).to(x_TH.dtype).flatten()
+        expert_P = expert_ids_TA.flatten()
+        server_P = copies.servers_EB[expert_P, 0]
+        order_P = server_P.argsort(stable=True)
+        parts = []
+        for pair_P in order_P.split(server_P.bincount(minlength=NUM_SERVERS).tolist()):
+            rows_R, row_P = torch.unique_consecutive(pair_P // num_active, return_inverse=True)
+            parts += [x_TH[rows_R], row_P, expert_P[pair_P], weight_P[pair_P]]
+        return parts
+
+    yield OperatorCase("routing", len(x_TH), num_bytes, num_flops, [partial(together, layer) for layer in model.layers])
+    weights = [torch.randn((num_experts, model.config.hidden_size)).to(x_TH.dtype) for _ in model.layers]
+    yield OperatorCase("routing: separate", len(x_TH), num_bytes, num_flops, [partial(apart, weight_EH) for weight_EH in weights])
+
+
+def _experts(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> OperatorCase:
+    rows, num_active = expert_ids_TA.shape
+    config = model.config
+    row_P = torch.arange(rows).repeat_interleave(num_active)
+    expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
+    expert_elements = 3 * config.hidden_size * config.expert_width
+    touched = expert_P.unique().numel()
+    calls = _each(model.experts.forward, model.layers, x_TH, row_P, expert_P, weight_P)
+    num_bytes = touched * expert_elements * model.itemsize + 2 * x_TH.nbytes
+    return OperatorCase("experts", rows, num_bytes, 2 * expert_P.numel() * expert_elements, calls)
+
+
+def _each(forward: Callable[..., Any], layers: Sequence[int], *inputs: Tensor) -> list[Callable[[], Any]]:
+    return [partial(forward, layer, *inputs) for layer in layers]

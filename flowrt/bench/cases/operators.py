@@ -1,0 +1,120 @@
+"""Each operator's time beside its roofline: the longer of reading every byte once and of computing, at the measured rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
+from flowrt.bench.report.report import Section, new_table, say
+
+if TYPE_CHECKING:
+    from flowrt.bench.cases.operator_cases import CasePart, OperatorCase
+
+MIN_TRIES, MAX_TRIES = 5, 40
+CASE_SECONDS = 0.4  # for one operator at one load
+CACHE_BYTES = 128 << 20  # read between tries, so that weights come from memory, as they do in a model
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions:
+    """`model` None: random weights of the given sizes (random_weights.model_like_qwen3); else the first `layers` of that checkpoint."""
+
+    model: Path | None = None
+    sizes: dict[str, int]
+    dtype: str = "float32"
+    rows: Sequence[int] = (1, 4, 8, 32, 128, 512)
+    context: int = 64
+    layers: int = 4
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """Seconds of one call, in one layer, by limits.clock_for: the minimum of `num_tries`, because other load only adds; and the median."""
+
+    operator: str
+    rows: int
+    seconds: float
+    median_seconds: float
+    num_tries: int
+    num_bytes: float
+    num_flops: float
+
+    def fraction(self, limits: MachineLimits, dtype: str) -> float:
+        """Of the limit: 1 is as fast as the machine allows."""
+        return limits.seconds(self.num_bytes, self.num_flops, dtype) / self.seconds
+
+
+async def measure(options: OperatorOptions) -> AsyncIterator[Result]:
+    """A table, and the times as records. Measures in this process."""
+    dtype = options.dtype
+    times: list[OperatorTime] = []
+    limits = measure_limits(options.threads, (dtype,))
+    for each in operator_times(options):
+        if not times or times[-1].rows != each.rows:
+            say(f"{each.rows} rows")
+        times.append(each)
+    limits = better_of(limits, measure_limits(options.threads, (dtype,)))  # other load may have started, or ended
+    rates = f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read, {limits.flops_per_second[dtype] / 1e9:.0f} GFLOP/s"
+    text = f"{dtype}, {rates}, {limits.num_threads} thread{'s' if limits.num_threads > 1 else ''}, measured now"
+    loads = list(dict.fromkeys(each.rows for each in times))
+    cells = {(each.operator, each.rows): f"{1e6 * each.seconds:.0f} {100 * each.fraction(limits, dtype):2.0f}%" for each in times}
+    rows = [(name, *(cells.get((name, load), "") for load in loads)) for name in dict.fromkeys(each.operator for each in times)]
+    table = new_table(f"operators, {dtype}", "rows", *map(str, loads), rows=rows)
+    record = [vars(each) | {"fraction": each.fraction(limits, dtype)} for each in times]
+    yield Section("times", record, [table, f"us of one call in one layer, and per cent of the limit: {text}"])
+    yield Section("limits", vars(limits))
+    yield Section("limits_text", text)
+
+
+def operator_times(options: OperatorOptions) -> Iterator[OperatorTime]:
+    """One by one, load by load. Sets torch's threads for this process."""
+    import torch
+
+    from flowrt.bench.cases.operator_cases import ModelOperators, TimedBlocks, cases_of
+    from flowrt.bench.cases.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
+    from flowrt.operators.families.registry import read_model_config
+
+    torch.set_num_threads(options.threads)
+    checkpoint: CountingCheckpoint
+    if options.model is None:
+        config, checkpoint = model_like_qwen3(**options.sizes, layers=options.layers, dtype=options.dtype), RandomCheckpoint()
+    else:
+        config, checkpoint = read_model_config(options.model, options.dtype), CountingCheckpoint(options.model)
+    with torch.inference_mode():
+        clock = clock_for(options.threads)
+        model = ModelOperators(config, checkpoint, config.moe_layers[: options.layers], TimedBlocks(clock))
+        scratch = torch.ones(CACHE_BYTES // 4)
+        for rows in options.rows:
+            for case in cases_of(model, rows, options.context):
+                time_case(case, scratch.sum, clock)  # the first makes what is made once
+                tries: list[dict[str, float]] = []
+                deadline = time.perf_counter() + CASE_SECONDS
+                while len(tries) < MIN_TRIES or (len(tries) < MAX_TRIES and time.perf_counter() < deadline):
+                    tries.append(time_case(case, scratch.sum, clock))
+                measured: list[OperatorCase | CasePart] = [case, *(part for part in case.inside if part.name in tries[0])]
+                for each in measured:
+                    values = sorted(seconds[each.name] for seconds in tries)
+                    yield OperatorTime(each.name, rows, values[0], values[len(values) // 2], len(values), each.num_bytes, each.num_flops)
+
+
+def time_case(case: OperatorCase, evict: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Seconds per call, of the whole under the case's name, and of its parts where the operator reports them."""
+    evict()
+    if case.parts is not None:
+        case.parts.clear()
+    start = clock()
+    for call in case.calls:
+        call()
+    seconds = clock() - start
+    reported = {part.name: case.parts[part.key] for part in case.inside if part.key in case.parts} if case.parts else {}
+    found = {case.name: seconds, **reported}
+    if reported:
+        rest = max(seconds - sum(reported.values()), 1e-9)
+        found |= {part.name: rest for part in case.inside if part.key is None}
+    return {name: total / len(case.calls) for name, total in found.items()}

@@ -1,0 +1,93 @@
+"""Weights for timing operators: random ones without a file, and a count of the bytes that were read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrt.operators.model_config import GateConfig, ModelConfig, RotaryConfig
+from flowrt.operators.weights import Checkpoint, torch_dtype
+
+_POOL = (1 << 20) + 7  # random numbers that all weights repeat, out of step with rows: drawing gigabytes takes long
+
+
+def model_like_qwen3(
+    *,
+    hidden: int = 1024,
+    width: int = 512,
+    experts: int = 32,
+    top_k: int = 4,
+    layers: int = 4,
+    heads: int = 16,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    vocabulary: int = 32000,
+    dtype: str = "float32",
+) -> ModelConfig:
+    """A model of these sizes with experts in every layer. The defaults are the sizes of the published figures."""
+    return ModelConfig(
+        family="qwen3_moe",
+        dtype=dtype,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_experts=experts,
+        num_experts_per_token=top_k,
+        expert_width=width,
+        dense_width=0,
+        moe_layers=tuple(range(layers)),
+        norm_epsilon=1e-6,
+        max_position_embeddings=1 << 16,
+        rotary=RotaryConfig(),
+        gate=GateConfig(normalize=1.0),
+        qk_norm=True,
+    )
+
+
+class CountingCheckpoint(Checkpoint):
+    """A checkpoint that counts the bytes of each part that were read into memory, over all layers and experts."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.bytes_by_part: dict[str, int] = {}
+
+    def read_part(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
+        read = self._read(config, part, shape, **place)
+        self.bytes_by_part[part] = self.bytes_by_part.get(part, 0) + read.nbytes
+        return read
+
+    def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
+        return super().read_part(config, part, shape, **place)
+
+
+class RandomCheckpoint(CountingCheckpoint):
+    """Every part, of any shape, filled with random numbers of the size of trained ones. Needs no directory."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.directory = Path()
+        self.bytes_by_part = {}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(_POOL, generator=self._generator)
+
+    def has_part(self, config: ModelConfig, part: str, *, layer: int = 0, expert: int = 0) -> bool:
+        return True
+
+    def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
+        out = place.get("out")
+        if out is None:
+            out = torch.empty(shape, dtype=torch_dtype(config), device=place.get("device", "cpu"))
+        if len(shape) == 1:
+            return out.fill_(1.0)
+        drawn = (self._pool * shape[-1] ** -0.5).to(out.dtype)
+        start = int(torch.randint(_POOL, (1,), generator=self._generator))
+        flat = out.view(-1)
+        for begin in range(0, flat.numel(), _POOL):
+            piece = flat[begin : begin + _POOL]
+            piece.copy_(drawn.roll(start)[: piece.numel()])
+        return out

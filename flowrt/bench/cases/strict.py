@@ -1,0 +1,85 @@
+"""What strict numerics cost: two graphs that differ in `numerics:` alone, and the check at the start, timed alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flowrt.api import open_graph, read_graph
+from flowrt.bench.cases.decode import agreement_record, measure_batch
+from flowrt.bench.cases.options import DecodeOptions
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
+from flowrt.bench.measure.graph_side import GraphSide, check_room
+from flowrt.bench.peers.process import start_peer
+from flowrt.bench.report.report import Section, say
+from flowrt.graph.model import Graph
+from flowrt.operators.families.registry import read_model_config
+
+NUM_PROOFS = 3
+NUM_SERVERS = 2  # of the graph that is used when none is given
+PAGE_SIZE = 16
+
+
+def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: DecodeOptions) -> tuple[Graph, Graph]:
+    """(strict, fast): the same processes, threads, limits and placement. Without a graph file: one group and two expert servers."""
+    overrides = [f"model.dtype={dtype}", "numerics=strict", *options.overrides]
+    if graph_file is not None:
+        strict = read_graph(graph_file, overrides, model)
+    else:
+        pages = max(options.batch) * -(-(options.prompt_tokens + options.new_tokens) // PAGE_SIZE)
+        limits = {"max_num_seqs": max(options.batch), "kv_pages": pages, "page_size": PAGE_SIZE, "max_tokens": options.new_tokens}
+        document = {"flowrt": 1, "model": {"path": str(model.absolute())}, "deploy": {"experts": {"servers": NUM_SERVERS}}}
+        with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+            path = Path(folder) / "graph.yaml"
+            path.write_text(json.dumps({**document, "limits": limits}))
+            strict = read_graph(path, overrides)
+    check_room(strict, options.batch, options.prompt_tokens, options.new_tokens)
+    return strict, replace(strict, numerics="fast")
+
+
+async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) -> AsyncIterator[Result]:
+    vocab_size = read_model_config(model).vocab_size
+    for dtype in options.dtype:
+        graphs = read_graphs(model, graph_file, dtype, options)
+        num_threads = next((number for number in graphs[0].threads.values() if isinstance(number, int)), 1)
+        async with start_peer("the check of strict numerics", __name__, model, dtype, num_threads) as (_, facts):
+            seconds: list[float] = facts["seconds"]
+        agreements: dict[str, TokenAgreement] = {}
+        async with AsyncExitStack() as stack:
+            say(f"{dtype}: loading two graphs")
+            sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), graph.numerics) for graph in graphs]
+            for batch in options.batch:
+                prompts = prompts_of(batch, options.prompt_tokens, vocab_size)
+                async for result in measure_batch(sides, prompts, dtype, options, agreements):
+                    yield result
+            blocks = {name: each.strict_blocks for name, each in (await sides[0].graph.statistics()).items()}
+        for text in dict.fromkeys(blocks.values()):
+            yield f"{dtype}, {', '.join(name for name in blocks if blocks[name] == text)}: {text}"
+        median = statistics.median(seconds)
+        yield f"check of all functions at the start, {dtype}: {median:.2f} s with {num_threads} threads, median of {len(seconds)}"
+        record = {"tokens": agreement_record(agreements), "blocks": blocks, "threads": num_threads, "proof_seconds": seconds}
+        yield Section(dtype, record)
+
+
+@contextmanager
+def open_peer(model: str, dtype: str, num_threads: str) -> Iterator[tuple[dict[str, Any], None]]:
+    """How long the check of every function of a model takes, NUM_PROOFS times, in a process of its own."""
+    import torch
+
+    from flowrt.operators.proof import prove_model
+
+    torch.set_num_threads(int(num_threads))
+    seconds = []
+    for _ in range(NUM_PROOFS):
+        start = time.perf_counter()
+        prove_model(Path(model), dtype)
+        seconds.append(time.perf_counter() - start)
+    yield {"seconds": seconds}, None

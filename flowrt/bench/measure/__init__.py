@@ -1,0 +1,1 @@
+"""How a benchmark measures: alternating pairs, decoding runs, memory, and the limits of the machine."""

@@ -1,0 +1,148 @@
+"""Echoes of packages that are measured where they are installed: ucxx, Ray's compiled graphs, xoscar's actors."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from flowrt.bench.peers.checksum import check
+from flowrt.bench.peers.process import Peer, Served, start_peer
+
+NAMES = {"ucxx": "bare ucxx", "ray": "Ray compiled graph", "xoscar": "xoscar actor call"}
+
+
+class PackageEcho:
+    """Round trips between two processes of a package; both ends read and check every byte."""
+
+    def __init__(self, ends: list[Peer]) -> None:
+        self._ends = ends
+
+    async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
+        num_bytes = memoryview(payload).nbytes
+        responses = await asyncio.gather(*(end.ask(num_rounds=num_rounds, num_bytes=num_bytes) for end in self._ends))
+        seconds: list[float] = responses[-1]["seconds"]
+        return statistics.median(seconds)
+
+
+@asynccontextmanager
+async def package_echo(package: str) -> AsyncIterator[PackageEcho]:
+    async with AsyncExitStack() as stack:
+        peer, facts = await stack.enter_async_context(start_peer(NAMES[package], __name__, package))
+        ends = [peer]
+        if package == "ucxx":  # both of its ends need the number of rounds; the other packages start their second process themselves
+            other, _ = await stack.enter_async_context(start_peer(NAMES[package], __name__, package, facts["port"]))
+            ends.append(other)
+        echo = PackageEcho(ends)
+        await echo.round_trip_seconds(10, b"\x01")
+        yield echo
+
+
+def installed_packages() -> tuple[list[str], list[str]]:
+    """The packages that can be imported here, and the others."""
+    installed = [package for package in NAMES if importlib.util.find_spec(package) is not None]
+    return installed, [package for package in NAMES if package not in installed]
+
+
+def open_peer(package: str, *port: str) -> object:
+    return _ucxx(*map(int, port)) if package == "ucxx" else _ray() if package == "ray" else _xoscar()
+
+
+@contextmanager
+def _ray() -> Iterator[tuple[dict[str, Any], Callable[..., dict[str, Any]]]]:
+    """An actor behind a compiled graph: Ray's fastest way between two processes of a machine."""
+    import ray
+    from ray.dag import InputNode
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+    class Echo:
+        def echo(self, payload: Any) -> Any:
+            check(payload)
+            return payload
+
+    with InputNode() as node:
+        graph = ray.remote(Echo).remote().echo.bind(node)
+    graph = graph.experimental_compile()
+
+    def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
+        payload = np.ones(num_bytes, np.uint8)
+        times = []
+        for _ in range(num_rounds):
+            start = time.perf_counter()
+            check(ray.get(graph.execute(payload)))
+            times.append(time.perf_counter() - start)
+        return {"seconds": times}
+
+    yield {}, respond
+    graph.teardown()
+    ray.shutdown()
+
+
+@asynccontextmanager
+async def _xoscar() -> AsyncIterator[Served]:
+    """A call of an actor in another process of a pool."""
+    import xoscar
+
+    from flowrt.bench.peers.xoscar_actor import XoscarEcho
+
+    pool = await xoscar.create_actor_pool("127.0.0.1", n_process=1)
+    strategy = xoscar.allocate_strategy.ProcessIndex(1)
+    echo = await xoscar.create_actor(XoscarEcho, address=pool.external_address, uid="echo", allocate_strategy=strategy)
+
+    async def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
+        payload = np.ones(num_bytes, np.uint8)
+
+        async def once() -> None:
+            check(await echo.echo(payload))
+
+        return await _timed(once, num_rounds)
+
+    yield {}, respond
+    await pool.stop()
+
+
+@asynccontextmanager
+async def _ucxx(port: int | None = None) -> AsyncIterator[Served]:
+    """One end of bare endpoints, buffers made once. Without a port: the end that listens."""
+    os.environ.setdefault("UCXPY_PROGRESS_MODE", "blocking")  # as fast as polling, and no thread spins
+    import ucxx
+
+    connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    if port is None:
+        listener = ucxx.create_listener(connected.set_result)
+    else:
+        connected.set_result(await ucxx.create_endpoint("127.0.0.1", port))
+
+    async def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
+        endpoint = await connected
+        payload, received = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+
+        async def once() -> None:
+            if port is not None:
+                await endpoint.send(payload)
+            await endpoint.recv(received)
+            check(received)
+            if port is None:
+                await endpoint.send(received)
+
+        return await _timed(once, num_rounds)
+
+    yield {"port": listener.port} if port is None else {}, respond
+    (await connected).abort()
+
+
+async def _timed(once: Callable[[], Awaitable[None]], num_rounds: int) -> dict[str, Any]:
+    times = []
+    for _ in range(num_rounds):
+        start = time.perf_counter()
+        await once()
+        times.append(time.perf_counter() - start)
+    return {"seconds": times}

@@ -1,0 +1,1 @@
+"""What a benchmark publishes: figures with intervals and verdicts, tables, JSON and plots."""

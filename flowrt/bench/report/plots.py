@@ -1,0 +1,127 @@
+"""Pictures of what a benchmark found. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowrt.bench.report.report import BenchmarkReport
+from flowrt.errors import UserError
+
+FORMATS = (".svg", ".png", ".pdf")
+COPIES = 2  # of a round trip: one each way is the minimum
+LIMIT = "memcpy"
+_COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "open": "#c9a227", None: "#5b7083"}
+
+
+def plot_ratios(report: BenchmarkReport, path: str) -> None:
+    """The ratio of each figure with its interval, and its target as a mark. Raises UserError when the file cannot be written."""
+    ratios = [(figure, figure.ratio) for figure in report.figures if figure.ratio is not None]
+    picture, axes = new_picture((8, 0.6 + 0.38 * len(ratios)))
+    for place, (figure, ratio) in enumerate(ratios):
+        axes.barh(place, ratio.median, color=_COLOURS[figure.verdict], height=0.6)
+        if ratio.low > float("-inf"):
+            axes.plot([ratio.low, ratio.high], [place, place], color="black", linewidth=1.2)
+        if figure.target is not None:
+            axes.plot([figure.target.bound] * 2, [place - 0.42, place + 0.42], color="black", linewidth=2.0)
+    axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(ratios)), [f"{figure.name}, to {figure.peer}" for figure, _ in ratios])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s, ratio to the peer (line: 95 % interval; thick mark: target)")
+    save_picture(picture, path)
+
+
+def plot_operators(report: BenchmarkReport, path: str) -> None:
+    """A bar for the fraction of the limit of each operator and number of rows. Raises UserError as `plot_ratios`."""
+    times = report.details["times"]
+    names = list(dict.fromkeys(each["operator"] for each in times))
+    loads = list(dict.fromkeys(each["rows"] for each in times))
+    height = 0.8 / len(loads)
+    picture, axes = new_picture((8, 1.2 + 0.13 * len(loads) * len(names)))
+    colours = _pyplot().get_cmap("viridis")
+    for number, rows in enumerate(loads):
+        found = [each for each in times if each["rows"] == rows]
+        places = [names.index(each["operator"]) + (number - (len(loads) - 1) / 2) * height for each in found]
+        colour = colours(number / max(1, len(loads) - 1))
+        axes.barh(places, [100 * each["fraction"] for each in found], height=height, color=colour, label=f"{rows} rows")
+    axes.axvline(100.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel("per cent of the limit")
+    axes.set_title(report.details["limits_text"], fontsize="small")
+    axes.legend(fontsize="small", loc="lower right")
+    save_picture(picture, path)
+
+
+def plot_transports(report: BenchmarkReport, path: str) -> None:
+    """Latency and bandwidth of round trips over size, one core's copying as the limit. Raises UserError as `plot_ratios`."""
+    picture, (left, right) = new_picture((12, 5), 2)
+    curves = curves_of(report)
+    limit = dict(curves.pop(LIMIT, []))
+    for name, points in curves.items():
+        ours = any(figure.about.get("scheme") == name for figure in report.figures)
+        style: dict[str, Any] = {"label": name, "marker": "o", "markersize": 3, "linestyle": "-" if ours else "--"}
+        left.plot([size for size, _ in points], [microseconds for _, microseconds in points], **style)
+        right.plot([size for size, _ in points], [COPIES * size / (1e3 * microseconds) for size, microseconds in points], **style)
+    if limit:
+        style = {"label": "memcpy, one core", "color": "black", "linestyle": ":"}
+        left.plot(list(limit), [COPIES * size / (1e3 * rate) for size, rate in limit.items()], **style)
+        right.plot(list(limit), list(limit.values()), **style)
+    for axes, title, unit in ((left, "round trip", "us"), (right, "bandwidth, both ways", "GB/s")):
+        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)
+        axes.grid(visible=True, which="major", alpha=0.3)
+    left.legend(fontsize="small")
+    picture.suptitle(str(report.machine), fontsize="x-small")
+    save_picture(picture, path)
+
+
+def curves_of(report: BenchmarkReport) -> dict[str, list[tuple[int, float]]]:
+    """name -> (bytes, median) by size: round trips of each transport and each peer in microseconds, and `LIMIT` in GB/s."""
+    curves: dict[str, dict[int, float]] = {}
+    for figure in report.figures:
+        if "bytes" not in figure.about or "scheme" not in figure.about:
+            continue
+        size = figure.about["bytes"]
+        curves.setdefault(figure.about["scheme"], {})[size] = figure.ours.median
+        if figure.peer is not None and figure.theirs is not None:
+            curves.setdefault(figure.peer, {})[size] = figure.theirs.median
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def new_picture(inches: tuple[float, float], num_diagrams: int = 1) -> tuple[Any, Any]:
+    """(picture, its diagram or diagrams)."""
+    picture, axes = _pyplot().subplots(1, num_diagrams, figsize=inches, layout="constrained")
+    return picture, axes
+
+
+def save_picture(picture: Any, path: str) -> None:
+    """Raises UserError when the file cannot be written."""
+    try:
+        picture.savefig(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"--plot {path}: cannot be written ({reason}); give a .svg, .png or .pdf in an existing folder") from error
+
+
+def _pyplot() -> Any:
+    """matplotlib without a window, with reproducible SVG files."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib; pip install matplotlib") from None
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "flowrt"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def check_plot(path: str | None) -> None:
+    """Raises UserError before an hour of measuring for a plot that cannot be written after it."""
+    if path is None:
+        return
+    _pyplot()
+    if Path(path).suffix not in FORMATS:
+        raise UserError(f"--plot {path}: unknown format; end its name with {', '.join(FORMATS)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise UserError(f"--plot {path}: its folder does not exist")

@@ -1,0 +1,138 @@
+"""The child protocol of the peers, with real processes: facts, requests, failures, and what ends with a peer. No time is asserted."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from flowrt.bench.cases.decode import TRANSFORMERS, ProcessSide, TransformersSide
+from flowrt.bench.measure.decoding import prompts_of
+from flowrt.bench.peers.channels import channel_echo
+from flowrt.bench.peers.echo import Echo, queue_echo_seconds, zeromq_echo
+from flowrt.bench.peers.gloo import gloo_group
+from flowrt.bench.peers.packages import installed_packages, package_echo
+from flowrt.bench.peers.process import start_peer
+from flowrt.errors import UserError
+
+PEER = """
+import subprocess, sys
+from contextlib import contextmanager
+
+@contextmanager
+def open_peer(word):
+    print("output of a library")
+    child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
+
+    def respond(number):
+        if number == 13:
+            sys.exit("the last line of the peer")
+        return {"double": 2 * number}
+
+    yield {"word": word, "child": child.pid, "has_packages": "site-packages" in " ".join(sys.path)}, respond
+    print("closed", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture
+def peer_file(tmp_path: Path) -> str:
+    (tmp_path / "peer.py").write_text(PEER)
+    return str(tmp_path / "peer.py")
+
+
+async def test_a_peer_runs_in_an_interpreter_without_flowrt(peer_file: str, tmp_path: Path) -> None:
+    """As vLLM's interpreter is: the child's side needs the standard library alone."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    async with start_peer("a peer", peer_file, "hello", python=str(python)) as (peer, facts):
+        assert (facts["word"], facts["has_packages"]) == ("hello", False)
+        assert [await peer.ask(number=number) for number in (1, 2)] == [{"double": 2}, {"double": 4}]
+
+
+async def test_a_peer_that_ends_is_reported_with_its_last_line(peer_file: str) -> None:
+    async with start_peer("a peer", peer_file, "hello") as (peer, _):
+        with pytest.raises(UserError, match="a peer ended by itself: the last line of the peer"):
+            await peer.ask(number=13)
+
+
+async def test_a_peer_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be started"):
+        async with start_peer("none", "peer.py", python=str(tmp_path / "no-such-python")):
+            pass
+    with pytest.raises(UserError, match="a peer ended by itself: ModuleNotFoundError: No module named 'no_such_peer'"):
+        async with start_peer("a peer", "no_such_peer"):
+            pass
+
+
+@pytest.mark.parametrize("number", [1, 13], ids=["it is ended", "it ends by itself"])
+async def test_the_processes_of_a_peer_end_with_it(peer_file: str, number: int) -> None:
+    async with start_peer("a peer", peer_file, "hello") as (peer, facts):
+        child = os.pidfd_open(facts["child"])
+        if number == 13:
+            with pytest.raises(UserError, match="ended by itself"):
+                await peer.ask(number=number)
+        assert not has_ended(child, 0.0)
+    assert has_ended(child, 20.0)
+    os.close(child)
+
+
+def has_ended(pidfd: int, timeout_seconds: float) -> bool:
+    return bool(select.select([pidfd], [], [], timeout_seconds)[0])
+
+
+async def test_transformers_decodes_as_a_peer(tmp_path: Path) -> None:
+    """The decode peers share one protocol: a run through it has tokens, times and margins of every sequence."""
+    model = make_checkpoint(tmp_path / "model", seed=5, tokenizer=False)
+    async with start_peer("transformers", TRANSFORMERS, model, "float32", 1, "eager", "no_such_implementation") as (peer, facts):
+        assert facts["implementations"] == ["eager"]
+        assert facts["vocab_size"] == 512
+        assert facts["expert_bytes"] > 0
+        side = TransformersSide(peer, facts, 8)
+        run = await side.run(prompts_of(2, 8, 512), 5, margins=True)
+        again = await ProcessSide.run(side, prompts_of(2, 8, 512), 5)
+    assert (side.label("prefill"), side.label("decode")) == ("eager", "eager")
+    assert [len(tokens) for tokens in run.tokens] == [5, 5]
+    assert run.margins is not None
+    assert [len(margins) for margins in run.margins] == [5, 5]
+    assert (again.tokens, again.margins) == (run.tokens, None)
+    assert run.decode_tokens == 8
+    assert min(run.prefill_seconds, run.decode_seconds) > 0
+
+
+async def check_echo(echo: Echo) -> None:
+    assert await echo.round_trip_seconds(3, b"\x01" * 100) > 0
+
+
+async def test_echoes_return_what_they_are_sent() -> None:
+    assert await queue_echo_seconds(10, object()) > 0
+    async with zeromq_echo() as echo:
+        await check_echo(echo)
+    async with zeromq_echo(reads=True) as echo:
+        await check_echo(echo)
+
+
+async def test_a_bare_channel_echoes_and_its_memory_is_measured() -> None:
+    async with channel_echo("zmq") as echo:
+        await check_echo(echo)
+        assert await echo.flood(200, 0) >= 0
+        await check_echo(echo)
+
+
+@pytest.mark.parametrize("package", installed_packages()[0])
+async def test_installed_packages_echo(package: str) -> None:
+    async with package_echo(package) as echo:
+        await check_echo(echo)
+
+
+async def test_gloo_makes_rounds_of_each_kind_and_ends() -> None:
+    async with gloo_group(1, 1) as gloo:
+        for method in ("all_to_all", "isend", "rows", "echo"):
+            times = await gloo.round_seconds(method, 3, 1 << 10)
+            assert len(times) == 3
+            assert min(times) > 0
+        await check_echo(gloo)
