@@ -1,7 +1,7 @@
 """The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`, `flowrt check`, `flowrt chaos`.
 
 Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(cli_run.py, cli_graph.py, cli_bench.py, cli_check.py, cli_chaos.py, doctor.py); they load when they are called, so that `flowrt --help`
+(run.py, graph.py, bench.py, check.py, chaos.py, doctor); they load when they are called, so that `flowrt --help`
 is quick. `main` is the entry point.
 """
 
