@@ -117,5 +117,8 @@ def _graph(nodes: Sequence[Node], ends: Sequence[End], transport: str, processes
     incoming = {port: PortSpec(port) for source, port, *_ in ends if source == INPUT}
     outgoing = {port: PortSpec(port) for _, _, target, port, _ in ends if target == OUTPUT}
     every = [Node(INPUT, INPUT, GATEWAY, outputs=incoming), Node(OUTPUT, OUTPUT, GATEWAY, inputs=outgoing), *nodes]
-    edges = [Edge(*end, transport=transport, credits=CREDITS, **fields) for *end, fields in ends]
+    edges = [
+        Edge(source, source_port, target, target_port, transport=transport, credits=CREDITS, **fields)
+        for source, source_port, target, target_port, fields in ends
+    ]
     return Graph.of(every, edges, limits=limits, processes=processes)
