@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import select
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import load_truth, make_checkpoint, truth_greedy
 
-from flowrt.bench.cases.decode import TRANSFORMERS, ProcessSide, TransformersSide
+from flowrt.bench.cases.decode import TRANSFORMERS, VLLM, ProcessSide, TransformersSide
 from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.peers.channels import channel_echo
 from flowrt.bench.peers.echo import Echo, queue_echo_seconds, zeromq_echo
@@ -52,6 +53,15 @@ async def test_a_peer_runs_in_an_interpreter_without_flowrt(peer_file: str, tmp_
     async with start_peer("a peer", peer_file, "hello", python=str(python)) as (peer, facts):
         assert (facts["word"], facts["has_packages"]) == ("hello", False)
         assert [await peer.ask(number=number) for number in (1, 2)] == [{"double": 2}, {"double": 4}]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+async def test_vllm_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    model, prompts = make_checkpoint(tmp_path / "model", seed=5, tokenizer=False), prompts_of(2, 9, 512)
+    async with start_peer("vllm", VLLM, model, "float32", 1, 64, python=sys.executable) as (peer, facts):
+        assert facts["vocab_size"] == 512
+        answer = await peer.ask(prompts=prompts, new_tokens=8)
+    assert answer["tokens"] == [truth_greedy(load_truth(model), prompt, 8) for prompt in prompts]
 
 
 async def test_a_peer_that_ends_is_reported_with_its_last_line(peer_file: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from itertools import count as counter
 
 import pytest
 import torch
@@ -223,10 +224,13 @@ def test_how_experts_are_held_follows_from_all_decode_loads() -> None:
     assert choose(LOADS, [1.0, 1.0, 3.0, 4.0, 9.0], [9.0] * len(LOADS), {"packed": [1.1, 1.1, 1.1, 1.1, 1.2]}) == "packed"
 
 
-def test_a_profile_is_taken_within_its_time() -> None:
-    ticks = iter(range(10_000))
-    found = take_profile(*drawn_experts(3), lambda: next(ticks) / 10)  # each look at the clock is a tenth of a second later
-    assert isinstance(found, str) or len(found.loads) == 1
+@pytest.mark.parametrize(("seconds_per_look", "num_loads"), [(0.0, len(LOADS)), (0.1, 1)])
+def test_a_profile_is_taken_within_its_time(seconds_per_look: float, num_loads: int) -> None:
+    """No further load is measured once the time is over. In float64 no other form is tried, so the result is a profile."""
+    looks = counter()
+    found = take_profile(*(matrix.double() for matrix in drawn_experts(3)), lambda: next(looks) * seconds_per_look)
+    assert isinstance(found, Profile)
+    assert found.loads == LOADS[:num_loads]
 
 
 @pytest.mark.parametrize("dtype", OWN)
