@@ -34,6 +34,7 @@ from flowrt.reliability.health import STALL_SECONDS, Health
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import Tokenizer
+from flowrt.serving.tokenizer_process import TokenizerProcess
 
 __all__ = ["Choice", "Completion", "Prompt", "RunningGraph", "generate", "open_graph", "read_graph"]
 
@@ -77,6 +78,7 @@ class RunningGraph:
     ) -> None:
         self._on_event = on_event or events.tell
         self._tokenizer: Tokenizer | None = None
+        self._tokenizer_process: TokenizerProcess | None = None
         self._config: ModelConfig | None = None
         self._endpoint: Any = None
         hosted: dict[str, Any] = {}
@@ -118,7 +120,13 @@ class RunningGraph:
             raise UserError("this graph was opened before, and each opens once; call flowrt.open again for another run")
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
-        await self.launcher.__aenter__()
+        try:
+            if self._tokenizer_process is not None:  # it loads while the workers do
+                self._tokenizer_process.start()
+            await self.launcher.__aenter__()
+        except BaseException:
+            self._close_tokenizer()
+            raise
         if self._requests is not None:  # ended in __aexit__
             self._requests.begin()
         return self
@@ -131,6 +139,7 @@ class RunningGraph:
                 self.final_statistics = await self.launcher.stop()
             await self.launcher.__aexit__(kind, error, trace)
         finally:
+            self._close_tokenizer()
             if self._endpoint is not None:
                 self._endpoint.fail(ConnectionError("the graph was closed"))
             if self._requests is not None and self._failure is None:
@@ -260,6 +269,7 @@ class RunningGraph:
         directory = Path(graph.model.path)
         config = self._config = read_model_config(directory)
         self._tokenizer = Tokenizer.open(directory)
+        self._tokenizer_process = TokenizerProcess(directory) if self._tokenizer is not None else None
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         return Gateway(
             groups,
@@ -271,6 +281,10 @@ class RunningGraph:
             eos_token_ids=config.eos_token_ids,
         )
 
+    def _close_tokenizer(self) -> None:
+        if self._tokenizer_process is not None:
+            self._tokenizer_process.close()
+
     def _of_model(self) -> Requests:
         if self._requests is None:
             raise UserError("this graph serves no model; call it with its inputs: await graph(x=tensor)")
@@ -281,9 +295,11 @@ class RunningGraph:
             raise UserError(f"chat is {shown(chat)}, it must be True or False")
         if not isinstance(prompt, str):
             return prompt  # the gateway looks at its type
-        if self._tokenizer is None:
+        if self._tokenizer_process is None or self._config is None:
             raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
-        return self._tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self._tokenizer.encode(prompt)
+        limits = self.graph.limits
+        max_tokens = min(self._config.max_position_embeddings, limits.kv_pages * limits.page_size)
+        return await self._tokenizer_process.encode(prompt, chat=chat, max_tokens=max_tokens)
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.RunFailed):

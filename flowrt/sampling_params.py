@@ -106,8 +106,10 @@ def checked_params(params: SamplingParams) -> SamplingParams:
 
 def check_text(text: str) -> None:
     """Raises ValueError for text that has no bytes."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("holds half a character (an unpaired surrogate, or bytes that are not UTF-8); write whole characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character (an unpaired surrogate, or bytes that are not UTF-8); write whole characters") from None
 
 
 def _description(kind: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from flowrt.errors import UserError
+from flowrt.sampling_params import check_text
 
 MAX_FILE_BYTES = 256 << 20
 _BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
@@ -112,8 +113,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. TokenizerError for text with half a character, which has no bytes."""
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise TokenizerError("the text holds half a character (an unpaired surrogate); write whole characters")
+        try:
+            check_text(text)
+        except ValueError as error:
+            raise TokenizerError(f"the text {error}") from None
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -153,7 +156,7 @@ class Tokenizer:
         try:
             return environment.from_string(source).render(messages=list(messages), add_generation_prompt=True, **names)
         except Exception as error:  # a template can fail in any way a program can
-            raise TokenizerError(f"the chat template of {self._directory} failed: {error}") from error
+            raise TokenizerError(f"the chat template of {self._directory} failed: {str(error) or type(error).__name__}") from error
 
     def _config(self) -> dict[str, Any]:
         path = self._directory / "tokenizer_config.json"

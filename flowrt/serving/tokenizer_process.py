@@ -1,0 +1,206 @@
+"""Text to tokens in a process of its own: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY`.
+
+The loop that relays tokens and announces deaths must not wait for a long text. And a model's directory comes from strangers: its chat
+template may run for ever or take any amount of memory, and so may the patterns of its tokenizer. Here a text has a time limit, after
+which the process is killed, and a limit of memory. Not here: tokens to text (tokenizer.py), which is done token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from flowrt.sampling_params import check_text
+from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+
+MAX_TEXT_CHARACTERS = 4 << 20
+TEXT_SECONDS = 10.0  # for one text
+START_SECONDS = 60.0  # to load the tokenizer
+MEMORY_BYTES = 1 << 30  # that a text may take beside the tokenizer
+_PR_SET_PDEATHSIG = 1
+_LENGTH_BYTES = 4
+
+
+class _Encode(msgspec.Struct, array_like=True):
+    text: str
+    chat: bool
+    max_tokens: int
+
+
+class _Encoded(msgspec.Struct, array_like=True):
+    """`token_ids` only if there are at most `max_tokens`. `error`: why there are none."""
+
+    num_tokens: int = 0
+    token_ids: list[int] = []
+    error: str | None = None
+
+
+class TokenizerProcess:
+    """The tokenizer of one model directory. Texts are encoded one at a time, in the order of the calls. One that takes too long, or
+    whose caller goes, ends the process; the next call starts another one."""
+
+    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
+        self._directory, self._text_seconds = directory, text_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = self._is_closed = False
+        self._turn = asyncio.Lock()
+
+    def start(self) -> None:
+        """Start the process, if there is none. Never waits for it. Raises TokenizerError."""
+        if self._is_closed:
+            raise TokenizerError("the graph was closed")
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
+        command = [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(self._directory)]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    start_new_session=True,  # a terminal's Ctrl-C is not for it
+                )
+        except OSError as error:
+            ours.close()
+            raise TokenizerError(f"the process that tokenizes text cannot be started: {error.strerror}") from error
+        ours.setblocking(False)
+        self._socket, self._is_ready = ours, False
+
+    async def encode(self, text: str, *, chat: bool = False, max_tokens: int) -> list[int]:
+        """Token ids of a prompt; with `chat`, of the conversation that begins with it. Raises TokenizerError."""
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise TokenizerError(f"the text has {len(text)} characters, it may have at most {MAX_TEXT_CHARACTERS}")
+        try:
+            check_text(text)
+        except ValueError as error:
+            raise TokenizerError(f"the text {error}") from None
+        async with self._turn:
+            try:
+                encoded = await self._exchange(_Encode(text, chat, max_tokens))
+            except BaseException:
+                self._kill()  # what it may still send is not for the next call
+                raise
+        if encoded.error is not None:
+            raise TokenizerError(encoded.error)
+        if encoded.num_tokens > max_tokens:
+            raise TokenizerError(f"prompt of {encoded.num_tokens} tokens is longer than the {max_tokens} that this graph can hold")
+        return encoded.token_ids
+
+    def close(self) -> None:
+        """End the process; no other one is started. Idempotent."""
+        self._is_closed = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def _exchange(self, request: _Encode) -> _Encoded:
+        self.start()
+        channel, loop = self._socket, asyncio.get_running_loop()
+        if channel is None:
+            raise TokenizerError("the process that tokenizes text has no connection")
+        try:
+            if not self._is_ready:
+                async with asyncio.timeout(START_SECONDS):
+                    ready = await _receive(loop, channel)
+                if ready.error is not None:
+                    raise TokenizerError(ready.error)
+                self._is_ready = True
+            async with asyncio.timeout(self._text_seconds):
+                await loop.sock_sendall(channel, _framed(request))
+                return await _receive(loop, channel)
+        except TimeoutError:
+            raise TokenizerError(f"the text was not tokenized within {self._text_seconds:g} s") from None
+        except (OSError, EOFError) as error:
+            raise TokenizerError("the process that tokenizes text has died, of too little memory perhaps") from error
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> _Encoded:
+    async def read(num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            received = await loop.sock_recv(channel, min(1 << 20, num_bytes - len(data)))
+            if not received:
+                raise EOFError
+            data += received
+        return bytes(data)
+
+    num_bytes = int.from_bytes(await read(_LENGTH_BYTES), "little")
+    return msgspec.msgpack.decode(await read(num_bytes), type=_Encoded)
+
+
+def _framed(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+# In the process
+
+
+def main() -> None:
+    """Encode what comes until the socket ends."""
+    number, parent, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            return
+    with socket.socket(fileno=number) as channel, channel.makefile("rwb") as file:
+        try:
+            tokenizer = Tokenizer(directory)
+            _limit_memory()
+        except Exception as error:
+            file.write(_framed(_Encoded(error=str(error))))
+            return
+        file.write(_framed(_Encoded()))
+        file.flush()
+        while header := file.read(_LENGTH_BYTES):
+            request = msgspec.msgpack.decode(file.read(int.from_bytes(header, "little")), type=_Encode)
+            file.write(_framed(_encode(tokenizer, request)))
+            file.flush()
+
+
+def _encode(tokenizer: Tokenizer, request: _Encode) -> _Encoded:
+    try:
+        if request.chat:
+            token_ids = tokenizer.encode_chat([{"role": "user", "content": request.text}])
+        else:
+            token_ids = tokenizer.encode(request.text)
+    except TokenizerError as error:
+        return _Encoded(error=str(error))
+    except Exception as error:
+        return _Encoded(error=f"the text cannot be tokenized: {type(error).__name__}: {error}")
+    return _Encoded(len(token_ids), token_ids if len(token_ids) <= request.max_tokens else [])
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            own = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY_BYTES, own + MEMORY_BYTES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Text is tokenized in a process of its own, whatever a model's directory makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from serving.test_tokenizer import CHATML, byte_level
+
+from flowrt.serving import tokenizer_process
+from flowrt.serving.tokenizer import Tokenizer, TokenizerError
+from flowrt.serving.tokenizer_process import MAX_TEXT_CHARACTERS, TokenizerProcess
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    set_template(tmp_path, CHATML)
+    return tmp_path
+
+
+def set_template(directory: Path, template: str) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
+    process, tokenizer = TokenizerProcess(directory), Tokenizer(directory)
+    try:
+        texts = ["", "the quick brown fox", "你好 🙂", "x" * 100_000]
+        found = await asyncio.gather(*(process.encode(text, max_tokens=200_000) for text in texts))
+        assert found == [tokenizer.encode(text) for text in texts]
+        chat = await process.encode("hello", chat=True, max_tokens=100)
+        assert chat == tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that this graph can hold"):
+            await process.encode("你" * 6 + "a", max_tokens=18)
+    finally:
+        process.close()
+        process.close()
+    with pytest.raises(TokenizerError, match="the graph was closed"):
+        await process.encode("a", max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (ENDLESS, "was not tokenized within 3 s"),
+        ("{{ 'a' * 10 ** 11 }}", "MemoryError|has died"),
+        ("{{ raise_exception('no chats') }}", "no chats"),
+        ("{{ messages[", "the chat template of .* failed"),
+    ],
+)
+async def test_a_hostile_template_fails_its_request_alone(directory: Path, template: str, error: str) -> None:
+    """Also one that never ends, or takes all memory. The loop goes on meanwhile."""
+    set_template(directory, template)
+    process, turns = TokenizerProcess(directory, text_seconds=3.0), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    try:
+        with pytest.raises(TokenizerError, match=error):
+            await process.encode("hello", chat=True, max_tokens=100)
+        assert turns > 10
+        assert await process.encode("a", max_tokens=100), "the next text is encoded, by another process if need be"
+    finally:
+        counting.cancel()
+        process.close()
+
+
+async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) -> None:
+    set_template(directory, ENDLESS)
+    process = TokenizerProcess(directory)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await process.encode("hello", chat=True, max_tokens=100)
+        assert await process.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
+    finally:
+        process.close()
+
+
+async def test_texts_that_cannot_be_encoded_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_process.TokenizerProcess, "start", lambda self: pytest.fail("no process is needed"))
+    process = TokenizerProcess(directory)
+    with pytest.raises(TokenizerError, match=f"has {MAX_TEXT_CHARACTERS + 1} characters, it may have at most {MAX_TEXT_CHARACTERS}"):
+        await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
+    with pytest.raises(TokenizerError, match="holds half a character"):
+        await process.encode("\ud800", max_tokens=10)
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    process = TokenizerProcess(tmp_path)
+    try:
+        with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+            await process.encode("a", max_tokens=10)
+    finally:
+        process.close()
