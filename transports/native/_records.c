@@ -109,10 +109,12 @@ static PyObject *records_put(Records *self, PyObject *const *args, Py_ssize_t co
         return room < 0 ? NULL : PyBool_FromLong(0);
     if (skipped) {
         Record skip = {(uint32_t)skipped, SKIP, 0, 0, 0};
+        flowrt_bytes();
         memcpy(self->records + self->head % self->size, &skip, sizeof skip);
     }
     char *at = self->records + (self->head + skipped) % self->size;
     Record record = {(uint32_t)nbytes, (uint32_t)kind, (uint32_t)envelope_bytes, (uint32_t)payload_bytes, start};
+    flowrt_bytes();
     memcpy(at, &record, sizeof record);
     at += sizeof record;
     memcpy(at, PyBytes_AS_STRING(args[3]), envelope_bytes);
@@ -189,6 +191,7 @@ static PyObject *records_next(Records *self, PyObject *unused)
             return PyErr_Format(PyExc_ValueError, "two skips in a row");
     }
     const char *at = self->records + self->tail % self->size + sizeof record;
+    flowrt_bytes();
     PyObject *envelope = PyBytes_FromStringAndSize(at, record.envelope_bytes), *payload = NULL;
     if (record.kind == INLINE && record.payload_bytes)
         payload = PyByteArray_FromStringAndSize(at + record.envelope_bytes, record.payload_bytes);
@@ -228,6 +231,19 @@ static PyObject *records_unread(Records *self, PyObject *unused)
     return PyBool_FromLong(flowrt_load(self->words + HEAD) != self->tail);
 }
 
+#ifdef FLOWRT_STEPS
+static PyObject *records_cursors(Records *self, void *unused)
+{
+    return Py_BuildValue("KKKK", (unsigned long long)self->head, (unsigned long long)self->tail, (unsigned long long)self->taken_messages,
+                         (unsigned long long)self->taken_bytes);
+}
+
+static PyGetSetDef records_attributes[] = {
+    {"cursors", (getter)records_cursors, NULL, "All that this end remembers.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+#endif
+
 static PyMethodDef records_methods[] = {
     {"put", (PyCFunction)(void (*)(void))records_put, METH_FASTCALL,
      "put(kind, start, payload_bytes, envelope, sizes, buffers) -> bool: write a record, with the buffers' bytes when it is INLINE, and "
@@ -249,4 +265,7 @@ PyTypeObject RecordsType = {
     .tp_new = records_new,
     .tp_dealloc = (destructor)records_dealloc,
     .tp_methods = records_methods,
+#ifdef FLOWRT_STEPS
+    .tp_getset = records_attributes,
+#endif
 };

@@ -114,8 +114,7 @@ static PyObject *memory_raise_flag(Memory *self, PyObject *offset)
     uint64_t *flag = word(self, offset);
     if (!flag)
         return NULL;
-    __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    flowrt_raise(flag);
     Py_RETURN_NONE;
 }
 
@@ -384,11 +383,49 @@ static PyTypeObject LeaseType = {
     .tp_as_buffer = &lease_buffer,
 };
 
+#ifdef FLOWRT_STEPS
+static PyObject *step_hook; /* hook(kind, address, value) -> int, the result of the access; or None: it is to be made here */
+
+uint64_t flowrt_step(int kind, uint64_t *at, uint64_t value)
+{
+    PyObject *done = NULL;
+    if (step_hook && PyGILState_Check()) { /* copy threads do not wait for the test */
+        done = PyObject_CallFunction(step_hook, "iKK", kind, (unsigned long long)(uintptr_t)at, (unsigned long long)value);
+        if (!done)
+            PyErr_WriteUnraisable(step_hook);
+    }
+    uint64_t result = 0;
+    if (done && done != Py_None)
+        result = PyLong_AsUnsignedLongLong(done);
+    else if (kind == STEP_LOAD)
+        result = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+    else if (kind == STEP_STORE)
+        __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    else if (kind == STEP_EXCHANGE)
+        result = __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST);
+    else if (kind == STEP_WAKE)
+        flowrt_eventfd_add((int)value);
+    Py_XDECREF(done);
+    return result;
+}
+
+static PyObject *set_step_hook(PyObject *self, PyObject *hook)
+{
+    Py_XSETREF(step_hook, Py_NewRef(hook));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"set_step_hook", set_step_hook, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+#else
+static PyMethodDef functions[] = {{NULL, NULL, 0, NULL}};
+#endif
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "flowrt.transports.native._words",
     .m_doc = "Atomic words in shared memory, and leases on ranges of it. See ring.py.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC PyInit__words(void)

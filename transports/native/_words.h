@@ -29,13 +29,6 @@ static inline int flowrt_flatten(char *to, Py_buffer *view)
     return 0;
 }
 
-/* Copy from memory that a peer may write meanwhile. What is checked afterwards is the copy: the compiler must not read the original again. */
-static inline void flowrt_copy_in(void *to, const void *from, size_t nbytes)
-{
-    memcpy(to, from, nbytes);
-    __asm__ volatile("" : : : "memory");
-}
-
 /* Exactly `wanted` arguments, else 0 with TypeError set. */
 int flowrt_expect(Py_ssize_t given, Py_ssize_t wanted);
 
@@ -46,31 +39,79 @@ static inline int flowrt_uint64(PyObject *number, uint64_t *value)
     return *value != (uint64_t)-1 || !PyErr_Occurred();
 }
 
+/* Every access to memory that two processes share goes through these. In a build with FLOWRT_STEPS a test decides before each of them
+ * which process goes on, and when a stored word becomes visible (tests/ring_steps.py). */
+#ifdef FLOWRT_STEPS
+enum { STEP_LOAD, STEP_STORE, STEP_FENCE, STEP_EXCHANGE, STEP_BYTES, STEP_WAKE };
+uint64_t flowrt_step(int kind, uint64_t *at, uint64_t value);
+#define FLOWRT_ACCESS(kind, at, value, access) return flowrt_step(kind, at, value)
+#else
+#define FLOWRT_ACCESS(kind, at, value, access) return access
+#endif
+
 static inline uint64_t flowrt_load(const uint64_t *at)
 {
-    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+    FLOWRT_ACCESS(STEP_LOAD, (uint64_t *)at, 0, __atomic_load_n(at, __ATOMIC_ACQUIRE));
 }
 
-static inline void flowrt_store(uint64_t *at, uint64_t value)
+static inline uint64_t flowrt_store(uint64_t *at, uint64_t value)
 {
-    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    FLOWRT_ACCESS(STEP_STORE, at, value, (__atomic_store_n(at, value, __ATOMIC_RELEASE), 0));
+}
+
+static inline uint64_t flowrt_fence(void)
+{
+    FLOWRT_ACCESS(STEP_FENCE, NULL, 0, (__atomic_thread_fence(__ATOMIC_SEQ_CST), 0));
+}
+
+static inline uint64_t flowrt_exchange(uint64_t *at, uint64_t value)
+{
+    FLOWRT_ACCESS(STEP_EXCHANGE, at, value, __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST));
+}
+
+/* Before bytes of a record are written or read. */
+static inline uint64_t flowrt_bytes(void)
+{
+    FLOWRT_ACCESS(STEP_BYTES, NULL, 0, 0);
+}
+
+/* Copy from memory that a peer may write meanwhile. What is checked afterwards is the copy: the compiler must not read the original again. */
+static inline void flowrt_copy_in(void *to, const void *from, size_t nbytes)
+{
+    flowrt_bytes();
+    memcpy(to, from, nbytes);
+    __asm__ volatile("" : : : "memory");
 }
 
 /* The two halves of going to sleep without missing a wake-up. Each side writes its own word, passes a full fence, and reads the
- * other's: at least one of the two sees what the other wrote. True when the flag was up; it is down now, and somebody must be woken. */
+ * other's: at least one of the two sees what the other wrote. True when the flag was up; it is down now, and the peer must be woken. */
 static inline int flowrt_publish(uint64_t *at, uint64_t value, uint64_t *flag)
 {
     flowrt_store(at, value);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0 && __atomic_exchange_n(flag, 0, __ATOMIC_SEQ_CST) != 0;
+    flowrt_fence();
+    return flowrt_load(flag) != 0 && flowrt_exchange(flag, 0) != 0;
 }
 
-/* One system call: the eventfd's owner wakes. A negative descriptor is nobody. */
-static inline void flowrt_wake(int fd)
+static inline void flowrt_raise(uint64_t *flag)
+{
+    flowrt_store(flag, 1);
+    flowrt_fence();
+}
+
+/* One system call: the process that reads the eventfd wakes. A negative descriptor is no process. */
+static inline uint64_t flowrt_eventfd_add(int fd)
 {
     uint64_t one = 1;
-    while (fd >= 0 && write(fd, &one, sizeof one) < 0 && errno == EINTR)
+    while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
         ;
+    return 0;
+}
+
+static inline uint64_t flowrt_wake(int fd)
+{
+    if (fd < 0)
+        return 0;
+    FLOWRT_ACCESS(STEP_WAKE, NULL, (uint64_t)fd, flowrt_eventfd_add(fd));
 }
 
 #endif
