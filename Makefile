@@ -17,12 +17,13 @@ SIMULATED ?= tests/simulation/graphs
 ARGS ?=
 TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
+CROWD_SECONDS ?= 3600
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py shared_memory_lanes.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz sanitize simulate plant picture clean
+.PHONY: help install run test lint format types fuzz sanitize simulate plant crowd picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -74,6 +75,9 @@ simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, fault
 
 plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
+
+crowd: $(STAMP) ## an hour of eight computing processes per core; the detector may mark none dead (CROWD_SECONDS=600 for less)
+	@$(BIN)/flowrt bench detector --tries 1 --seconds $(CROWD_SECONDS) $(ARGS)
 
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so on a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py

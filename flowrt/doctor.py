@@ -30,6 +30,7 @@ from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, available_tr
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
+from flowrt.process_status import Activity, ProcessTimes, process_activity, process_times
 from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import PROFILES
@@ -102,7 +103,8 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     available = dict(available_transports())
     checks = [_python_check(), *await _torch_checks(), *_machine_checks()]
     checks += [_library_check("uvloop", "workers run on the standard loop, slower"), *transport_checks(available)]
-    checks += [*_kernel_checks(), leftover_check(marked_processes())]
+    checks += [*_kernel_checks(), detector_check(process_times(os.getpid()), process_activity(os.getpid()))]
+    checks.append(leftover_check(marked_processes()))
     checks += await _emulation_checks(loaded)
     return checks if model is None else [*checks, await _strict_check(model, dtype)]
 
@@ -205,6 +207,14 @@ def _check_model(path: str, dtype: str | None) -> None:
         read_model_config(Path(path), dtype)
     except ModelError as error:
         raise UserError(f"--model {path}: {error}") from None
+
+
+def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Check:
+    """The evidence that the failure detector has here. `times`, `activity`: of this process."""
+    if times is not None and activity is not None:
+        return Check("detector", True, "/proc says which processes are stopped, busy or asleep")
+    text = "no /proc/PID/schedstat: only closed connections and operations beyond their bounds mark a process dead"
+    return Check("detector", False, text, "a Linux kernel with CONFIG_SCHED_INFO also finds processes that are stopped or blocked")
 
 
 def leftover_check(marked: Sequence[Marked]) -> Check:

@@ -8,8 +8,19 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from flowrt.doctor import Check, collect, emulation_checks, leftover_check, products_check, report, rows_check, transport_checks
+from flowrt.doctor import (
+    Check,
+    collect,
+    detector_check,
+    emulation_checks,
+    leftover_check,
+    products_check,
+    report,
+    rows_check,
+    transport_checks,
+)
 from flowrt.graph.model import Edge, Emulation, Graph, Node
+from flowrt.process_status import Activity, ProcessTimes
 from flowrt.processes.leftover import MARKER, PARENT_MARKER, Marked, marked_processes
 
 
@@ -25,10 +36,20 @@ async def test_this_machine_can_run() -> None:
     assert checks["torch"].ok
     assert checks["torch"].text.startswith("2.")
     assert checks["transport auto"].ok
-    assert {"gpu", "cpus", "memory", "uvloop", "pidfd", "memfd", "transport inproc", "transport zmq", "leftovers"} <= set(checks)
+    assert {"gpu", "cpus", "memory", "uvloop", "pidfd", "memfd", "transport inproc", "transport zmq", "detector", "leftovers"} <= set(
+        checks
+    )
     fine, text = printed(list(checks.values()))
     assert fine
     assert text.splitlines()[-1] == "flowrt can run here"
+
+
+def test_what_the_detector_sees_here() -> None:
+    assert detector_check(ProcessTimes(1.0, 1.0, 0.0), Activity.ASLEEP).ok
+    without = detector_check(None, None)
+    assert not without.ok
+    assert not without.needed
+    assert "only closed connections and operations beyond their bounds" in without.text
 
 
 def test_what_auto_takes_and_why() -> None:
