@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from flowrt.process_backend import OpenBackend
 from flowrt.process_status import (
     Activity,
     ProcessTimes,
@@ -33,6 +34,7 @@ from flowrt.transports.registry import get_transport
 
 T = TypeVar("T")
 
+KEY_BYTES = 32  # of a run's key
 INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
 LONE_INLINE_SECONDS = 20e-3  # the same where the loop has nothing else to do meanwhile; beats and orders wait no longer than this
 # A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
@@ -234,9 +236,11 @@ class Seams:
     clock: Clock = field(default_factory=RealClock)
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    new_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES)
     new_compute: Callable[[str], Compute] = ThreadCompute
     own_loop: bool = False  # the loop serves one worker and nobody else
     transport: Callable[[str], Transport] = get_transport
+    open_backend: OpenBackend | None = None  # of worker processes; None: that of this host, which only the launcher imports
     new_timer: Callable[[], Timer] = new_timer  # of the running loop; finer than the clock's sleep
     resident_bytes: Callable[[], int] = resident_bytes
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id

@@ -95,6 +95,15 @@ class Gateway:
     def loads(self) -> dict[str, GroupLoad]:
         return dict(self._loads)
 
+    @property
+    def num_logs(self) -> int:
+        """Requests whose log was not forgotten."""
+        return len(self._logs)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
+        return request_id in self._active
+
     def log(self, index: int) -> RequestLog:
         """The request's log; KeyError when there is none or it was forgotten."""
         return self._logs[index]

@@ -6,7 +6,6 @@ Here: the steps of it, and two waits that cannot be cancelled. Not here: when a 
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,10 +35,13 @@ async def kill_all(late: Sequence[ControlConnection], hosts: Hosts) -> None:
     for line in late:
         if line.placed.task is not None:
             line.placed.task.cancel()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = {line.host for line in late if line.placed.task is None and not hosts.has_exited(line.host)}
+    for is_last in (False, True):
+        left = list(dict.fromkeys(line.host for line in late if line.placed.task is None and not hosts.has_exited(line.host)))
         for host in left:
-            await hosts.kill(host, number)
+            if is_last:
+                hosts.kill_now(host)
+            else:
+                await hosts.terminate(host)
         await _wait_until([hosts.exits[host] for host in left], asyncio.get_running_loop().time() + _TERM_SECONDS)
 
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, GATEWAY, Graph
 from flowrt.launcher.transport_choice import host_name, num_threads, usable_cores
-from flowrt.processes.fork_server import CONTROL_LIMITS, WorkerMain, fault_of
-from flowrt.processes.fork_server_client import ForkServerProcess
+from flowrt.process_backend import CONTROL_LIMITS, OpenBackend, ProcessBackend, ProcessSpec, WorkerProcess
+from flowrt.processes.fork_server import WorkerMain, fault_of
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
-from flowrt.transports.stream import StreamChannel
 
 FORK_SECONDS = 15.0  # for the fork server to fork in, which takes it milliseconds: beyond that it is stopped
 
@@ -53,23 +52,19 @@ class Hosts:
     """The hosts of one run. `exits[host]` becomes how the host ended ("was killed by SIGKILL"); FORK_SERVER is one of them."""
 
     def __init__(self, run_id: str, incarnations: Mapping[str, str], on_line: Callable[[str, str], None]) -> None:
-        self._run_id, self._incarnations, self._on_line = run_id, incarnations, on_line
-        self._fork_server: ForkServerProcess | None = None
+        self._run_id, self._incarnations, self.on_output = run_id, incarnations, on_line
+        self._backend: ProcessBackend | None = None
         self._forks: dict[str, _Fork] = {}
+        self._processes: dict[str, WorkerProcess] = {}  # by host: the latest
         self.exits: dict[str, asyncio.Future[str]] = {}
         self.on_exit: Callable[[str, str], None] = lambda host, how: None
         self.on_gone: Callable[[str], None] = lambda host: None  # sooner than on_exit, and not everywhere
 
-    async def start(self, preload: Sequence[str], seconds: float) -> int:
-        """Start the fork server; its number of threads. Raises WorkerDiedError when it fails or gives no word for `seconds`."""
+    async def start(self, open_backend: OpenBackend, preload: Sequence[str], num_processes: int, seconds: float) -> int:
+        """Open the backend; its number of threads. Raises as OpenBackend."""
         self.exits[FORK_SERVER] = asyncio.get_running_loop().create_future()
-        fork_server = self._fork_server = ForkServerProcess(self._run_id, self._on_line, self._note_exit, self._note_gone)
-        try:
-            async with asyncio.timeout(seconds):
-                return await fork_server.start(preload)
-        except TimeoutError:
-            reason = f"gave no word for {seconds:g} s while importing {', '.join(preload)}"
-            raise WorkerDiedError(FORK_SERVER, reason, fork_server.output_tail(FORK_SERVER)) from None
+        self._backend = await open_backend(self._run_id, self, preload, num_processes, seconds)
+        return self._backend.num_threads
 
     async def fork_all(self, graph: Graph, hosts: Sequence[Sequence[str]], worker: str, log_level: str) -> AsyncIterator[Placed]:
         """One OS process per list of workers, each worker running `worker` ("module:function")."""
@@ -93,24 +88,22 @@ class Hosts:
         return fork.workers if fork is not None else ()
 
     async def _fork(self, fork: _Fork) -> list[Placed]:
-        assert self._fork_server is not None
+        assert self._backend is not None
         host = host_name(fork.workers)
         exited = self.exits[host] = asyncio.get_running_loop().create_future()
+        workers = tuple(Identity(name, self._incarnations[name]) for name in fork.workers)
         try:
             async with asyncio.timeout(FORK_SECONDS):
-                pid, lines = await self._fork_server.fork(host, fork.workers, fork.worker, fork.threads, fork.log_level)
+                process = await self._backend.start(ProcessSpec(host, workers, fork.worker, fork.threads, fork.log_level))
         except TimeoutError:
             exited.set_result("could not be forked")
             reason = f"has given no answer for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
-            raise WorkerDiedError(FORK_SERVER, reason, self.output_tail(FORK_SERVER)) from None
+            raise WorkerDiedError(FORK_SERVER, reason, self._backend.output_tail()) from None
         except (WorkerDiedError, UserError):
             exited.set_result("could not be forked")
             raise
-        channels = [  # all at once: a line without a channel would be closed by nobody
-            await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity(name, self._incarnations[name]))
-            for name, line in zip(fork.workers, lines, strict=True)
-        ]
-        return [Placed(name, host, pid, channel) for name, channel in zip(fork.workers, channels, strict=True)]
+        self._processes[host] = process
+        return [Placed(name, host, process.pid, control) for name, control in zip(fork.workers, process.controls, strict=True)]
 
     def place_here(self, tasks: asyncio.TaskGroup, name: str, worker: WorkerMain, seams: Seams) -> Placed:
         """Run a worker as a task of this loop."""
@@ -128,7 +121,7 @@ class Hosts:
             how = f"failed: {type(error).__name__}: {error}"
             if (fault := fault_of(error)) is not None:
                 for line in "".join(traceback.format_exception(fault)).splitlines():
-                    self._on_line(name, line)
+                    self.on_output(name, line)
         finally:
             if not self.exits[name].done():
                 self.exits[name].set_result(how)
@@ -138,32 +131,45 @@ class Hosts:
 
     def output_tail(self, host: str) -> tuple[str, ...]:
         """The last lines of an OS process; nothing of a worker in this loop, whose stderr is ours."""
-        return self._fork_server.output_tail(host) if self._fork_server is not None else ()
+        if host == FORK_SERVER and self._backend is not None:
+            return self._backend.output_tail()
+        process = self._processes.get(host)
+        return process.output_tail() if process is not None else ()
 
-    async def kill(self, host: str, number: int) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.kill(host, number)
+    async def terminate(self, host: str) -> None:
+        if (process := self._processes.get(host)) is not None:
+            await process.terminate()
 
     def kill_now(self, host: str) -> None:
-        """SIGKILL to an OS process that still lives; see ForkServerProcess.kill_now."""
-        if self._fork_server is not None and not self.has_exited(host):
-            self._fork_server.kill_now(host)
+        """SIGKILL to an OS process that still lives."""
+        process = self._processes.get(host)
+        if process is not None and not self.has_exited(host):
+            process.kill()
 
     async def aclose(self) -> None:
-        """End every OS process; see ForkServerProcess.aclose."""
-        if self._fork_server is not None:
-            await self._fork_server.aclose()
+        """End every OS process."""
+        if self._backend is not None:
+            await self._backend.aclose()
 
     def end_now(self) -> None:
-        """As `aclose`, without a turn of the loop; see ForkServerProcess.end_now."""
-        if self._fork_server is not None:
-            self._fork_server.end_now()
+        """As `aclose`, without a turn of the loop."""
+        if self._backend is not None:
+            self._backend.kill_all()
 
-    def _note_gone(self, host: str) -> None:
-        self.on_gone(host)
+    # What the backend reports.
 
-    def _note_exit(self, host: str, status: int) -> None:
-        how = exit_text(status)
+    def on_dying(self, process: WorkerProcess) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self.on_gone(process.spec.name)
+
+    def on_exited(self, process: WorkerProcess, how: str) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self._note_exit(process.spec.name, how)
+
+    def on_backend_lost(self, how: str) -> None:
+        self._note_exit(FORK_SERVER, how)
+
+    def _note_exit(self, host: str, how: str) -> None:
         if not self.exits[host].done():
             self.exits[host].set_result(how)
         self.on_exit(host, how)

@@ -3,15 +3,14 @@
 Not here: forking (fork_server_client.py), transports of edges (transport_choice.py), deaths that a run outlives (restarts.py), requests
 and tokens (flowrt/gateway).
 
-A run is one task; everything else belongs to its task group. It ends in one of three ways: told to stop; a worker fails that may not die,
-or a callback of the owner's, then all workers are killed at once and every later call raises the reason; cancelled, then all are killed.
-In each case the processes, sockets and tasks are gone when `async with` is left.
+A run is one task; all else belongs to its task group. It ends in one of three ways: `stop`; a worker fails that may not die, or a callback
+of the owner, then all workers are killed at once and each later call raises the reason; cancelled, then all are killed. In each case
+no process, socket or task is left when `async with` is left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -32,8 +31,9 @@ from flowrt.launcher.monitor_client import Watching
 from flowrt.launcher.restarts import EXPLAINED_SECONDS, Revival
 from flowrt.launcher.root_cause import Kind, Verdict, named_error
 from flowrt.launcher.transport_choice import available_transports, choose_transports, pack
-from flowrt.processes.descriptors import check_descriptors, is_too_few, too_few_descriptors
+from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain, load_worker
+from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
@@ -43,7 +43,6 @@ PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _STATUS_SECONDS = 10.0  # from the end of a control connection to the exit status of its process, at most
-_KEY_BYTES = 32
 
 
 class NotRunningError(RuntimeError):
@@ -85,7 +84,7 @@ class Launcher:
     ) -> None:
         self.seams = seams or Seams()
         self.graph = choose_transports(graph, available_transports() if available is None else available)
-        self.key = secrets.token_bytes(_KEY_BYTES)
+        self.key = self.seams.new_key()
         self.run_id = self.seams.new_incarnation()
         self._log_level = log_level
         self.standing = Standing(self._emitting(), self.seams.clock.now)
@@ -105,12 +104,12 @@ class Launcher:
         self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
         self._hosts.on_exit = self._on_exit
         self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.output_tail)
-        self._revival = Revival(self.graph, self, self._hosts, self._introduction)
-        self._hosts.on_gone = self._revival.on_gone
-        self._watching = Watching(self, self._hosts, self._revival, self.seams.clock, self.run_id)
+        self.restarts = Revival(self.graph, self, self._hosts, self._introduction)
+        self._hosts.on_gone = self.restarts.on_gone
+        self._watching = Watching(self, self._hosts, self.restarts, self.seams.clock, self.run_id)
         self._verdict = Verdict(self.seams.clock, self._hosts.output_tail)
         self._task: asyncio.Task[None] | None = None
-        self._loading = Loading(self, self._hosts, self._introduction, self._revival, self._verdict, self.seams.clock)
+        self._loading = Loading(self, self._hosts, self._introduction, self.restarts, self._verdict, self.seams.clock)
         self._stopping = self._told_failure = False
         self._failure_frames: TracebackType | None = None
 
@@ -144,7 +143,7 @@ class Launcher:
         try:
             await self.workers[worker].send(control)
         except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
-            if not self._revival.outlives(self.workers[worker].host):
+            if not self.restarts.outlives(self.workers[worker].host):
                 await self.wait_failed()  # the run is about to say why
             raise NotRunningError(f"{worker} has stopped") from None
 
@@ -188,7 +187,7 @@ class Launcher:
         return self._statistics()
 
     def _statistics(self) -> dict[str, Statistics]:
-        return {worker.name: self._revival.statistics(worker.name) for worker in self._graph_workers()}
+        return {worker.name: self.restarts.statistics(worker.name) for worker in self._graph_workers()}
 
     def _graph_workers(self) -> list[ControlConnection]:
         return [worker for name, worker in self.workers.items() if name != MONITOR]
@@ -202,8 +201,8 @@ class Launcher:
                 judge = tasks.create_task(self._verdict.judge(), name="judge")
                 own = [judge]
                 await self._start(tasks, own)
-                self._revival.begin()
-                own.append(tasks.create_task(self._revival.run(), name="revival"))
+                self.restarts.begin()
+                own.append(tasks.create_task(self.restarts.run(), name="revival"))
                 if is_watched(self.graph) and FORK_SERVER in self._hosts.exits:
                     own.append(tasks.create_task(self._watching.run(self._log_level), name="watching"))
                 self._ready.set_result(None)
@@ -224,8 +223,9 @@ class Launcher:
         forked = pack(self.graph)
         here = dict(self._hosted)
         if forked:
-            check_descriptors(len(forked))
-            self._on_event(events.ForkServerReady(await self._hosts.start(self._preload, self._introduction.answer_seconds)))
+            open_backend = self.seams.open_backend or LocalBackend.open
+            num_threads = await self._hosts.start(open_backend, self._preload, len(forked), self._introduction.answer_seconds)
+            self._on_event(events.ForkServerReady(num_threads))
             async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
                 self.add(placed)
         else:
@@ -255,8 +255,8 @@ class Launcher:
         return line
 
     async def _stop(self, judge: asyncio.Task[None]) -> None:
-        await self._revival.stop()
-        needed = [worker for worker in self.workers.values() if not self._revival.outlives(worker.host)]
+        await self.restarts.stop()
+        needed = [worker for worker in self.workers.values() if not self.restarts.outlives(worker.host)]
         hosts = [FORK_SERVER, *(worker.host for worker in needed)]
         if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
             await judge  # somebody has ended unasked: it raises, once it is known who
@@ -296,8 +296,8 @@ class Launcher:
         await worker.listen()
         if worker.told_to_stop or self._loading.loads_again(worker.host):
             return
-        if self._revival.outlives(worker.host):
-            self._revival.on_line_end(worker)
+        if self.restarts.outlives(worker.host):
+            self.restarts.on_line_end(worker)
             return
         ends = [self._hosts.exits[host] for host in (worker.host, FORK_SERVER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -330,7 +330,7 @@ class Launcher:
 
     def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None:
         """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
-        if self._revival.on_link_lost(line, lost):
+        if self.restarts.on_link_lost(line, lost):
             return
         reason = f"lost its link to {lost.peer}: {lost.reason}"
         asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
@@ -343,8 +343,8 @@ class Launcher:
         if host == FORK_SERVER:
             self.accuse(Kind.DIED, None, how)
             return
-        if self._revival.outlives(host):
-            self._revival.on_exit(host, how)
+        if self.restarts.outlives(host):
+            self.restarts.on_exit(host, how)
             return
         loop = asyncio.get_running_loop()
         for worker in self.workers.values():
@@ -357,8 +357,8 @@ class Launcher:
 
     def accuse(self, kind: Kind, line: ControlConnection | None, reason: str) -> None:
         """Hold a worker, or the fork server, to be why the run ends, unless it may die, or has been told to end."""
-        if line is not None and self._revival.outlives(line.host):
-            self._revival.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
+        if line is not None and self.restarts.outlives(line.host):
+            self.restarts.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
             return
         if not self._stopping or (line is not None and not line.told_to_stop):
             name, host = (line.name, line.host) if line is not None else (FORK_SERVER, FORK_SERVER)

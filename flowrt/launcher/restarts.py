@@ -58,6 +58,7 @@ class Revival:
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
         self._past: dict[str, list[Statistics]] = {}  # of former lives
+        self._given_up: set[str] = set()  # hosts, until the next try
         self._num_restarts: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -100,6 +101,10 @@ class Revival:
     def outlives(self, host: str) -> bool:
         """Whether the run goes on when this host dies now."""
         return self._has_begun and self.may_die(host)
+
+    def restarting(self) -> list[str]:
+        """Hosts that have died, or are being started, and are not given up."""
+        return [host for host, task in self._reviving.items() if not task.done() and host not in self._given_up]
 
     def statistics(self, name: str) -> Statistics:
         """Of all lives, as far as they have told."""
@@ -169,6 +174,7 @@ class Revival:
             self._stay_down(host, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not said so: {asked}")
 
     def _stay_down(self, host: str, why: str) -> None:
+        self._given_up.add(host)
         for name in self._hosts.workers_of(host):
             self._run.on_event(events.WorkerGivenUp(name, why))
 
@@ -207,6 +213,7 @@ class Revival:
         is_first = how is None
         while is_first or await self._is_to_live(host):
             is_first = False
+            self._given_up.discard(host)
             try:
                 lines = await self.fork_again(host)
             # no memory or no descriptor for it; or the fork server has died, which ends the run
@@ -215,7 +222,6 @@ class Revival:
                     return
                 if isinstance(error, WorkerDiedError) and error.process == FORK_SERVER:  # it stands still
                     self._stay_down(host, f"the fork server {error.reason}")
-                    return
                 continue
             if await self._introduce(lines) and how is not None:
                 for line in lines:

@@ -30,17 +30,15 @@ from typing import Any, NoReturn, cast
 
 from flowrt.errors import UserError
 from flowrt.observe import set_log_level
+from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.processes.exit_lock import hold
 from flowrt.processes.frames import Exited, Fork, Forked, Frame, FrameReader, Kill, Loaded, NotForked, decode_request, send_blocking
 from flowrt.seams import Seams
-from flowrt.transports.contract import Channel, Identity, Limits
+from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.stream import StreamChannel
 
 WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
-# A Submit of the longest prompt that the gateway takes (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
-# messages, not their headers: 32 of them keep what can lie on one line at 512 MiB, a prompt of 1000 ids each makes it 160 KiB.
-CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=32)
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _POLL_SECONDS = 0.05  # how often children are looked at where there is no pidfd
@@ -54,7 +52,7 @@ def load_worker(name: str) -> WorkerMain:
 
 @dataclass
 class _Child:
-    host: str
+    number: int
     pid: int
     pidfd: int | None
 
@@ -92,7 +90,7 @@ class _ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            self.report(NotForked(host=request.host, error=f"{type(error).__name__}: {error}"))
+            self.report(NotForked(number=request.number, error=f"{type(error).__name__}: {error}"))
             return
         finally:
             if os.getpid() == fork_server_pid:
@@ -100,17 +98,17 @@ class _ForkServer:
                     os.close(fd)
         if pid == 0:
             self.become_worker(request, fds, fork_server_pid)
-        child = _Child(request.host, pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
+        child = _Child(request.number, pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
         self.children[pid] = child
         if child.pidfd is None:
-            self.report(Forked(host=child.host, pid=pid))
+            self.report(Forked(number=child.number, pid=pid))
         else:
             self.selector.register(child.pidfd, selectors.EVENT_READ)
-            self.report(Forked(host=child.host, pid=pid, num_fds=1), [child.pidfd])
+            self.report(Forked(number=child.number, pid=pid, num_fds=1), [child.pidfd])
 
     def kill(self, request: Kill) -> None:
         for child in self.children.values():  # not reaped yet, so its number is still its own
-            if child.host == request.host:
+            if child.number == request.number:
                 os.kill(child.pid, request.signal)
 
     def reap(self, options: int = os.WNOHANG) -> bool:
@@ -123,7 +121,7 @@ class _ForkServer:
             if child.pidfd is not None:
                 self.selector.unregister(child.pidfd)
                 os.close(child.pidfd)
-            self.report(Exited(host=child.host, pid=child.pid, status=os.waitstatus_to_exitcode(status)))
+            self.report(Exited(number=child.number, status=os.waitstatus_to_exitcode(status)))
         return pid != 0
 
     def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:

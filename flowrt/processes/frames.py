@@ -32,9 +32,11 @@ class Fork(Frame, frozen=True, kw_only=True):
     """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, one control connection per worker, and a exit lock's
     memory if it `holds_exit_lock`.
 
-    `worker` is the "module:function" that each of `workers` runs; `threads` is how many compute threads they share.
+    `number`: of this start; every later frame about the process names it. `worker` is the "module:function" that each of `workers` runs;
+    `threads` is how many compute threads they share.
     """
 
+    number: int
     host: str
     workers: tuple[str, ...]
     worker: str
@@ -46,7 +48,7 @@ class Fork(Frame, frozen=True, kw_only=True):
 class Kill(Frame, frozen=True, kw_only=True):
     """Send a signal to an OS process, if it still lives."""
 
-    host: str
+    number: int
     signal: int
 
 
@@ -59,22 +61,21 @@ class Loaded(Frame, frozen=True, kw_only=True):
 class Forked(Frame, frozen=True, kw_only=True):
     """The process runs. Descriptors: its pidfd, where the platform has them."""
 
-    host: str
+    number: int
     pid: int
 
 
 class NotForked(Frame, frozen=True, kw_only=True):
     """The kernel refused to fork."""
 
-    host: str
+    number: int
     error: str
 
 
 class Exited(Frame, frozen=True, kw_only=True):
     """The process has ended and was reaped. `status` as in subprocess: the exit status, or minus the signal's number."""
 
-    host: str
-    pid: int
+    number: int
     status: int
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from flowrt.errors import UserError
 
 MAX_FAULTS = 1000
 MAX_SECONDS = 24 * 3600.0
+PERMANENT_SECONDS = 3600.0  # a standstill of at least this is permanent: a recovery must not wait for its end
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 _Duration = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
@@ -31,7 +32,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Root of all faults; `fault:` in a file names the kind."""
 
     at_seconds: _Seconds = 0.0
-    heals: ClassVar[bool] = True  # whether the world is whole again afterwards, with nobody's help
+
+    @property
+    def heals(self) -> bool:
+        """Whether everything works again afterwards without a recovery."""
+        return True
 
     @property
     def kind(self) -> str:
@@ -83,18 +88,26 @@ class _OfLinkForATime(_OfLink, frozen=True, kw_only=True):
 class Crash(_OfProcess, frozen=True, kw_only=True, tag="crash"):
     """kill -9, or a power cut: nothing of the process runs any more, no `finally` (F1)."""
 
-    heals: ClassVar[bool] = False
+    @property
+    def heals(self) -> bool:
+        return False
 
 
-class Pause(_OfProcessForATime, frozen=True, kw_only=True, tag="pause"):
+class _Standstill(_OfProcessForATime, frozen=True, kw_only=True):
+    @property
+    def heals(self) -> bool:
+        return self.for_seconds < PERMANENT_SECONDS
+
+
+class Pause(_Standstill, frozen=True, kw_only=True, tag="pause"):
     """SIGSTOP, then SIGCONT: loop and compute thread stand still (F2)."""
 
 
-class Stall(_OfProcessForATime, frozen=True, kw_only=True, tag="stall"):
+class Stall(_Standstill, frozen=True, kw_only=True, tag="stall"):
     """The loop is blocked, the compute thread goes on (F2)."""
 
 
-class Hang(_OfProcessForATime, frozen=True, kw_only=True, tag="hang"):
+class Hang(_Standstill, frozen=True, kw_only=True, tag="hang"):
     """The compute thread stands still, the loop goes on (F2)."""
 
 
@@ -120,7 +133,9 @@ class Cut(_OfLinkForATime, frozen=True, kw_only=True, tag="cut"):
 class Reset(_OfLink, frozen=True, kw_only=True, tag="reset"):
     """The connections between the two are lost, with all that was on its way (F4)."""
 
-    heals: ClassVar[bool] = False
+    @property
+    def heals(self) -> bool:
+        return False
 
 
 class Duplicate(_OfLinkForATime, frozen=True, kw_only=True, tag="duplicate"):
@@ -159,8 +174,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def ends_seconds(self) -> float:
-        """When the last fault is over."""
-        return max((fault.ends_seconds for fault in self.faults), default=0.0)
+        """When the last fault is over, but for those that are permanent."""
+        return max((fault.ends_seconds if fault.heals else fault.at_seconds for fault in self.faults), default=0.0)
 
 
 Place = tuple[str | int, ...]

@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
 from flowrt.gateway.gateway import Gateway, Placed
-from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
+from flowrt.graph.recovery import is_watched
+from flowrt.launcher.launcher import ANSWER_SECONDS
+from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import (
+    PERMANENT_SECONDS,
     AnyFault,
     Crash,
     Cut,
@@ -39,7 +42,9 @@ from flowrt.reliability.scenario import (
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.inside import EXACT_MODEL
-from flowrt.simulation.invariants import Reference, check
+from flowrt.simulation.invariants import Reference, check, with_cohosted
+from flowrt.simulation.invariants import mortal as mortal_workers
+from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.weather import CALM, NetworkConditions
@@ -61,6 +66,8 @@ class Case:
     conditions: NetworkConditions
     cost: ComputeCost
     exact: bool = True
+    processes: ProcessConditions = ProcessConditions()
+    faults_from_launch: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,17 @@ class Kept:
         if self.requests is not None:
             requests = tuple(request for number, request in enumerate(requests) if number in self.requests)
         case = replace(case, scenario=msgspec.structs.replace(case.scenario, faults=faults), requests=requests)
-        return replace(case, conditions=CALM, cost=ComputeCost()) if self.calm else case
+        return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case
 
 
 def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True) -> Case:
     """The case of a seed. `scenario` takes the place of drawn faults, and leaves the graph's reliability settings as they are written."""
     chance = random.Random(f"case {seed}")
     graph = graphs[chance.randrange(len(graphs))]
+    processes, faults_from_launch = ProcessConditions(), False
     if scenario is None:
         graph = _draw_opening(random.Random(f"opening {seed}"), _draw_reliability(random.Random(f"reliability {seed}"), graph))
+        graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     conditions = NetworkConditions(
         max_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
@@ -98,21 +107,46 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     cost = chance.choice(_COSTS)
     if scenario is None:
         scenario = Scenario(faults=tuple(_draw_faults(random.Random(f"faults {seed}"), graph)))
-    return Case(seed, graph, requests, scenario, conditions, cost, exact)
+    return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch)
 
 
 def run_case(case: Case) -> Outcome[Served]:
     """Raises InvariantError, DeadlockError, LivelockError, UnhandledError, and what the code itself raises."""
     outcome = run(
         case.seed,
-        lambda world: serve(world, case.graph, case.requests, scenario=case.scenario, exact=case.exact),
+        lambda world: serve(
+            world,
+            case.graph,
+            case.requests,
+            scenario=case.scenario,
+            exact=case.exact,
+            conditions=case.processes,
+            faults_from_launch=case.faults_from_launch,
+        ),
         conditions=case.conditions,
         cost=case.cost,
-        max_seconds=case.scenario.ends_seconds + case.scenario.deadline_seconds + GRACE_SECONDS,
+        max_seconds=case.scenario.ends_seconds + case.scenario.deadline_seconds + GRACE_SECONDS + case.faults_from_launch * ANSWER_SECONDS,
     )
     references = [reference_of(case, request) for request in case.requests]
-    check(case.graph, case.scenario, case.requests, outcome.result, references)
+    may_not_start = frozenset[str]()
+    if case.faults_from_launch:  # a process that dies while it loads may be out of its restart budget
+        may_not_start |= with_cohosted(case.graph, {name for fault in case.scenario.faults for name in fault.processes})
+    if case.processes.refuses_first:
+        may_not_start |= {FORK_SERVER, "", *case.graph.process_names(), *map(host_name, pack(case.graph))}
+    check(case.graph, case.scenario, case.requests, outcome.result, references, may_not_start)
     return outcome
+
+
+def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, ProcessConditions, bool]:
+    """How workers share processes, how the system treats processes, and whether faults come while the run starts."""
+    processes: int | Literal["one", "many"] = chance.choice(("many", "many", "many", "many", "many", "many", 2, 3, "one"))
+    conditions = ProcessConditions(
+        refused_one_in=chance.choice((0, 0, 3, 8)),
+        no_descriptor_one_in=chance.choice((0, 0, 3, 8)),
+        unseen_one_in=chance.choice((0, 1, 3)),
+        refuses_first=chance.random() < 0.03,
+    )
+    return replace(graph, processes=processes), conditions, chance.random() < 0.2
 
 
 def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
@@ -141,15 +175,15 @@ def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
 
 # Requests
 
-_References = dict[tuple[str, str, bool, SimulatedRequest], Reference]
+_References = dict[tuple[str, str, bool, tuple[int, ...], SamplingParams], Reference]
 _known: _References = {}
 
 
 def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     """The tokens that are right: by plain arithmetic; with weights, those of the request alone on a calm day."""
     assert case.graph.model is not None
-    request = replace(request, after_seconds=None, cancel_seconds=None)
-    key = (case.graph.model.path, case.graph.numerics, case.exact, request)
+    request = SimulatedRequest(request.prompt_token_ids, request.params)
+    key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)
     if key not in _known:
         if case.exact:
             path = case.graph.model.path
@@ -160,7 +194,7 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
             _known[key] = tuple(cast("list[tuple[int, ...]]", module.exact_tokens(case.graph, placed.request)))
         else:
             alone = run(0, lambda world: serve(world, case.graph, [request]), conditions=CALM)
-            _known[key] = alone.result.choices[0]
+            _known[key] = alone.result.clients[0].choices
     return _known[key]
 
 
@@ -206,11 +240,20 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
     apart = chance.choice((0.0, 2e-3, 30e-3, 0.5))
     drawn = []
     for _ in range(chance.choice((2, 3, 4, 5))):
-        patience = chance.uniform(0.0, 0.1) if chance.random() < 0.15 else None
-        drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), cancel_seconds=patience))
+        request = replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart))
+        match chance.choices(("reads", "leaves", "leaves while reading", "reads slowly", "reads late"), (70, 12, 6, 6, 6))[0]:
+            case "leaves":
+                request = replace(request, cancel_seconds=chance.uniform(0.0, 0.1))
+            case "leaves while reading":
+                request = replace(request, leaves_after=chance.randint(1, 4))
+            case "reads slowly":
+                request = replace(request, pause_seconds=10 ** chance.uniform(-3, -0.5))
+            case "reads late":
+                request = replace(request, reads_late=True)
+        drawn.append(request)
     if chance.random() < 0.25:  # one comes when all that befell the others is over, but for what stays wrong
         latest = 4.0 if graph.reliability.detector else 16.0
-        drawn[-1] = replace(drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None)
+        drawn[-1] = replace(drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None)
     return tuple(drawn)
 
 
@@ -218,14 +261,14 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 8,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 8, "fork_server": 5, "permanent": 6,
 }  # fmt: skip
 
 
 def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
     count = chance.choice((0, 1, 2, 2, 3, 3, 5))
     names = list(graph.process_names())
-    mortal = sorted(may_die(graph))
+    mortal = sorted(mortal_workers(graph))
     process_of = {node.name: node.process for node in graph.nodes.values()}
     pairs = {(process_of[edge.source], process_of[edge.target]) for edge in graph.edges.values()}
     links = sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}) * 2 + [(GATEWAY, name) for name in names]
@@ -239,6 +282,10 @@ def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
             faults += _draw_deaths(chance, mortal, names) if mortal else _draw_fault(chance, "reset", names, between or links)
         elif kind == "slow_servers":
             faults += _draw_slow_servers(chance, servers)
+        elif kind == "fork_server":
+            faults += _draw_fork_server(chance, graph, mortal)
+        elif kind == "permanent":
+            faults += _draw_permanent(chance, graph)
         else:
             faults += _draw_fault(chance, kind, names, links)
     return faults
@@ -256,6 +303,32 @@ def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> 
             Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor) for name in names if name not in victims
         ]
     return faults
+
+
+def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
+    """The fork server stands still, for ever or not, while a process dies; now and then it dies itself."""
+    if graph.processes == "one":
+        return []
+    at = 10 ** chance.uniform(-3.3, -0.5)
+    if chance.random() < 0.2:
+        return [Crash(at_seconds=at, process=FORK_SERVER)]
+    lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
+    victims = [chance.choice(mortal)] if mortal else []
+    return [
+        Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts),
+        *(Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims),
+    ]
+
+
+def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
+    """A process stops or hangs and never goes on; only the detector can tell."""
+    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
+    names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a server that cannot be killed is waited for
+    if graph.processes != "many" or not is_watched(graph):
+        return []
+    kind = chance.choice((Pause, Stall, Hang))
+    name = chance.choice([*names, MONITOR]) if kind is not Hang else chance.choice(names)
+    return [kind(at_seconds=10 ** chance.uniform(-3.3, -0.5), process=name, for_seconds=PERMANENT_SECONDS)]
 
 
 def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:

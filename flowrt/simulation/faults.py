@@ -57,10 +57,12 @@ class Faults:
             elif isinstance(fault, Crash | Slow | Hang | Skew) and fault.process == GATEWAY:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
 
-    def silenced(self, process: str) -> bool:
-        """Whether one has begun after which others may take the process for dead: it stood still, its word to the launcher was late or
-        connections of it were lost."""
-        return any(process in fault.processes and _silences(fault) for fault in self._begun)
+    def has_met(self, process: str) -> bool:
+        """Whether a fault has begun after which the run may mark the process dead or lose it: it died or stood still, its messages to the
+        launcher were late, or connections of it were lost."""
+        processes = self._world.processes
+        together = {name for name in processes if processes[name] is processes.get(process)} | {process}
+        return any(not together.isdisjoint(fault.processes) and _silences(fault) for fault in self._begun)
 
     def begin(self) -> None:
         loop = self._world.loop
@@ -106,10 +108,16 @@ class Faults:
                 return self._park(nodes[0])
             case Hang():
                 return self._park(thread_of(nodes[0]))
-            case Slow(factor=factor) if process is not None and (compute := process.compute) is not None:
-                compute.slow_factors.append(factor)
+            case Slow(factor=factor) if process is not None and process.computes:
+                computes = list(process.computes)
+                for compute in computes:
+                    compute.slow_factors.append(factor)
 
-                return lambda: compute.slow_factors.remove(factor)
+                def slow_down_no_more() -> None:
+                    for compute in computes:
+                        compute.slow_factors.remove(factor)
+
+                return slow_down_no_more
             case SlowLink(factor=factor):
                 links = [network.link(*nodes), network.link(*reversed(nodes))]
                 for link in links:
@@ -144,8 +152,9 @@ class Faults:
                         link.duplicate_one_in.remove(one_in)
 
                 return stop
-            case Skew(rate=rate) if process is not None and process.clock is not None:
-                process.clock.skew(rate)
+            case Skew(rate=rate) if process is not None and process.clocks:
+                for clock in process.clocks:
+                    clock.skew(rate)
             case RollBack(process=name) if (inside := self._inside_of(name)) is not None and inside.has_engine:
                 context = world.context(nodes[0])
                 world.loop.call_at_node(world.loop.time(), nodes[0], self._roll_back, inside, nodes[0], context=context)
@@ -183,4 +192,4 @@ class Faults:
 
 
 def _silences(fault: AnyFault) -> bool:
-    return isinstance(fault, Pause | Stall | Hang | Reset) or (isinstance(fault, Cut | SlowLink) and GATEWAY in fault.between)
+    return isinstance(fault, Crash | Pause | Stall | Hang | Reset) or (isinstance(fault, Cut | SlowLink) and GATEWAY in fault.between)

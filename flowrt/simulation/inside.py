@@ -19,8 +19,8 @@ CUT = "flowrt.operators.dispatch"
 class Inside:
     """One worker, by its Worker object."""
 
-    def __init__(self, name: str, worker: Any) -> None:
-        self.name = name
+    def __init__(self, worker: Any) -> None:
+        self.name: str = worker._start.name
         self._worker = worker
         self._left_during: float | None = None  # since when the call computes in which the group began its epoch
         self.late_firings: list[str] = []

@@ -1,6 +1,6 @@
 """What must hold after every run, whatever befell it.
 
-Here: `check`, `may_fail`, SURVIVED_FAULTS. Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
+Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
 (cases.py). Raises InvariantError with the number of what does not hold:
 
 I1 tokens: indexes 0 to n-1, each once, the reference's up to the first that is marked as degraded. I2 nothing of an old epoch or
@@ -13,80 +13,102 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrt.graph.model import Graph
-from flowrt.graph.recovery import survives
-from flowrt.reliability.scenario import AnyFault, Scenario, Skew
+from flowrt.graph.model import MONITOR, Graph
+from flowrt.graph.recovery import may_die
+from flowrt.launcher.transport_choice import pack
+from flowrt.reliability.scenario import AnyFault, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.served import Served, SimulatedRequest
-
-# Faults that do not heal by themselves and that the run survives, with all its tokens, when it survives the death of the process they
-# hit (flowrt/graph/recovery.py). A lost connection is survived when either of its ends is.
-SURVIVED_FAULTS = frozenset({"crash", "reset"})
+from flowrt.simulation.served import ClientRecord, Served, SimulatedRequest
 
 LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
 LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
+FENCED_TEXT = "was marked dead: "  # the same for a fenced group; that a fault met the group is checked when it is marked
+
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
 
+def mortal(graph: Graph) -> frozenset[str]:
+    """The workers whose OS process may die: those that share it only with workers that may."""
+    return frozenset(name for host in pack(graph) if may_die(graph).issuperset(host) for name in host)
+
+
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
-    """The processes that the run may fail for, by name: those that a fault befalls which neither heals nor is outlived."""
-    return frozenset(name for fault in scenario.faults if _is_fatal(graph, fault) for name in fault.processes)
+    """The processes that the run may fail for, by name: those that meet a fault which neither heals nor is survived, and the workers in
+    the same OS process."""
+    return with_cohosted(graph, {name for fault in scenario.faults if _is_fatal(graph, fault) for name in fault.processes})
+
+
+def with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
+    """These workers, and those in the same OS processes."""
+    return frozenset(names.union(*(host for host in pack(graph) if names & set(host))))
 
 
 def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
-    return not fault.heals and not (fault.kind in SURVIVED_FAULTS and any(survives(graph, name) for name in fault.processes))
+    """A standstill is survived by every process: a group is fenced. A lost connection is survived when either of its ends may die."""
+    return not (fault.heals or isinstance(fault, Pause | Stall | Hang)) and (mortal(graph) | {MONITOR}).isdisjoint(fault.processes)
 
 
-def check(graph: Graph, scenario: Scenario, requests: Sequence[SimulatedRequest], served: Served, references: Sequence[Reference]) -> None:
-    """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names who
-    failed, in time, with all requests ended and all tokens given till then right. A request may end with an error alone, or be marked as
-    degraded, which it is depends on the graph, only when an expert had no copy for as long as the graph says."""
-    if served.failure is not None:
+def check(
+    graph: Graph,
+    scenario: Scenario,
+    requests: Sequence[SimulatedRequest],
+    served: Served,
+    references: Sequence[Reference],
+    may_not_start: frozenset[str] = frozenset(),
+) -> None:
+    """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names the
+    failed process, in time, with all requests ended and all tokens given till then right.
+
+    A request may end with an error alone, or be marked as degraded (which of both depends on the graph), only when an expert had no replica
+    for as long as the graph says. The start may fail for the processes `may_not_start`.
+    """
+    if served.failure is not None and not (served.failed in may_not_start and not served.clients):
         culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
         if served.failed not in culprits:
-            raise InvariantError("I7", f"the run failed for {served.failed}, which nothing befell that would allow it: {served.failure}")
+            raise InvariantError(
+                "I7", f"the run failed for {served.failed}, and no fault that allows it met that process: {served.failure}"
+            )
         latest = scenario.ends_seconds + scenario.deadline_seconds
         if served.failed_seconds is not None and served.failed_seconds > latest:
-            raise InvariantError("I5", f"the failure was told after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
-    if len(served.choices) < len(requests) and served.failure is None:
-        raise InvariantError("I5", f"{len(served.choices)} of {len(requests)} requests were taken")
-    for index, (request, choices, reference) in enumerate(zip(requests, served.choices, references, strict=False)):
-        if served.num_ends[index] != 1:
-            raise InvariantError("I5", f"request {index} ended {served.num_ends[index]} times")
-        reason = served.finish_reasons[index]
-        broken_off = reason == "abort" and request.cancel_seconds is not None
-        told = served.errors[index] or ""
-        broken_off = broken_off or (reason == "error" and served.failure is not None and bool(told))
-        lost = _lost_long_enough(graph, scenario, served, index)
+            raise InvariantError("I5", f"the failure was reported after {served.failed_seconds:.3f} s, allowed were {latest:.3f} s")
+    if len(served.clients) < len(requests) and served.failure is None:
+        raise InvariantError("I5", f"{len(served.clients)} of {len(requests)} requests were taken")
+    for index, (client, reference) in enumerate(zip(served.clients, references, strict=False)):
+        if client.num_ends != 1 or client.has_events_after_end:
+            raise InvariantError("I5", f"request {index} ended {client.num_ends} times, or had events after an end")
+        reason, told = client.finish_reason, client.error or ""
+        lost = _lost_long_enough(graph, scenario, client)
         degrades = graph.reliability.unavailable_expert == "degrade"
-        broken_off = broken_off or (reason == "error" and LOST_TEXT in told and lost and not degrades)
-        degraded = served.degraded[index] if served.degraded else ()
-        if any(degraded) and not (lost and degrades):
+        broken_off = (
+            (reason == "abort" and client.request.may_leave)
+            or (reason == "error" and served.failure is not None and bool(told))
+            or (reason == "error" and LOST_TEXT in told and lost and not degrades)
+            or (reason == "error" and FENCED_TEXT in told and scenario.expect != "tokens")
+        )
+        if any(client.degraded) and not (lost and degrades):
             raise InvariantError("I1", f"request {index} is marked as degraded, and no expert was lost for so long that it may be")
         if not broken_off and reason not in ("length", "stop"):
-            raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {served.errors[index]}")
-        _check_tokens(index, choices, served.indexes[index], reference, degraded, whole=not broken_off)
+            raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {client.error}")
+        _check_tokens(index, client, reference, whole=not broken_off)
 
 
-def _lost_long_enough(graph: Graph, scenario: Scenario, served: Served, index: int) -> bool:
-    """Whether an expert had no copy for so long that the request may have ended for it; by a clock that may have run too fast."""
+def _lost_long_enough(graph: Graph, scenario: Scenario, client: ClientRecord) -> bool:
+    """Whether an expert had no replica for so long that the request may have ended for it; by a clock that may have run too fast."""
     fastest = max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
-    lost_seconds = fastest * (served.outage_seconds[index] + LOOKED_SECONDS)
+    lost_seconds = fastest * (client.outage_seconds + LOOKED_SECONDS)
     return scenario.expect != "tokens" and lost_seconds >= graph.reliability.unavailable_expert_seconds
 
 
-def _check_tokens(
-    index: int, choices: Reference, told: Sequence[Sequence[int]], reference: Reference, degraded: Reference, whole: bool
-) -> None:
-    if len(choices) != len(reference):
-        raise InvariantError("I1", f"request {index} has {len(choices)} choices of {len(reference)}")
-    for choice, (ours, theirs, indexes) in enumerate(zip(choices, reference, told, strict=True)):
+def _check_tokens(index: int, client: ClientRecord, reference: Reference, whole: bool) -> None:
+    if len(client.choices) != len(reference):
+        raise InvariantError("I1", f"request {index} has {len(client.choices)} choices of {len(reference)}")
+    parts = zip(client.choices, reference, client.indexes, client.degraded, strict=True)
+    for choice, (ours, theirs, indexes, marked) in enumerate(parts):
         which = f"request {index}" + (f" choice {choice}" if choice else "")
         if list(indexes) != list(range(len(ours))):
-            raise InvariantError("I1", f"{which}: its client was told the indexes {list(indexes)}")
-        if choice < len(degraded) and (marked := degraded[choice]):  # from there on it may say anything, and end anywhere
-            first = marked[0]
-            ours, theirs = ours[:first], theirs[:first]
+            raise InvariantError("I1", f"{which}: its client received the indexes {list(indexes)}")
+        if marked:  # from there on any token may come, and any end
+            ours, theirs = ours[: marked[0]], theirs[: marked[0]]
         if ours != (theirs if whole else theirs[: len(ours)]):
             raise InvariantError("I1", f"{which} gave {ours}, the reference {theirs}")

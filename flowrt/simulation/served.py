@@ -1,44 +1,119 @@
-"""What is asked of a simulated graph, and what came of it: SimulatedRequest, Served. Filled in by cluster.py, judged by invariants.py."""
+"""What is asked of a simulated graph, and what its clients saw. Filled in by cluster.py, checked by invariants.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowrt.actors.control import Statistics
+from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """What a client asks, as token ids; when it comes after the one before (None: the seed says), and when it loses patience."""
+    """A client's request, as token ids, and how the client behaves.
+
+    after_seconds: when it comes after the request before; None: drawn. cancel_seconds: it leaves after so long, if it is still there.
+    leaves_after: it leaves after so many events. pause_seconds: between two events that it reads. reads_late: it reads nothing until the
+    request has ended.
+    """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     after_seconds: float | None = None
     cancel_seconds: float | None = None
+    leaves_after: int | None = None
+    pause_seconds: float = 0.0
+    reads_late: bool = False
+
+    @property
+    def may_leave(self) -> bool:
+        return self.cancel_seconds is not None or self.leaves_after is not None
+
+
+@dataclass
+class ClientRecord:
+    """What one client saw: its events; `failure`: what a call raised; `has_left`: it did not wait for the end. `outage_seconds`: for how
+    long, at most, an expert had no replica that the request's group could use, while the request was there."""
+
+    request: SimulatedRequest
+    events: list[ClientEvent] = field(default_factory=list)
+    failure: str | None = None
+    has_left: bool = False
+    outage_seconds: float = 0.0
+
+    def tokens(self, choice: int) -> list[TokenEvent]:
+        return [event for event in self.events if isinstance(event, TokenEvent) and event.choice == choice]
+
+    @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(event.token_id for event in self.tokens(choice)) for choice in range(self.request.params.n))
+
+    @property
+    def indexes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(event.index for event in self.tokens(choice)) for choice in range(self.request.params.n))
+
+    @property
+    def degraded(self) -> tuple[tuple[int, ...], ...]:
+        """Of each choice the indexes of tokens that were marked."""
+        return tuple(tuple(event.index for event in self.tokens(choice) if event.degraded) for choice in range(self.request.params.n))
+
+    @property
+    def end(self) -> EndEvent | None:
+        return next((event for event in self.events if isinstance(event, EndEvent)), None)
+
+    @property
+    def finish_reason(self) -> str:
+        """As a client tells it: an exception is an error, leaving a cancellation."""
+        if self.end is not None:
+            return self.end.finish_reason
+        return "error" if self.failure is not None else "abort" if self.has_left else ""
+
+    @property
+    def error(self) -> str | None:
+        return self.end.error if self.end is not None else self.failure
+
+    @property
+    def num_ends(self) -> int:
+        """Terminal events, choices' own included in none."""
+        ends = sum(isinstance(event, EndEvent) for event in self.events)
+        return ends + (self.failure is not None) + (self.has_left and not ends)
+
+    @property
+    def has_events_after_end(self) -> bool:
+        ended: set[int] = set()
+        for event in self.events:
+            if not isinstance(event, EndEvent) and event.choice in ended:
+                return True
+            if isinstance(event, ChoiceEvent):
+                ended.add(event.choice)
+        return False
 
 
 @dataclass(frozen=True)
 class Served:
-    """What clients saw: per request its tokens, how it ended and with which error; and each worker's last statistics.
+    """What all clients saw, in the order of the requests, and each worker's last statistics. `failed` is the process that the run failed
+    for, `failure` the text, `failed_seconds` the time since the first request; None in a good run."""
 
-    `choices` has the tokens of every choice, `token_ids` those of the first. `num_ends` counts a request's terminal events. `failed` is
-    the process that the run failed for, `failure` the text, `failed_seconds` the time since the first request; None in a good run.
-    `outage_seconds`: for how long, at most, an expert had no copy that the request's group could ask, while the request was there.
-    """
-
-    choices: tuple[tuple[tuple[int, ...], ...], ...]
-    finish_reasons: tuple[str, ...]
-    errors: tuple[str | None, ...]
-    num_ends: tuple[int, ...]
-    indexes: tuple[tuple[tuple[int, ...], ...], ...]  # of each choice's token events, in the order told
+    clients: tuple[ClientRecord, ...]
     statistics: dict[str, Statistics]
     failed: str | None = None
     failure: str | None = None
     failed_seconds: float | None = None
-    outage_seconds: tuple[float, ...] = ()
-    degraded: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each choice, the indexes of tokens that were marked
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        return tuple(client.finish_reason for client in self.clients)
+
+    @property
+    def errors(self) -> tuple[str | None, ...]:
+        return tuple(client.error for client in self.clients)
+
+    @property
+    def choices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(client.choices for client in self.clients)
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(choices[0] if choices else () for choices in self.choices)
+        """Of the first choices."""
+        return tuple(client.choices[0] for client in self.clients)

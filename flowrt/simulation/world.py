@@ -11,7 +11,7 @@ import contextlib
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -32,11 +32,11 @@ T = TypeVar("T")
 class Process:
     """One life of a simulated process. `node` is its name, and its number when it is not the first of that name."""
 
-    def __init__(self, name: str, node: str, exit: asyncio.Future[str]) -> None:
-        self.name, self.node = name, node
-        self.exit = exit  # how it ended, as whoever started it hears of it
-        self.clock: SimulatedClock | None = None
-        self.compute: SimulatedCompute | None = None
+    def __init__(self, name: str, node: str, parent: str, exit: asyncio.Future[str]) -> None:
+        self.name, self.node, self.parent = name, node, parent  # `parent`: the node that started it
+        self.exit = exit  # how it ended, as its parent learns it
+        self.clocks: list[SimulatedClock] = []  # one per worker, as are these
+        self.computes: list[SimulatedCompute] = []
         self.pid = 0
         self.stalls: list[tuple[float, float]] = []  # when its loop computed instead of turning: start, end
 
@@ -57,6 +57,7 @@ class World:
         self.one_clock = False  # all processes are on one machine, whose clock they share; to be said before they start
         self.processes: dict[str, Process] = {}  # the latest life of each name
         self.deaths: list[Callable[[Process], None]] = []  # called in the moment of a `kill`, which nobody in the world hears of yet
+        self.errors: list[str] = []  # that ended processes
         self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
         self._cost = cost
         self._by_pid: dict[int, Process] = {}
@@ -74,15 +75,16 @@ class World:
         def new_compute(name: str) -> SimulatedCompute:
             compute = SimulatedCompute(self.loop, node, random.Random(f"compute {name} {node} {self.seed}"), self._cost, clock)
             if process is not None:
-                process.compute = compute
+                process.computes.append(compute)
             return compute
 
         if process is not None:
-            process.clock = clock
+            process.clocks.append(clock)
         return Seams(
             clock=clock,
             new_incarnation=self.new_incarnation,
             new_seed=lambda: chance.getrandbits(63),
+            new_key=self.new_key,
             new_compute=new_compute,
             transport=self.network.transport,
             new_timer=LoopTimer,
@@ -117,26 +119,28 @@ class World:
         lives = self._num_lives[name]
         return name if not lives else f"{name}~{lives + 1}"
 
-    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]]) -> Process:
-        """Run `main` as a process. Its end, or death, is heard of through `exit`; nobody else awaits it, so that it can be cut off."""
-        node = self.next_node(name)
+    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]], aliases: Iterable[str] = ()) -> Process:
+        """Run `main` as a process, found in `processes` by its aliases too. Its end is reported through `exit`; no task awaits it, so
+        that it can be cut off."""
+        node, here = self.next_node(name), current_node.get()
         self._num_lives[name] += 1
-        process = self.processes[name] = Process(name, node, self.loop.create_future())
+        process = Process(name, node, here, self.loop.create_future())
         process.pid = len(self._by_pid) + 1
         self._by_pid[process.pid] = process
+        self.processes |= dict.fromkeys((name, *aliases), process)
         task = self.loop.create_task(main(self.seams(node)), name=f"process {node}", context=self.context(node))
-        here = current_node.get()
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
-            how = "exited with code 0" if error is None else f"exited with code 1 ({_text_of(error)})"
-            self._tell_exit(process, here, how)
+            if error is not None:
+                self.errors.append(f"{node}: {_text_of(error)}")
+            self._tell_exit(process, f"exited with status {int(error is not None)}")
 
         task.add_done_callback(ended, context=self.context(node))
         return process
 
-    def kill(self, process: Process) -> bool:
-        """As kill -9: nothing more of it runs, the kernel ends its channels, whoever started it hears of it. False: it was over."""
+    def kill(self, process: Process, how: str = "was killed by SIGKILL") -> bool:
+        """As kill -9: nothing more of it runs, the kernel ends its channels, its parent learns of it. False: it was over."""
         if process.exit.done() or self.loop.is_dead(process.node):
             return False
         for node in process.nodes:
@@ -144,7 +148,7 @@ class World:
         self.network.lose(process.node)
         for hear in self.deaths:
             hear(process)
-        self._tell_exit(process, OUTSIDE, "was killed by signal 9")
+        self._tell_exit(process, how)
         return True
 
     def process_times(self, pid: int) -> ProcessTimes | None:
@@ -166,12 +170,16 @@ class World:
 
     def leftovers(self) -> list[str]:
         """What should not be there when all processes have ended: processes, channels, listeners."""
-        left = [f"process {process.node}" for process in self.processes.values() if not process.exit.done()]
+        left = [f"process {process.node}" for process in dict.fromkeys(self.processes.values()) if self._is_alive(process)]
         left += [f"channel from {channel.label}" for channel in self.network.open_channels() if not self.loop.is_dead(channel.node)]
         return left + [f"listener {address} of {listener.node}" for address, listener in self.network.listeners.items()]
 
-    def _tell_exit(self, process: Process, node: str, how: str) -> None:
+    def _is_alive(self, process: Process) -> bool:
+        return not process.exit.done() and not self.loop.is_dead(process.node)
+
+    def _tell_exit(self, process: Process, how: str) -> None:
         when = self.loop.time() + self._random.uniform(20e-6, 500e-6)
+        node = OUTSIDE if self.loop.is_dead(process.parent) else process.parent
         self.loop.call_at_node(when, node, _set_how, process.exit, how)
 
 

@@ -37,7 +37,7 @@ from flowrt.transports.contract import Channel
 
 def told(what: str, *words: str) -> Ended:
     """What a worker has heard, and when on the machine's clock."""
-    return Ended(" ".join((what, *words)), 0, "told", str(time.monotonic()))
+    return Ended(" ".join((what, *words)), 0, "stop", str(time.monotonic()))
 
 
 def count_life(folder: str, name: str) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from launcher.test_launcher import nothing_left
 from launcher.test_restarts import Monitored, Run, fake_monitor, graph_of
@@ -20,9 +21,7 @@ __all__ = ["fake_monitor", "nothing_left"]
 
 
 def fork_server_of(r: Run) -> int:
-    process = r.launcher._hosts._fork_server._process  # type: ignore[union-attr]
-    assert process is not None
-    return process.pid
+    return psutil.Process(next(pid for pid in r.launcher.pids.values() if pid != os.getpid())).ppid()
 
 
 @pytest.mark.usefixtures("fake_monitor")

@@ -1,17 +1,23 @@
-"""Too few file descriptors: said in one line before anything starts, and heard by whoever waits when it happens later."""
+"""Too few file descriptors: one line before anything starts; a refused start when it happens later."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import resource
 import socket
+import subprocess
+from collections.abc import AsyncIterator
 
 import pytest
+from processes.backend_checks import Owner, close, spec
 
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.processes.descriptors import check_descriptors
-from flowrt.processes.fork_server_client import ForkServerProcess
-from flowrt.processes.frames import Forked, FrameReader, encode
+from flowrt.processes.fork_server_client import LocalBackend
+from flowrt.processes.frames import Exited, Forked, encode
+from flowrt.processes.output_tail import OutputTail
 
 
 def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,38 +29,64 @@ def test_the_need_is_known_before_anything_starts(monkeypatch: pytest.MonkeyPatc
     check_descriptors(5000)
 
 
-@pytest.mark.parametrize(
-    ("said", "error", "text"),
-    [
-        (encode(Forked(host="a", pid=1, num_fds=1)), UserError, "RLIMIT_NOFILE"),  # the kernel dropped the descriptor
-        (b"\xff\xff\xff\xff", WorkerDiedError, "cannot be understood"),
-    ],
-)
-async def test_what_cannot_be_read_ends_the_wait(said: bytes, error: type[Exception], text: str) -> None:
-    ended: list[str] = []
-    fork_server = ForkServerProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    with theirs:
-        fork_server._line, fork_server._reader = ours, FrameReader(ours)
-        fork_server._loop.add_reader(ours.fileno(), fork_server._on_readable)
-        theirs.sendall(said)
-        with pytest.raises(error, match=text):
-            await fork_server._answer("a")
-        assert ended == []
-        fork_server.end_now()
+class Server:
+    """A backend whose fork server is this test."""
+
+    def __init__(self) -> None:
+        self.owner = Owner()
+        ours, self.connection = socket.socketpair()
+        process = subprocess.Popen(["sleep", "60"])
+        self.backend = LocalBackend("run", self.owner, process, ours, OutputTail("fork server", self.owner.on_output))
+
+    async def report(self, *frames: bytes) -> None:
+        for frame in frames:
+            self.connection.sendall(frame)
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.backend.kill_all()
 
 
-async def test_what_cannot_be_read_while_nobody_waits_ends_the_run() -> None:
-    ended: list[str] = []
-    fork_server = ForkServerProcess("run", lambda name, line: None, lambda host, status: ended.append(host))
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    with theirs:
-        fork_server._line, fork_server._reader = ours, FrameReader(ours)
-        fork_server._loop.add_reader(ours.fileno(), fork_server._on_readable)
-        theirs.sendall(b"\xff" * 8)
-        os.sched_yield()
-        fork_server._on_readable()
-        assert ended == ["fork server"]
-        fork_server.end_now()
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+async def test_a_frame_that_cannot_be_read_ends_the_waiting_start(server: Server) -> None:
+    start = asyncio.ensure_future(server.backend.start(spec("a")))
+    await server.report(b"\xff\xff\xff\xff")
+    with pytest.raises(WorkerDiedError, match="cannot be understood"):
+        await start
+    assert server.owner.lost == []
+
+
+async def test_a_frame_that_cannot_be_read_while_no_start_waits_loses_the_backend(server: Server) -> None:
+    server.backend._loaded.set_result(1)
+    await server.report(b"\xff" * 8)
+    await server.owner.changed.wait()
+    assert server.owner.lost == ["was killed by SIGKILL"]
+
+
+async def test_a_process_without_a_descriptor_for_its_end_is_started_all_the_same(server: Server) -> None:
+    start = asyncio.ensure_future(server.backend.start(spec("a")))
+    await asyncio.sleep(0)
+    await server.report(encode(Forked(number=1, pid=1 << 22, num_fds=1)))  # the kernel dropped the descriptor
+    process = await start
+    process.kill()  # no such process
+    await server.report(encode(Exited(number=1, status=3)))
+    assert await server.owner.wait_exit(process) == "exited with status 3"
+    await close(process)
+
+
+async def test_a_start_without_descriptors_is_refused_and_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for module, name in ((socket, "socketpair"), (os, "pipe")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refuse)
+            with pytest.raises(UserError, match="RLIMIT_NOFILE"):
+                await server.backend.start(spec("a"))

@@ -28,7 +28,7 @@ def lines() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def fork(host: str, num_fds: int) -> Fork:
-    return Fork(host=host, workers=(host,), worker="module:function", threads=1, log_level="info", num_fds=num_fds)
+    return Fork(number=1, host=host, workers=(host,), worker="module:function", threads=1, log_level="info", num_fds=num_fds)
 
 
 def test_descriptors_belong_to_the_frame_that_announced_them(lines: tuple[socket.socket, socket.socket]) -> None:
@@ -36,7 +36,7 @@ def test_descriptors_belong_to_the_frame_that_announced_them(lines: tuple[socket
     for number, (read_end, write_end) in enumerate(pipes):
         os.write(write_end, b"%d" % number)
         send_blocking(lines[0], fork(f"w{number}", 2), [read_end, write_end])
-        send_blocking(lines[0], Kill(host=f"w{number}", signal=9))
+        send_blocking(lines[0], Kill(number=number, signal=9))
     for pipe in pipes:
         for fd in pipe:
             os.close(fd)
@@ -53,11 +53,11 @@ def test_descriptors_belong_to_the_frame_that_announced_them(lines: tuple[socket
                 assert not any(os.get_inheritable(fd) for fd in fds)
                 for fd in fds:
                     os.close(fd)
-    assert heard == [frame for number in range(3) for frame in (fork(f"w{number}", 2), Kill(host=f"w{number}", signal=9))]
+    assert heard == [frame for number in range(3) for frame in (fork(f"w{number}", 2), Kill(number=number, signal=9))]
 
 
 def test_frames_split_anywhere(lines: tuple[socket.socket, socket.socket]) -> None:
-    reports = [Loaded(num_threads=1), Exited(host="a" * 300, pid=5, status=-9)]
+    reports = [Loaded(num_threads=1), Exited(number=5, status=-9)]
     reader = FrameReader(lines[1])
     heard = []
     for byte in b"".join(encode(report) for report in reports):

@@ -23,6 +23,7 @@ LEAVES = (
     "flowrt.timer",
     "flowrt.emulation",
     "flowrt.process_status",
+    "flowrt.process_backend",
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability")
 # What users get from `import flowrt`; loaded on first use.
@@ -117,7 +118,7 @@ def refusal(source: Source, target: str) -> str | None:
             return None
         return "operators are for workers, exchange, dataflow and the bench; others may read " + ", ".join(PLAIN_OPERATORS)
     if other == TRANSPORTS and package in BELOW_ALL:
-        allowed = target in MESSAGE_TYPES or (package == "flowrt.seams" and target in SEAMS_MAY)
+        allowed = target in MESSAGE_TYPES or (package in ("flowrt.seams", "flowrt.process_backend") and target in SEAMS_MAY)
         return None if allowed else "only the types of messages and errors"
     if other in BELOW_ALL:
         return "a leaf imports leaves only" if package in LEAVES and other not in LEAVES else None

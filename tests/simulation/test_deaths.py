@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from flowrt.exchange.failover import Failover
+from flowrt.gateway.gateway import ClientEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
@@ -51,7 +53,7 @@ def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
     outcome = serve_under(seed, graph, asked, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
     assert outcome.result.failure is None
     assert outcome.result.finish_reasons == ("length",) * len(asked)
-    assert outcome.num_faults["crash"] == outcome.num_faults["started again"] == 1
+    assert outcome.num_faults["crash"] == outcome.num_faults["restarted"] == 1
 
 
 def test_servers_that_die_one_after_another_cost_no_token() -> None:
@@ -62,7 +64,7 @@ def test_servers_that_die_one_after_another_cost_no_token() -> None:
         faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 3.2 * number) for number in range(4)]
         outcome = serve_under(seed, graph, asked, *faults)
         assert outcome.result.finish_reasons == ("length",) * len(asked)
-        assert outcome.num_faults["started again"] >= 3
+        assert outcome.num_faults["restarted"] >= 3
         again += outcome.num_faults["part asked again"]
     assert again > 0
 
@@ -72,7 +74,7 @@ def test_the_last_copy_is_waited_for(seed: int) -> None:
     graph = load("tight.yaml")
     outcome = serve_under(seed, graph, requests(5), Crash(process="experts.1", at_seconds=0.05), expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 5
-    assert max(outcome.result.outage_seconds) > 0
+    assert max(client.outage_seconds for client in outcome.result.clients) > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -93,7 +95,7 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
     graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
     served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
     assert served.finish_reasons == ("length",) * 8
-    assert served.degraded[-1] == (tuple(range(6)),)
+    assert served.clients[-1].degraded == (tuple(range(6)),)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -102,8 +104,12 @@ def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
     asked = requests(6, apart=0.1) + requests(2, apart=8.0)
     outcome = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.02))
     assert outcome.result.finish_reasons == ("length",) * 8
-    assert outcome.num_faults["started again"] == 1
-    assert not any(outcome.result.degraded[-1])
+    assert outcome.num_faults["restarted"] == 1
+    assert not any(outcome.result.clients[-1].degraded)
+
+
+def _unmarked(event: ClientEvent) -> ClientEvent:
+    return msgspec.structs.replace(event, degraded=False) if isinstance(event, TokenEvent) else event
 
 
 def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
@@ -111,8 +117,10 @@ def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
     asked = requests(8, apart=0.2)
     result = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
     references = [reference_of(draw(0, [graph]), request) for request in asked]
-    shorter = Served(**{**vars(result), "outage_seconds": (0.3,) * len(asked)})
-    unmarked = Served(**{**vars(result), "degraded": ()})
+    shorter = replace(result, clients=tuple(replace(client, outage_seconds=0.3) for client in result.clients))
+    unmarked = replace(
+        result, clients=tuple(replace(client, events=[_unmarked(event) for event in client.events]) for client in result.clients)
+    )
     for wrong, which in ((shorter, graph), (unmarked, graph), (result, load("tight.yaml"))):
         with pytest.raises(InvariantError, match="I1"):
             check(which, Scenario(), asked, wrong, references)
@@ -124,7 +132,7 @@ def test_without_failover_a_death_ends_the_run() -> None:
     assert may_fail(graph, Scenario(faults=(crash,))) == {"experts.1"}
     served = serve_under(0, graph, requests(4), crash).result
     assert served.failed == "experts.1"
-    assert "was killed by signal 9" in (served.failure or "")
+    assert "was killed by SIGKILL" in (served.failure or "")
 
 
 def test_a_server_that_dies_too_often_stays_down() -> None:
@@ -133,14 +141,14 @@ def test_a_server_that_dies_too_often_stays_down() -> None:
     for seed in range(2):
         outcome = serve_under(seed, graph, requests(13, apart=0.3), *faults)
         assert outcome.result.finish_reasons == ("length",) * 13
-        assert (outcome.num_faults["started again"], outcome.num_faults["stayed down"]) == (1, 1)
+        assert (outcome.num_faults["restarted"], outcome.num_faults["stayed down"]) == (1, 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_server_that_the_launcher_has_lost_is_started_again(seed: int) -> None:
     outcome = serve_under(seed, load("2x3.yaml"), requests(5), Reset(between=("gateway", "experts.2"), at_seconds=0.05))
     assert outcome.result.finish_reasons == ("length",) * 5
-    assert outcome.num_faults["started again"] == 1
+    assert outcome.num_faults["restarted"] == 1
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_a_server_that_the_launcher_has_lost_is_started_again(seed: int) -> None
         (Hang(process="experts.0", at_seconds=0.02, for_seconds=4.0), 1, 1),
         (Pause(process="experts.0", at_seconds=0.02, for_seconds=0.3), 0, 0),
         (Slow(process="experts.0", at_seconds=0.02, for_seconds=3.0, factor=50.0), 0, 0),  # who beats is not dead, however slow
-        (Pause(process="attention.0", at_seconds=0.02, for_seconds=2.0), 1, 0),  # may not die: told, and no more
+        (Pause(process="gateway", at_seconds=0.02, for_seconds=2.0), 0, 0),
         (Pause(process="gateway", at_seconds=0.02, for_seconds=3.0), 0, 0),  # hears nobody, for which nobody else is to blame
         (Pause(process="monitor", at_seconds=0.5, for_seconds=0.9), 0, 0),
         (Crash(process="monitor", at_seconds=0.5), 0, 1),
@@ -162,7 +170,7 @@ def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: 
     graph = load("2x3.yaml", detector=True)
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
     assert outcome.result.finish_reasons == ("length",) * 8
-    assert (outcome.num_faults["condemned"], outcome.num_faults["started again"]) == (condemned, started_again)
+    assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (condemned, started_again)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,8 +207,13 @@ def test_nobody_who_beats_is_suspected() -> None:
 def test_a_part_that_waits_for_a_copy_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_again = Failover._ask_again
     monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if NOWHERE in servers else ask_again(self, servers))
-    with pytest.raises(InvariantError, match=r"I5: part \d+ of .* waits at attention.0 since .* for a copy that is there"):
-        serve_under(0, load("tight.yaml"), requests(5), Crash(process="experts.1", at_seconds=0.05))
+
+    def serve_until_it_fails() -> None:
+        for seed in range(20):  # whether a part waits at all is the seed's choice
+            serve_under(seed, load("tight.yaml"), requests(5), Crash(process="experts.1", at_seconds=0.05))
+
+    with pytest.raises(InvariantError, match=r"I5: part \d+ of .* waits at attention.0 since .* for a replica that is there"):
+        serve_until_it_fails()
 
 
 def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
@@ -208,7 +221,7 @@ def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
     asked = requests(8, apart=0.2)
     outcome = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05))
     references = [reference_of(draw(0, [graph]), request) for request in asked]
-    shorter = Served(**{**vars(outcome.result), "outage_seconds": (0.3,) * len(asked)})
+    shorter = replace(outcome.result, clients=tuple(replace(client, outage_seconds=0.3) for client in outcome.result.clients))
     with pytest.raises(InvariantError, match="I1"):
         check(graph, Scenario(), asked, shorter, references)
     with pytest.raises(InvariantError, match="I1"):

@@ -58,7 +58,7 @@ def test_a_crash_is_a_power_cut(seed: int) -> None:
         return how, heard, list(log)
 
     how, heard, seen = run(seed, main).result
-    assert how == "was killed by signal 9"
+    assert how == "was killed by SIGKILL"
     assert 1.05 <= heard < 1.06
     assert seen == ["tick"] * 10
 
@@ -115,7 +115,7 @@ async def heartbeats(world: World, *faults: object) -> tuple[list[float], list[f
 
     process = world.start("worker", work)
     befall(world, *faults)
-    assert await process.exit == "exited with code 0"
+    assert await process.exit == "exited with status 0"
     return looped, computed
 
 
@@ -192,7 +192,7 @@ def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: boo
         processes = [world.start("right", right), world.start("left", left)]
         befall(world, Cut(between=("left", "right"), at_seconds=0.35, for_seconds=3.0, direction=direction))
         for process in processes:
-            assert await process.exit == "exited with code 0"
+            assert await process.exit == "exited with status 0"
         return arrivals
 
     arrivals = run(2, main).result
@@ -212,7 +212,7 @@ def test_healing_ends_what_has_begun_and_calls_off_the_rest() -> None:
         faults = befall(world, Pause(process="worker", at_seconds=0.5, for_seconds=1000), later)
         await asyncio.sleep(1.0)
         faults.heal()
-        assert await process.exit == "exited with code 0"
+        assert await process.exit == "exited with status 0"
         assert world.num_faults == {"pause": 1}
         return world.loop.time() - began
 
@@ -230,7 +230,7 @@ def test_a_second_life_is_another_node() -> None:
         second = world.start("worker", work)
         return [await first.exit, await second.exit, first.node, second.node]
 
-    assert run(0, main).result == ["was killed by signal 9", "exited with code 0", "worker", "worker~2"]
+    assert run(0, main).result == ["was killed by SIGKILL", "exited with status 0", "worker", "worker~2"]
 
 
 def test_a_process_that_is_left_is_named() -> None:
@@ -261,7 +261,7 @@ def test_of_faults_that_overlap_the_worst_counts_and_each_takes_back_its_own() -
         for _ in range(5):
             seen.append(world.network.link("other", "one").slowness)
             await asyncio.sleep(1.01)
-        assert await process.exit == "exited with code 0"
+        assert await process.exit == "exited with status 0"
         assert world.num_faults == {"slow_link": 2, "slow": 1}
         return seen
 

@@ -49,7 +49,7 @@ async def one_call(world: World, *faults: object) -> tuple[list[float], float]:
     process = world.start("worker", work)
     made = Faults(world, Scenario(faults=faults), lambda name: None)
     made.begin()
-    assert await process.exit == "exited with code 0"
+    assert await process.exit == "exited with status 0"
     return [when for _, when in came], ended
 
 
@@ -89,7 +89,7 @@ def test_a_call_is_timed_by_the_clock_of_its_process() -> None:
                 assert compute.running is not None
                 assert compute.running.since_seconds == pytest.approx(before, abs=1e-3)
 
-        assert await world.start("worker", work).exit == "exited with code 0"
+        assert await world.start("worker", work).exit == "exited with status 0"
 
     run(0, main, cost=LONG)
 

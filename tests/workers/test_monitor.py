@@ -156,9 +156,9 @@ class Scene:
         for name, (_, theirs) in lines.items():
             self.world.start(name, lambda seams, theirs=theirs: work(theirs, seams))
         launcher = self.world.start(GATEWAY, launch)
-        assert await launcher.exit == "exited with code 0"
+        assert await launcher.exit == "exited with status 0"
         for process in self.world.processes.values():
-            assert (await process.exit).startswith(("exited with code 0", "was killed"))
+            assert (await process.exit).startswith(("exited with status 0", "was killed"))
 
 
 def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[float, Control]]:

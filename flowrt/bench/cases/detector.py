@@ -28,12 +28,11 @@ from flowrt.bench.report.figures import Figure, Target, judge, nearest_rank, qua
 from flowrt.bench.report.report import say
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher.transport_choice import usable_cores
-from flowrt.processes.fork_server import CONTROL_LIMITS
-from flowrt.processes.fork_server_client import ForkServerProcess
+from flowrt.process_backend import ProcessSpec, WorkerProcess
+from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.reliability.detector import SEEN_SHARE, Timeouts
 from flowrt.seams import RealClock, Running
-from flowrt.transports.contract import Identity
-from flowrt.transports.stream import StreamChannel
+from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
 
 STALL_SECONDS, STALL_EVERY_SECONDS, PROCESSES_PER_CORE = 0.3, 10.0, 8
@@ -51,9 +50,8 @@ _FAULTS = {_PAUSE: "loop stopped by SIGSTOP", BLOCK: "loop asleep", SPIN: "loop 
 class WatchedWorker:
     name: str
     incarnation: str
-    host: str
-    pid: int
-    channel: StreamChannel
+    process: WorkerProcess
+    channel: Channel
     heard_at: float = field(default_factory=time.monotonic)
     stalled_seconds: float = 0.0  # of its latest stall
 
@@ -65,11 +63,27 @@ class _Launcher:
     running: Running | None = None
 
 
+class _Owner:
+    """The bench itself ends the processes: their notices say nothing new."""
+
+    def on_dying(self, process: WorkerProcess) -> None:
+        return
+
+    def on_exited(self, process: WorkerProcess, how: str) -> None:
+        return
+
+    def on_backend_lost(self, how: str) -> None:
+        return
+
+    def on_output(self, name: str, line: str) -> None:
+        say(f"[{name}] {line}")
+
+
 class Crowd:
     """Workers that send heartbeats and a monitor that receives them by way of this process."""
 
-    def __init__(self, fork_server: ForkServerProcess, tasks: asyncio.TaskGroup, monitor: StreamChannel, habits: WorkHabits) -> None:
-        self._fork_server, self._tasks, self._monitor = fork_server, tasks, monitor
+    def __init__(self, backend: LocalBackend, tasks: asyncio.TaskGroup, monitor: Channel, habits: WorkHabits) -> None:
+        self._backend, self._tasks, self._monitor = backend, tasks, monitor
         self._graph = msgspec.json.encode(habits)
         self._num_started = 0
         self._relays = {
@@ -83,31 +97,31 @@ class Crowd:
 
     async def start(self, name: str) -> None:
         self._num_started += 1
-        worker = self.workers[name] = await fork_worker(self._fork_server, name, self._num_started, _WORKER, self._graph)
+        worker = self.workers[name] = await fork_worker(self._backend, name, self._num_started, _WORKER, self._graph)
         self._relays[name] = self._tasks.create_task(self._relay(worker), name=f"relay of {name}")
-        await self._send(Joined(name, worker.incarnation, {}, worker.pid))
+        await self._send(Joined(name, worker.incarnation, {}, worker.process.pid))
 
     async def kill(self, name: str) -> None:
         """Kills this worker and notifies the monitor."""
         worker = self.workers.pop(name)
         self._relays.pop(name).cancel()
         await self._send(Left(name, worker.incarnation, "replaced"))
-        await self._fork_server.kill(worker.host, signal.SIGKILL)
+        worker.process.kill()
         await worker.channel.aclose()
 
     async def inject(self, name: str, fault: str) -> None:
         worker = self.workers[name]
         if fault == _PAUSE:
-            os.kill(worker.pid, signal.SIGSTOP)
+            os.kill(worker.process.pid, signal.SIGSTOP)
         else:
             await worker.channel.send(Message(fault))
 
     async def stall(self, name: str) -> None:
         """Stops a worker for STALL_SECONDS, or longer when this process has no turn meanwhile."""
         worker, begun = self.workers[name], time.monotonic()
-        os.kill(worker.pid, signal.SIGSTOP)
+        os.kill(worker.process.pid, signal.SIGSTOP)
         await asyncio.sleep(STALL_SECONDS)
-        os.kill(worker.pid, signal.SIGCONT)
+        os.kill(worker.process.pid, signal.SIGCONT)
         worker.stalled_seconds = time.monotonic() - begun
 
     async def end(self) -> None:
@@ -125,7 +139,7 @@ class Crowd:
                 now = time.monotonic()
                 self.longest_gap_seconds = max(self.longest_gap_seconds, now - worker.heard_at)
                 worker.heard_at = now
-                self._send_nowait(msgspec.structs.replace(heartbeat, process=worker.name, pid=worker.pid))
+                self._send_nowait(msgspec.structs.replace(heartbeat, process=worker.name, pid=worker.process.pid))
 
     async def _read_verdicts(self) -> None:
         with contextlib.suppress(*LOST):
@@ -143,30 +157,30 @@ class Crowd:
         await self._monitor.send(as_message(control))
 
 
-async def fork_worker(fork_server: ForkServerProcess, name: str, number: int, worker: str, graph: bytes) -> WatchedWorker:
+async def fork_worker(backend: LocalBackend, name: str, number: int, worker: str, graph: bytes) -> WatchedWorker:
     """The incarnation `number` of a worker."""
     host, incarnation = f"{name}.{number}", f"{number:x}"
-    pid, (connection,) = await fork_server.fork(host, [name], worker, 1, "warning")
-    channel = await StreamChannel.from_socket(connection, CONTROL_LIMITS, Identity(name))
+    process = await backend.start(ProcessSpec(host, (Identity(name, incarnation),), worker))
+    (channel,) = process.controls
     await channel.send(as_message(Start(name, incarnation, graph, b"")))
-    return WatchedWorker(name, incarnation, host, pid, channel)
+    return WatchedWorker(name, incarnation, process, channel)
 
 
 @asynccontextmanager
 async def new_crowd(names: Sequence[str], habits: WorkHabits) -> AsyncIterator[Crowd]:
     """All processes end with the block."""
-    fork_server = ForkServerProcess(f"bench-detector-{os.getpid()}", lambda host, line: say(f"[{host}] {line}"), lambda host, status: None)
+    preload = [_WORKER.partition(":")[0], _MONITOR.partition(":")[0]]
+    backend = await LocalBackend.open(f"bench-detector-{os.getpid()}", _Owner(), preload, len(names) + 1, 120.0)
     try:
-        await fork_server.start([_WORKER.partition(":")[0], _MONITOR.partition(":")[0]])
         async with asyncio.TaskGroup() as tasks:
-            monitor = await fork_worker(fork_server, "monitor", 0, _MONITOR, b"{}")
-            crowd = Crowd(fork_server, tasks, monitor.channel, habits)
+            monitor = await fork_worker(backend, "monitor", 0, _MONITOR, b"{}")
+            crowd = Crowd(backend, tasks, monitor.channel, habits)
             for name in names:
                 await crowd.start(name)
             yield crowd
             await crowd.end()
     finally:
-        await fork_server.aclose()
+        await backend.aclose()
 
 
 async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, list[float]]:

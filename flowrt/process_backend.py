@@ -1,0 +1,122 @@
+"""The contract between the launcher and whatever starts worker processes.
+
+Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py). Others
+start
+processes through an existing cluster engine. The checks in tests/processes/backend_checks.py run against every backend.
+
+A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths; it
+neither restarts a process nor decides what a death means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowrt.transports.contract import Channel, Identity, Limits
+
+# A Submit of the longest prompt that the gateway takes (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
+# messages, not their headers: 32 of them keep what can lie on one connection at 512 MiB, a prompt of 1000 ids each makes it 160 KiB.
+CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=32)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to start. It calls `entry` ("module:function", a WorkerMain) once per worker, all in one event loop.
+
+    The first worker that fails ends the process with all others. `threads`: compute threads that the workers share.
+    """
+
+    name: str
+    workers: tuple[Identity, ...]
+    entry: str
+    threads: int = 1
+    log_level: str = "warning"
+
+
+class WorkerProcess(Protocol):
+    """One incarnation of a process. `pid` is 0 when the process is not on this host.
+
+    `controls`: our end of each worker's control connection, in the order of `spec.workers`, within CONTROL_LIMITS. The caller owns and
+    closes them. The connection ends when the process dies; that may be seen before or after either notice.
+    """
+
+    @property
+    def spec(self) -> ProcessSpec: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def controls(self) -> tuple[Channel, ...]: ...
+
+    def kill(self) -> None:
+        """End the process as SIGKILL does, without waiting and whether or not the backend responds. No-op after its end."""
+        ...
+
+    async def terminate(self) -> None:
+        """Ask the process to end as SIGTERM does. No-op after its end, and when the backend is lost."""
+        ...
+
+    def output_tail(self) -> tuple[str, ...]:
+        """The last lines that the process wrote, oldest first, including what it wrote just before its end."""
+        ...
+
+
+class BackendOwner(Protocol):
+    """Receives the notices of a backend, in the loop that opened it. The methods must not wait.
+
+    A notice names its process by the object that `start` returned. Notices of one process come in this order, on_dying perhaps never or
+    more than once; no notice comes before `start` has returned the process.
+    """
+
+    def on_dying(self, process: WorkerProcess) -> None:
+        """The process has begun to die. Comes within milliseconds where the system can tell."""
+
+    def on_exited(self, process: WorkerProcess, how: str) -> None:
+        """The process has ended and was reaped. `how`: "was killed by SIGKILL", "exited with status 3". Comes once per process."""
+
+    def on_backend_lost(self, how: str) -> None:
+        """The backend can neither start processes nor report exits any more; its processes end with it. Comes at most once."""
+
+    def on_output(self, name: str, line: str) -> None:
+        """A line on stdout or stderr of process `name`."""
+
+
+class ProcessBackend(Protocol):
+    """Starts and ends the processes of one run. `num_threads`: that importing left running; a fork copies none but one of them."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    async def start(self, spec: ProcessSpec) -> WorkerProcess:
+        """Start a process and return it once it exists. Two processes of one name may exist for a moment, while the first is dying.
+
+        Raises WorkerDiedError when the system refuses (it names the process) or the backend is lost (it names the backend), UserError when
+        descriptors run out. All but the loss may pass; the caller may retry. Has no time limit: cancel it. The process of a cancelled
+        call is never returned; if it comes to exist, the backend ends it and reports nothing about it.
+        """
+        ...
+
+    def output_tail(self) -> tuple[str, ...]:
+        """The last lines of the backend's own process; empty where it has none."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every process and reap it; no notice comes any more. Idempotent. When cancelled, it does the rest as `kill_all`."""
+        ...
+
+    def kill_all(self) -> None:
+        """As `aclose`, without a turn of the loop; blocks while the processes die. Nothing of the run is left afterwards. Idempotent."""
+        ...
+
+
+class OpenBackend(Protocol):
+    def __call__(
+        self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
+    ) -> Awaitable[ProcessBackend]:
+        """A backend that is ready to start about `num_processes`, with modules `preload` imported in each.
+
+        Raises WorkerDiedError when it fails or is not ready within `seconds`, UserError when the system allows too few resources. A
+        call that fails or is cancelled leaves nothing behind.
+        """
+        ...

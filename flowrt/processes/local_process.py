@@ -1,0 +1,156 @@
+"""A process that the fork server forked, and what a start of one needs: sockets, exit lock, output pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+
+from flowrt.process_backend import ProcessSpec
+from flowrt.processes.exit_lock import ExitLock
+from flowrt.processes.output_tail import OutputTail
+from flowrt.transports.contract import Channel
+
+GRACE_SECONDS = 3.0  # for the fork server to end all it forked, and itself
+
+
+class LocalProcess:
+    """One forked process; see flowrt.process_backend.WorkerProcess. `pidfd` is -1 where the system has none. A process whose fork server
+    left
+    has no controls and is not reported."""
+
+    def __init__(
+        self,
+        request_signal: Callable[[int, int], Awaitable[None]],
+        number: int,
+        spec: ProcessSpec,
+        pid: int,
+        pidfd: int,
+        controls: tuple[Channel, ...],
+        output: OutputTail,
+        exit_lock: ExitLock,
+    ) -> None:
+        self.spec, self.pid, self.controls = spec, pid, controls
+        self.is_reported = bool(controls)
+        self._request_signal, self._number, self._pidfd = request_signal, number, pidfd
+        self._output, self._exit_lock = output, exit_lock
+        self._has_exited = False
+
+    def kill(self) -> None:
+        """SIGKILL without the fork server, which may be busy."""
+        if not self._has_exited:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self._pidfd >= 0:
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                else:
+                    os.kill(self.pid, signal.SIGKILL)
+
+    async def terminate(self) -> None:
+        if not self._has_exited:
+            await self._request_signal(self._number, signal.SIGTERM)
+
+    def output_tail(self) -> tuple[str, ...]:
+        return self._output.last
+
+    async def abandon(self) -> None:
+        """`start` was cancelled after the fork: end the process and report nothing."""
+        self.is_reported = False
+        self.kill()
+        for control in self.controls:
+            await control.aclose()
+
+    # Called by the backend.
+
+    def watch(self, on_end: Callable[[LocalProcess], None]) -> None:
+        """Call `on_end` when the kernel reports the end, once."""
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._on_end, on_end)
+
+    def note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The process was reaped. Its output stays readable until `forget`."""
+        self._has_exited = True
+        if self._pidfd >= 0:
+            self._stop_watching(loop)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._exit_lock.close()
+        if not self.is_reported:
+            self.forget()
+
+    def forget(self) -> None:
+        self._output.close()
+
+    def kill_and_wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The fork server could not end its child itself. Blocks while the process dies."""
+        if not self._has_exited:
+            self.kill()
+            if self._pidfd >= 0:
+                gone = select.poll()
+                gone.register(self._pidfd, select.POLLIN)
+                gone.poll(GRACE_SECONDS * 1000)
+            reap_adopted(self.pid)
+            self.note_exit(loop)
+        self.forget()
+
+    def _on_end(self, on_end: Callable[[LocalProcess], None]) -> None:
+        self._stop_watching(asyncio.get_running_loop())  # the descriptor stays readable
+        on_end(self)
+
+    def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            loop.remove_reader(self._pidfd)
+
+
+class LocalStart:
+    """A start under way, and what its process will have. OSError when the system refuses; then nothing is left open."""
+
+    def __init__(self, spec: ProcessSpec, on_output: Callable[[str, str], None], on_dying: Callable[[], None]) -> None:
+        self.spec = spec
+        self.answer: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
+        self.has_left = False  # the caller
+        self.ours: list[socket.socket] = []
+        self.theirs: list[socket.socket] = []
+        self.output = OutputTail(spec.name, on_output)
+        self.exit_lock = ExitLock(spec.name, on_dying)
+        try:
+            for _ in spec.workers:
+                mine, other = socket.socketpair()
+                mine.setblocking(False)
+                self.ours.append(mine)
+                self.theirs.append(other)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def fds(self) -> list[int]:
+        """What travels to the process: where its output goes, its ends of the control connections, the memory of its exit lock."""
+        return [self.output.write_end, *(sock.fileno() for sock in self.theirs), *([self.exit_lock.fd] if self.exit_lock.fd >= 0 else [])]
+
+    def close_theirs(self) -> None:
+        for sock in self.theirs:
+            sock.close()
+        self.theirs.clear()
+        if self.output.write_end >= 0:
+            self.output.given_away()
+
+    def close_ours(self) -> None:
+        for sock in self.ours:
+            sock.close()
+        self.ours.clear()
+
+    def close(self) -> None:
+        self.close_theirs()
+        self.close_ours()
+        self.exit_lock.close()
+        self.output.close()
+
+
+def reap_adopted(pid: int) -> None:
+    """Reap a dying orphan that has become our child: as process 1 of a container, or a subreaper, we inherit them."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)

@@ -1,0 +1,229 @@
+"""The simulated backend: worker processes in virtual time, behind the contract of flowrt/process_backend.py.
+
+Every notice about a process takes a time of its own, drawn from the seed. So notices, the end of the control connection and the reap come
+in
+any order that the contract allows. The fork server is a node: while it is paused it neither forks nor reaps; its crash ends all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR
+from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
+from flowrt.processes.fork_server import WorkerMain, load_worker
+from flowrt.seams import Seams
+from flowrt.simulation.transport import SimulatedChannel
+from flowrt.simulation.waitables import OUTSIDE
+from flowrt.simulation.world import Process, World
+from flowrt.transports.contract import Channel, Identity
+
+KILLED, TERMINATED = "was killed by SIGKILL", "was killed by SIGTERM"
+# Seconds between these are drawn, short ones as often as long ones.
+NOTICE_SECONDS = 10e-6, 30e-3
+RESTART_SECONDS = 0.3e-3, 3.0
+
+
+@dataclass(frozen=True)
+class ProcessConditions:
+    """How the simulated system treats processes. `one_in`: 0 means never."""
+
+    refused_one_in: int = 0  # restarts that the system refuses to fork
+    no_descriptor_one_in: int = 0  # restarts for which no descriptor is left
+    refuses_first: bool = False  # the same of first starts
+    unseen_one_in: int = 3  # deaths of which no notice comes before the reap
+    open_seconds: float = 0.05
+
+
+class SimulatedProcess:
+    """One incarnation of a process, as its launcher holds it."""
+
+    def __init__(self, world: World, spec: ProcessSpec, process: Process, controls: tuple[SimulatedChannel, ...]) -> None:
+        self.spec, self.process, self.controls, self.pid = spec, process, controls, process.pid
+        self.is_returned = False  # by `start`: no notice before
+        self._world = world
+
+    def kill(self) -> None:
+        self._world.kill(self.process, KILLED)
+
+    async def terminate(self) -> None:
+        """A process that stands still does not act on a signal that it may handle."""
+        if not self._world.loop.is_parked(self.process.node):
+            self._world.kill(self.process, TERMINATED)
+
+    def output_tail(self) -> tuple[str, ...]:
+        return ()
+
+
+class SimulatedBackend:
+    """See flowrt.process_backend.ProcessBackend."""
+
+    def __init__(self, world: World, owner: BackendOwner, conditions: ProcessConditions) -> None:
+        self._world, self._owner, self._conditions = world, owner, conditions
+        self._random = world.random_of("processes")
+        self._processes: dict[str, SimulatedProcess] = {}  # node -> process; those whose exit was not reported
+        self._waiting: dict[asyncio.Future[SimulatedProcess], None] = {}
+        self._closed = False
+        world.deaths.append(self._on_death)
+        self._server = world.start(FORK_SERVER, self._serve)
+        self._server.exit.add_done_callback(self._on_server_exit)
+
+    num_threads = 1
+
+    @classmethod
+    async def open(cls, world: World, owner: BackendOwner, conditions: ProcessConditions) -> SimulatedBackend:
+        backend = cls(world, owner, conditions)
+        try:
+            await asyncio.sleep(backend._random.uniform(0.0, conditions.open_seconds))
+            backend._check_alive()
+        except BaseException:
+            backend.kill_all()
+            raise
+        return backend
+
+    async def start(self, spec: ProcessSpec) -> SimulatedProcess:
+        self._check_alive()
+        if self._refuses(spec, self._conditions.no_descriptor_one_in):
+            raise UserError("too few open files are allowed (simulated)")
+        answer: asyncio.Future[SimulatedProcess] = self._world.loop.create_future()
+        self._waiting[answer] = None
+        try:
+            self._later(self._server.node, self._fork, spec, answer, between=RESTART_SECONDS if self._is_known(spec) else NOTICE_SECONDS)
+            process = await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._abandon(answer.result())
+            raise
+        finally:
+            self._waiting.pop(answer, None)
+        process.is_returned = True
+        return process
+
+    def output_tail(self) -> tuple[str, ...]:
+        return ()
+
+    async def aclose(self) -> None:
+        self.kill_all()
+        await asyncio.wait([self._server.exit])
+
+    def kill_all(self) -> None:
+        """Nothing is reported any more."""
+        self._closed = True
+        for process in list(self._processes.values()):
+            if process.is_returned:
+                process.kill()
+            else:
+                self._abandon(process)
+        self._processes.clear()
+        self._world.kill(self._server, KILLED)
+
+    # Inside.
+
+    async def _serve(self, seams: Seams) -> None:
+        """The fork server's own task: its node is what pauses."""
+        await self._world.loop.create_future()
+
+    def _fork(self, spec: ProcessSpec, answer: asyncio.Future[SimulatedProcess]) -> None:
+        """On the fork server's node."""
+        if self._closed:
+            return
+        if self._refuses(spec, self._conditions.refused_one_in):
+            error = WorkerDiedError(spec.name, "could not be forked: BlockingIOError: (simulated)")
+            self._later(OUTSIDE, _fail, answer, error)
+            return
+        world = self._world
+        node = world.next_node(spec.name)
+        # A heartbeat for which the monitor's connection has no room is dropped: with room for one, the monitor sees silence.
+        limits = CONTROL_LIMITS if spec.name == MONITOR else world.network.shrink(CONTROL_LIMITS, node)
+        pairs = [SimulatedChannel.pair(world.network, (Identity(GATEWAY), OUTSIDE), (worker, node), limits) for worker in spec.workers]
+
+        async def host(seams: Seams) -> None:
+            async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                main = load_worker(spec.entry)
+                for worker, (_, theirs) in zip(spec.workers, pairs, strict=True):
+                    await stack.enter_async_context(theirs)
+                    tasks.create_task(_run_worker(main, theirs, seams), name=worker.name)
+
+        inner = world.start(spec.name, host, aliases=[worker.name for worker in spec.workers])
+        process = SimulatedProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
+        self._processes[node] = process
+        inner.exit.add_done_callback(partial(self._on_exit, process))
+        self._later(OUTSIDE, self._answer, answer, process)
+
+    def _answer(self, answer: asyncio.Future[SimulatedProcess], process: SimulatedProcess) -> None:
+        if answer.done():  # the caller has left
+            self._abandon(process)
+        else:
+            answer.set_result(process)
+
+    def _abandon(self, process: SimulatedProcess) -> None:
+        self._processes.pop(process.process.node, None)
+        process.kill()
+        for control in process.controls:
+            control.sever()
+
+    def _on_death(self, process: Process) -> None:
+        """In the moment of a kill. The kernel ends the fork server's children with it."""
+        if process is self._server:
+            for child in list(self._processes.values()):
+                child.kill()
+        elif process.node in self._processes and not self._hits(self._conditions.unseen_one_in):
+            self._later(OUTSIDE, self._report_dying, self._processes[process.node])
+
+    def _on_exit(self, process: SimulatedProcess, exit: asyncio.Future[str]) -> None:
+        """On the fork server's node, which reaps when it runs."""
+        self._later(OUTSIDE, self._report_exit, process, exit.result())
+
+    def _report_dying(self, process: SimulatedProcess) -> None:
+        if process.is_returned and process.process.node in self._processes and not self._closed:
+            self._owner.on_dying(process)
+
+    def _report_exit(self, process: SimulatedProcess, how: str) -> None:
+        if process.process.node not in self._processes or self._closed:
+            return
+        if not process.is_returned:
+            self._later(OUTSIDE, self._report_exit, process, how)
+            return
+        del self._processes[process.process.node]
+        self._owner.on_exited(process, how)
+
+    def _on_server_exit(self, exit: asyncio.Future[str]) -> None:
+        for answer in list(self._waiting):
+            _fail(answer, WorkerDiedError(FORK_SERVER, exit.result()))
+        if not self._closed:
+            self._later(OUTSIDE, self._owner.on_backend_lost, exit.result())
+
+    def _check_alive(self) -> None:
+        if self._closed or self._server.exit.done():
+            raise WorkerDiedError(FORK_SERVER, self._server.exit.result() if self._server.exit.done() else KILLED)
+
+    def _later(self, node: str, call: Callable[..., object], *arguments: object, between: tuple[float, float] = NOTICE_SECONDS) -> None:
+        """Call on `node` after a drawn time."""
+        loop = self._world.loop
+        seconds = math.exp(self._random.uniform(*map(math.log, between)))
+        loop.call_at_node(loop.time() + seconds, node, call, *arguments, context=self._world.context(node))
+
+    def _refuses(self, spec: ProcessSpec, one_in: int) -> bool:
+        return (self._conditions.refuses_first or self._is_known(spec)) and self._hits(one_in)
+
+    def _is_known(self, spec: ProcessSpec) -> bool:
+        """Whether a process of this name was started before."""
+        return spec.name in self._world.processes
+
+    def _hits(self, one_in: int) -> bool:
+        return one_in > 0 and self._random.randrange(one_in) == 0
+
+
+def _fail(answer: asyncio.Future[SimulatedProcess], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
+async def _run_worker(main: WorkerMain, control: Channel, seams: Seams) -> None:
+    await main(control, seams)

@@ -1,0 +1,116 @@
+"""Checks of what the run does with processes that may die: who is marked dead, who is lost, who is used again (I5, I7, I8).
+
+Not here: what a worker does when a server dies (flowrt/workers/survival.py), when an expert was unavailable (outages.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
+from flowrt.launcher import events
+from flowrt.launcher.launcher import Launcher
+from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.inside import Inside
+from flowrt.simulation.invariants import mortal
+from flowrt.simulation.outages import Outages
+from flowrt.simulation.world import Process, World
+
+UNASKED_SECONDS = 0.5  # a part waits at most so long for a replica that is there: looks are some milliseconds apart, by any clock
+LOOKS_APART_SECONDS = 0.1  # between looks for such parts
+FASTEST_CLOCK = 2.0  # that is drawn
+_COUNTED = {
+    events.WorkerRestarted: "restarted",
+    events.WorkerGivenUp: "stayed down",
+    events.WorkerSuspected: "suspected",
+    events.WorkerMarkedDead: "marked dead",
+    events.WorkerDiedLoading: "died while loading",
+}
+
+
+class ServerChecks:
+    """`is_faulty(name)`: whether a fault met this process, or its links, after which the run may mark it dead or lose it."""
+
+    def __init__(self, world: World, graph: Graph, launcher: Launcher, outages: Outages, is_faulty: Callable[[str], bool]) -> None:
+        self._world, self._launcher, self._outages, self._is_faulty = world, launcher, outages, is_faulty
+        self.mortal = sorted(mortal(graph))
+        self.counts: Counter[str] = Counter()
+        self.down: set[str] = set()  # given up
+        self._suspect_seconds = graph.reliability.suspect_seconds
+        self._began: dict[str, float] = {}
+        self._wrong: list[str] = []
+        self._looked_at = 0.0
+        self._unasked: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a replica that is there
+        world.deaths.append(self._on_death)
+
+    def on_event(self, event: events.Event) -> None:
+        self.counts[_COUNTED.get(type(event), "")] += 1
+        now = self._world.loop.time()
+        match event:
+            case events.WorkerStarted(name):
+                self._began[name] = now
+            case events.WorkerRestarted(name):
+                self.down.discard(name)
+            case events.WorkerGivenUp(name):
+                self.down.add(name)
+            case events.WorkerLost(name, how):
+                self._outages.down(name, now)
+                if not self._is_faulty(name):
+                    self._wrong.append(f"{name} was lost, and no fault met it: {how}")
+            case events.WorkerMarkedDead(name, why):
+                if not self._is_faulty(name):
+                    self._wrong.append(f"{name} was marked dead, and no fault met it: {why}")
+            case events.WorkerSuspected(name, why) if why.startswith("no heartbeat"):  # for a client's complaint any may be suspected
+                if now < self._began[name] + self._suspect_seconds / FASTEST_CLOCK:
+                    self._wrong.append(f"{name} was suspected before it could have been silent for so long: {why}")
+                if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
+                    self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats stood still: {why}")
+
+    def look(self, insides: Sequence[Inside]) -> None:
+        """At any time: no group takes a living server for dead without cause (I7). Notes when each begins to use a new incarnation."""
+        now = self._world.loop.time()
+        for inside in insides:
+            for name in inside.servers:
+                incarnation = self._launcher.incarnations[name]
+                if name in self.mortal and inside.holds_for_dead(name, incarnation):
+                    self._outages.down(name, now, inside.name)
+                    if self._is_alive(name) and not self._is_faulty(name):
+                        self._wrong.append(f"{inside.name} takes {name} for dead, which lives and which no fault met")
+                elif self._is_alive(name) and self._outages.is_down(inside.name, name) and inside.asks(name, incarnation):
+                    self._outages.up(inside.name, name, now)
+        if self._wrong:
+            raise InvariantError("I7", self._wrong[0])
+        if now >= self._looked_at + LOOKS_APART_SECONDS:
+            self._looked_at = now
+            self._look_for_unasked(insides, now)
+
+    def check_in_use(self, insides: Iterable[Inside]) -> None:
+        """When all has settled: every group uses every server that lives, in its latest incarnation (I8)."""
+        for inside in insides:
+            for name in inside.servers:
+                if name not in self.down and not inside.asks(name, incarnation := self._launcher.incarnations[name]):
+                    raise InvariantError("I8", f"{inside.name} does not use {name} in its latest incarnation {incarnation}")
+
+    # Inside.
+
+    def _look_for_unasked(self, insides: Sequence[Inside], now: float) -> None:
+        """No part waits for a replica while there is one (I5)."""
+        unasked = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.unasked()}
+        self._unasked = {part: self._unasked.get(part, now) for part in unasked}
+        for (name, tag, part), since in self._unasked.items():
+            if now > since + UNASKED_SECONDS:
+                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for a replica that is there")
+
+    def _on_death(self, process: Process) -> None:
+        """In its moment, of which no other process knows yet."""
+        for name in self.mortal:
+            if self._world.processes.get(name) is process:
+                self._outages.down(name, self._world.loop.time())
+
+    def _is_alive(self, name: str) -> bool:
+        line, process = self._launcher.workers.get(name), self._world.processes.get(name)
+        if line is None or process is None or line.is_over or line.told_to_stop:
+            return False
+        return not process.exit.done() and not self._world.loop.is_dead(process.node)
