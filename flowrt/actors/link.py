@@ -30,6 +30,10 @@ class LinkLostError(Exception):
         self.peer, self.reason = peer, reason
 
 
+class BadMessageError(Exception):
+    """A message that its sender must not send: the receiver raises it from `on_message`, and the link to the sender ends."""
+
+
 class Link:
     """One channel to one process. `on_message` is called for each message, in order, and must not wait; `on_pause` after the last
     of those that are here.
@@ -79,7 +83,7 @@ class Link:
             return
 
     async def run(self) -> None:
-        lost: BaseExceptionGroup[TransportError] | None = None
+        lost: BaseExceptionGroup[TransportError | BadMessageError] | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(self._send(), name=f"send to {self.peer.name}")
@@ -87,7 +91,7 @@ class Link:
                     await self._read()
                 finally:
                     sender.cancel()
-        except* LOST as errors:
+        except* (*LOST, BadMessageError) as errors:
             lost = errors
         if lost is not None:
             raise LinkLostError(self.peer.name, str(lost.exceptions[0]) or type(lost.exceptions[0]).__name__) from lost

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from flowrt.actors.callers import Callers
 from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
@@ -56,7 +57,7 @@ class Links:
         key: bytes,
         plans: Iterable[LinkPlan],
         transport: Callable[[str], Transport],
-        on_message: Callable[[Message], None],
+        on_message: Callable[[str, Message], None],
         on_pause: Callable[[], None] | None = None,
         wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel,
         on_lost: Callable[[Identity, str], None] | None = None,
@@ -295,7 +296,7 @@ class Links:
         wrapped = channel if plan.first_use else self._wrap(plan, channel)
         if plan.fallbacks:
             wrapped = FallbackChannel(wrapped, plan.fallbacks, self._reopener(plan, channel.peer))
-        self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, self._on_message, self._on_pause)
+        self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
 
     def _reopener(self, plan: LinkPlan, peer: Identity) -> Reopen:
         return reopener(

@@ -1,20 +1,12 @@
-"""Edges that cross between workers and their credits: what a sender may still send, and what a receiver is to give back. Pure.
-
-Here: CreditHeader; Window and Outgoing (the sender's end), Owed and Incoming (the receiver's). Not here: when a credit comes back and
-what waits for one (runner.py), how many an edge has (flowrt/graph).
-"""
+"""Credits of edges between workers: what a sender may still send (`Window`), and what a receiver is to return (`Owed`)."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 
-from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import Output
-from flowrt.graph.model import Edge
-from flowrt.transports.wire.message import Message, Tag
 
 
 class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -63,24 +55,3 @@ class Owed:
         count, self.consumed = self.consumed, 0
         self.here -= count
         return count
-
-
-class Incoming:
-    """An edge that leads here from another worker, and all that is asked of it for each message."""
-
-    __slots__ = ("alone", "by_reference", "edge", "owed", "port", "target", "via")
-
-    def __init__(self, edge: Edge, owed: Owed | None, by_reference: bool) -> None:
-        self.edge, self.owed, self.by_reference = edge, owed, by_reference
-        self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
-        self.alone: dict[int, bool] = {}  # by layer: whether a message of this edge is all that its node waits for
-
-
-class Outgoing:
-    """An edge that leaves for another worker. `window` is None for one that answers; `sent` counts messages and payload bytes."""
-
-    __slots__ = ("edge", "sent", "to_message", "window")
-
-    def __init__(self, edge: Edge, window: Window | None, to_message: Callable[[Payload, int, Tag], Message]) -> None:
-        self.edge, self.window, self.to_message = edge, window, to_message
-        self.sent = [0, 0]

@@ -6,21 +6,46 @@ runner, which asks it before a firing whether there is room, and hands it every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 
-from flowrt.dataflow.credits import Outgoing, Window
+import msgspec
+
+from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.credits import CreditHeader, Window
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
-from flowrt.dataflow.region import OperatorError, Output
+from flowrt.dataflow.region import OperatorError, Output, part_of
+from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
+
+
+class OutboundEdge:
+    """An edge to another worker. `window` is None for responses; `sent` counts messages and payload bytes. `outstanding`: with a schema,
+    the requests that wait for a response, by tag and part, with the sizes of their free dimensions."""
+
+    __slots__ = ("edge", "outstanding", "peer", "schema", "sent", "to_message", "window")
+
+    def __init__(
+        self,
+        edge: Edge,
+        peer: str,
+        window: Window | None,
+        to_message: Callable[[Payload, int, Tag], Message],
+        schema: MessageSchema | None = None,
+    ) -> None:
+        self.edge, self.peer, self.window, self.to_message, self.schema = edge, peer, window, to_message, schema
+        self.sent = [0, 0]
+        self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
 
 
 class OutboundEdges:
     """`edges` leave the process; those in `staying` lead to another worker of the same OS process and carry the tensors themselves;
     those in `on_device` take tensors that lie on a device as they are, all others bring them to the host.
 
-    `post(edge, message)` never waits. `on_unsent` is given what would leave on an edge that is closed.
+    `post(edge, message)` never waits. `on_unsent` is given what would leave on an edge that is closed. `peer_of`: the process that an edge
+    leads to. `schemas`: of edges with requests whose responses are checked against them.
     """
 
     def __init__(
@@ -30,19 +55,26 @@ class OutboundEdges:
         post: Callable[[Edge, Message], None],
         on_unsent: Callable[[Output], None],
         on_device: Collection[int] = (),
+        peer_of: Callable[[Edge], str] = lambda edge: "",
+        schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
         self._post, self._on_unsent = post, on_unsent
         edges = list(edges)
         self.windows = {edge.id: Window(edge.credits) for edge in edges if edge.request_id is None}
-        self._outgoing = {edge.id: Outgoing(edge, self.windows.get(edge.id), _coding(edge.id, staying, on_device)) for edge in edges}
-        self.sent = {edge_id: outgoing.sent for edge_id, outgoing in self._outgoing.items()}
+        self.edges = {
+            edge.id: OutboundEdge(
+                edge, peer_of(edge), self.windows.get(edge.id), _coding(edge.id, staying, on_device), schemas.get(edge.id)
+            )
+            for edge in edges
+        }
+        self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
     def take(self, output: Output) -> bool:
         """Send it as soon as there is a credit. False for what stays in this process. Raises OperatorError for what cannot be sent."""
-        outgoing = self._outgoing.get(output.edge.id)
-        if outgoing is None:
+        outbound = self.edges.get(output.edge.id)
+        if outbound is None:
             return False
-        window = outgoing.window
+        window = outbound.window
         if window is not None:
             if window.closed:
                 self._on_unsent(output)
@@ -51,35 +83,49 @@ class OutboundEdges:
                 window.pending.append(output)
                 return True
             window.free -= 1
-        self._send(outgoing, output)
+        self._send(outbound, output)
         return True
 
+    def return_credits(self, peer: str, message: Message) -> None:
+        """`peer` returns credits of an edge to it. Raises BadMessageError when it may not, or for more than are out."""
+        outbound = self.edges.get(message.edge)
+        try:
+            count = message.decode_header(CreditHeader).count
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadMessageError(f"returned credits that cannot be read: {error}") from error
+        if outbound is None or outbound.peer != peer:
+            raise BadMessageError(f"{count} credits of edge {message.edge}, which does not lead to {peer}")
+        self.release(message.edge, count)
+
     def release(self, edge_id: int, count: int) -> None:
-        """Credits of an edge came back. Raises ValueError when they are more than were out."""
+        """Credits of an edge came back. Raises BadMessageError when they are more than were out."""
         window = self.windows.get(edge_id)
         if window is not None and window.closed:
             return
         if window is None or count < 1 or window.free + count > window.size:
-            raise ValueError(f"{count} credits returned on edge {edge_id}, more than were outstanding")
+            raise BadMessageError(f"{count} credits returned on edge {edge_id}, more than were outstanding")
         window.free += count
         while window.pending and window.free:
             window.free -= 1
-            self._send(self._outgoing[edge_id], window.pending.popleft())
+            self._send(self.edges[edge_id], window.pending.popleft())
 
     def renew(self, edges: Iterable[int], closed: bool) -> None:
         """Whoever is at the other end is gone (closed), or somebody new is there: nothing is out, and nothing waits."""
         for edge in edges:
             if (window := self.windows.get(edge)) is not None:
                 window.renew(closed)
+                self.edges[edge].outstanding.clear()
 
     def waiting(self) -> list[Edge]:
         """Edges on which something waits for a credit."""
-        return [self._outgoing[edge].edge for edge, window in self.windows.items() if window.pending]
+        return [self.edges[edge].edge for edge, window in self.windows.items() if window.pending]
 
-    def _send(self, outgoing: Outgoing, output: Output) -> None:
-        edge, payload, sent = outgoing.edge, output.payload, outgoing.sent
+    def _send(self, outbound: OutboundEdge, output: Output) -> None:
+        edge, payload, sent = outbound.edge, output.payload, outbound.sent
         try:
-            message = outgoing.to_message(payload, edge.id, output.tag)
+            message = outbound.to_message(payload, edge.id, output.tag)
+            if outbound.schema is not None:
+                outbound.outstanding[output.tag, part_of(payload)] = outbound.schema.sizes(payload)
             sent[0] += 1
             for tensor in payload.tensors:
                 sent[1] += tensor.nbytes

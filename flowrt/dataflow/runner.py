@@ -14,20 +14,25 @@ edge that it can reach has a credit left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import msgspec
 import torch
 
-from flowrt.dataflow.credits import CreditHeader, Incoming, Owed
+from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.credits import CreditHeader, Owed
+from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdge
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.parts import PlanHeader
-from flowrt.dataflow.payload import Payload, from_message, from_reference
+from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
+from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
@@ -35,7 +40,6 @@ from flowrt.transports.wire.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
 
-FAILED = "failed"  # kind of the message that answers a request whose firing failed
 MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
@@ -50,12 +54,6 @@ class RunnerStatistics(msgspec.Struct):
     sent: dict[int, list[int]] = {}
 
 
-class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a FAILED message: what went wrong, in one line."""
-
-    error: str
-
-
 class Runner:
     """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to `on_sink`.
     `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see OutboundEdges. `early`: long
@@ -64,8 +62,8 @@ class Runner:
     firing of that tag fails here, unless it belongs to a request of another worker: that worker receives the error as the response, and
     its own `on_failed` is called. Without `on_failed` the first error ends `run`.
 
-    Messages come in by `deliver`; or, where several have come at once, each by `accept` and then one `settle`, which fires what is
-    short without a turn of the loop.
+    Messages come in by `accept`, and then one `settle` fires what is short without a turn of the loop. `schemas`, by edge: what messages
+    from other OS processes must look like.
     """
 
     def __init__(
@@ -84,6 +82,7 @@ class Runner:
         on_answer: Callable[[int, Tag], None] | None = None,
         on_device: Collection[int] = (),
         on_failed: Callable[[Tag, OperatorError], None] | None = None,
+        schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
@@ -104,11 +103,31 @@ class Runner:
         self._batching = {node.name for node in nodes if node.batches}
         self._gathers = {edge.id for edge in graph.edges.values() if edge.target in local and self._table.gathers(edge)}
         leaving = [edge for edge in graph.edges.values() if edge.source in local and edge.target not in local]
-        self._outbound_edges = OutboundEdges(leaving, staying, post, on_unsent or (lambda output: None), on_device)
+        requests = {edge.request_id for edge in graph.edges.values() if edge.request_id is not None}
+        self._outbound_edges = OutboundEdges(
+            leaving,
+            staying,
+            post,
+            on_unsent or (lambda output: None),
+            on_device,
+            lambda edge: graph.nodes[edge.target].process,
+            {edge_id: schema for edge_id, schema in schemas.items() if edge_id in requests and edge_id not in staying},
+        )
         self._windows = self._outbound_edges.windows
         incoming = [edge for edge in graph.edges.values() if edge.target in local and edge.source not in local]
         self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.request_id is None}
-        self._incoming = {edge.id: Incoming(edge, self._owed.get(edge.id), edge.id in staying) for edge in incoming}
+        self._incoming = {
+            edge.id: InboundEdge(
+                edge,
+                graph.nodes[edge.source].process,
+                self._owed.get(edge.id),
+                edge.id in staying,
+                self._device,
+                None if edge.id in staying else schemas.get(edge.id),
+                None if edge.request_id is None else self._outbound_edges.edges.get(edge.request_id),
+            )
+            for edge in incoming
+        }
         self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
@@ -124,46 +143,47 @@ class Runner:
             self._emit(output)
         self._wake()
 
-    def deliver(self, message: Message) -> None:
-        """A message from another process: data, or credits coming back. Raises ValueError for an edge that is not ours."""
-        self.accept(message)
-        self._wake()
+    def accept(self, peer: str, message: Message) -> None:
+        """A message from another process: data, or credits coming back. Nothing is fired before `settle`.
 
-    def accept(self, message: Message) -> None:
-        """As `deliver`, but nothing is fired before `settle`."""
-        edge_id, tag = message.edge, message.tag
+        Raises BadMessageError, with nothing changed but that a request is no longer outstanding, when `peer` must not send this.
+        """
         if message.kind == "credit":
-            self._outbound_edges.release(edge_id, message.decode_header(CreditHeader).count)
+            self._outbound_edges.return_credits(peer, message)
             return
-        incoming = self._incoming.get(edge_id)
-        if incoming is None or tag is None:
-            raise ValueError(f"a {message.kind!r} message for edge {edge_id}, which does not lead here")
+        incoming = self._incoming.get(message.edge)
+        if incoming is None:
+            raise BadMessageError(f"a message of kind {message.kind[:80]!r} on edge {message.edge}, which does not lead here")
+        tag = incoming.check(peer, message)
         edge = incoming.edge
         if (owed := incoming.owed) is not None:
             owed.here += 1
         elif edge.request_id is not None:
             self._outbound_edges.release(edge.request_id, 1)
             if self._on_answer is not None:
-                self._on_answer(edge_id, tag)
+                self._on_answer(edge.id, tag)
         if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return
         if message.kind == FAILED:
-            if edge.request_id is None:
-                raise ValueError(f"a {FAILED!r} message for edge {edge_id}, which carries no responses")
             error = OperatorError(message.decode_header(FailedHeader).error)
             if self._on_failed is None:
                 raise error
             self._on_failed(tag, error)
             return
-        payload = from_reference(message) if incoming.by_reference else from_message(message, self._device)
+        payload = incoming.read(message)
         alone = incoming.alone.get(tag.layer)
         if alone is None:
             alone = incoming.alone[tag.layer] = self._table.alone(edge, tag.layer)
         if alone:  # the table would say the same, more slowly
             self._fire(Firing(incoming.target, tag, {incoming.port: payload}, incoming.via))
-        else:
-            self._arrive(edge, tag, payload)
+            return
+        try:
+            firings = self._match(edge, tag, payload)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise BadMessageError(f"a message on {edge} that does not fit what came before: {error}") from error
+        for firing in firings:
+            self._fire(firing)
 
     def settle(self) -> None:
         """All that has come was accepted: fire here what is expected to be short, wake `run` for the rest.
@@ -341,7 +361,7 @@ class Runner:
         answers = [edge for each in firing.via if (edge := self._answers.get(each)) is not None and edge.id in self._outbound_edges.sent]
         for edge in answers:
             if not stale:
-                self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error))))
+                self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), _part_of_request(firing))))
         self._consumed(firing, None if stale else [(each, tag) for each in firing.via if each in {edge.request_id for edge in answers}])
         if not stale and not answers:
             self._on_failed(tag, error)
@@ -375,13 +395,12 @@ class Runner:
         finally:
             self._sleeper = None
 
-    def _arrive(self, edge: Edge, tag: Tag, payload: Payload) -> None:
+    def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
         part = part_of(payload) if edge.id in self._gathers else None
         arrival = self._table.arrive(edge, tag, payload, part)
         if arrival.dropped:
             self._drop(edge)
-        for firing in arrival.firings:
-            self._fire(firing)
+        return arrival.firings
 
     def _fire(self, firing: Firing) -> None:
         node = firing.node
@@ -400,7 +419,8 @@ class Runner:
             for firing in self._region.arrive(output):
                 self._fire(firing)
         else:
-            self._arrive(output.edge, output.tag, output.payload)
+            for firing in self._match(output.edge, output.tag, output.payload):
+                self._fire(firing)
 
     def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]] | None) -> None:
         """Return the credits of the messages this firing used up, but for requests that were answered."""
@@ -446,6 +466,14 @@ class Runner:
                     seen.add(edge.target)
                     queue.append(edge.target)
         return found
+
+
+def _part_of_request(firing: Firing) -> int | None:
+    """The part that a firing computes, if its messages carry one."""
+    for payload in firing.inputs.values():
+        with contextlib.suppress(AttributeError, msgspec.DecodeError):  # the messages of a gather, another header
+            return part_of(payload)
+    return None
 
 
 def _plan_of(value: Payload) -> tuple[int, ...] | int:

@@ -32,8 +32,12 @@ def parse_spec(text: str) -> Spec:
 
 
 def check_tensor(spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> str | None:
-    """None when `tensor` fits, else what it is. `sizes` holds the free dimensions known so far in this firing, and grows."""
-    actual = spec_of(tensor)
+    """As `check_spec`, for a tensor."""
+    return check_spec(spec, spec_of(tensor), sizes)
+
+
+def check_spec(spec: Spec, actual: TensorSpec, sizes: dict[str, int]) -> str | None:
+    """None when `actual` fits, else what it is. `sizes` holds the free dimensions known so far in this firing, and grows."""
     if actual.dtype != spec.dtype or len(actual.shape) != len(spec.dimensions):
         return _text(actual)
     for size, dimension in zip(actual.shape, spec.dimensions, strict=True):

@@ -55,6 +55,7 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
+from flowrt.workers.message_schemas import edge_schemas
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.survival import Survival
 from flowrt.workers.user_nodes import build_user_nodes
@@ -264,6 +265,7 @@ class Worker:
             on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             on_failed=self._on_failed if graph.model is not None else None,
+            schemas=edge_schemas(graph),
         )
         wrap = {"wrap": self._emulated.links.wrap} if self._emulated is not None else {}
         self._links = Links(

@@ -32,7 +32,7 @@ async def workers(scheme: str, fallbacks: tuple[str, ...] = ()) -> AsyncIterator
             KEY,
             [LinkPlan(peer, scheme, SMALL, 64, name < peer, None, fallbacks, True) for peer in NAMES if peer != name],
             get_transport,
-            received[name].append,
+            lambda _, message, name=name: received[name].append(message),
         )
         for name in NAMES
     }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import pytest
 
 from flowrt.actors import fallback
+from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.actors.lives import Lives
@@ -65,7 +67,7 @@ class World:
             KEY,
             [plan(name, scheme, calls, *self._rest) for name in "bc"],
             get_transport,
-            self.received.append,
+            lambda _, message: self.received.append(message),
             wrap=lambda plan, channel: self.wrap(plan, channel),
             on_lost=lambda peer, reason: self.lost.append((peer.incarnation, reason)),
             tolerated=frozenset(tolerated),
@@ -81,7 +83,7 @@ class World:
             KEY,
             [plan("a", self.scheme, not self.calls, *self._rest)],
             get_transport,
-            heard.append,
+            lambda _, message: heard.append(message),
             wrap=lambda plan, channel: self.wrap(plan, channel),
         )
         addresses = await links.listen()
@@ -382,13 +384,38 @@ async def test_a_reader_of_the_new_life_starts_after_join_has_returned() -> None
     async with world("shm", True) as w:
         w.client.drop("b", "b1")
         addresses = await w.serve("b2")
-        w.servers["b2"]._on_message = lambda message: None
+        w.servers["b2"]._on_message = lambda peer, message: None
         assert await w.client.join("b", "b2", addresses)
         seen = list(w.received)
         await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
         w.answer("b2", 1, 2)
         assert seen == []
         await until(lambda: steps(w.received) == [1, 2])
+
+
+@pytest.mark.parametrize("tolerated", ["bc", ""])
+async def test_bad_message_ends_the_link_of_its_sender(tolerated: str) -> None:
+    """The receiver refuses a message of b1. Of a process that may die only this incarnation is lost; any other ends `run`, by name."""
+    async with world("shm", True, tolerated=tolerated) as w:
+
+        def refuse(peer: str, message: Message) -> None:
+            if peer == "b":
+                raise BadMessageError("a double response")
+            w.received.append(message)
+
+        for link in w.client.values():
+            link._on_message = partial(refuse, link.peer.name)
+        w.answer("b1", 1)
+        if tolerated:
+            await until(lambda: w.lost == [("b1", "a double response")])
+            w.answer("c1", 2, 3)
+            await until(lambda: steps(w.received) == [2, 3])
+            assert not w.running.done()
+        else:
+            await until(w.running.done)
+            error = first_error(w.running.exception())
+            assert isinstance(error, LinkLostError)
+            assert (error.peer, error.reason) == ("b", "a double response")
 
 
 def test_a_life_ends_once_and_never_comes_back() -> None:

@@ -123,7 +123,7 @@ class Client:
             payload = from_message(request)
             assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "asked for an expert that does not lie there"
             y = answer(*payload.tensors, self.strict)
-            self.runner.accept(to_message(Payload((y,), payload.header), self.response_edge(server), request.tag))
+            self.runner.accept(f"experts.{server}", to_message(Payload((y,), payload.header), self.response_edge(server), request.tag))
             self.runner.settle()
 
     def serve_all(self):
@@ -278,7 +278,9 @@ def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
     client.serve_all()
     client.check((0, 1))
     client.runner._outbound_edges.windows[client.request_edge(1)].free -= 1
-    client.runner.accept(to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag))
+    client.runner.accept(
+        "experts.1", to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag)
+    )
     client.check((0, 1))
 
 

@@ -1,0 +1,63 @@
+"""What the messages of an edge look like: the schema against which a received message is checked before anything else uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.specs import Spec, check_spec
+from flowrt.transports.wire.message import Tag, Tensor
+
+MAX_KNOWN_SOURCES = 1024  # a source has another name in each incarnation
+
+
+@dataclass(frozen=True)
+class MessageSchema:
+    """Count, dtype and shape of the tensors of an edge's messages, their header, and the range of their tags.
+
+    `tensors` come first, one each; None stands for any tensor. Then `optional` ones follow, all or none, and any number of `repeated`
+    ones. A dimension that is a word has the same size in all tensors of a message but the repeated ones. `sources`: the nodes that emit
+    tags.
+    """
+
+    tensors: tuple[Spec | None, ...]
+    sources: frozenset[str]
+    num_micro_batches: int
+    optional: tuple[Spec, ...] = ()
+    repeated: Spec | None = None
+    header: type[msgspec.Struct] | None = None
+    _known_sources: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    def sizes(self, payload: Payload) -> dict[str, int]:
+        """The sizes of the free dimensions of a payload that fits."""
+        sizes: dict[str, int] = {}
+        for spec, tensor in zip(self.tensors, payload.tensors, strict=False):
+            if spec is not None:
+                sizes.update((name, size) for name, size in zip(spec.dimensions, tensor.shape, strict=False) if isinstance(name, str))
+        return sizes
+
+    def fault_of_tensors(self, tensors: Sequence[Tensor], sizes: dict[str, int]) -> str | None:
+        """What is wrong with the tensors of a message; None when they fit. `sizes`: the free dimensions known before; it grows."""
+        expected: tuple[Spec | None, ...] = self.tensors
+        if (extra := len(tensors) - len(expected)) != 0:
+            if extra < 0 or (extra != len(self.optional) and self.repeated is None):
+                return f"{len(tensors)} tensors, expected {len(expected)}"
+            expected += self.optional if self.repeated is None else (self.repeated,) * extra
+        for place, (spec, tensor) in enumerate(zip(expected, tensors, strict=True)):
+            if spec is not None and (fault := check_spec(spec, tensor.spec, sizes if spec is not self.repeated else {})):
+                return f"tensor {place} is {fault}, expected {spec}"
+        return None
+
+    def fault_of_tag(self, tag: Tag) -> str | None:
+        """What is wrong with the tag of a message; None when it is in range."""
+        if tag.source not in self._known_sources:
+            if tag.source.partition("@")[0] not in self.sources:
+                return f"a tag of {tag.source[:80]!r}, which emits none"
+            if len(self._known_sources) < MAX_KNOWN_SOURCES:
+                self._known_sources.add(tag.source)
+        if tag.epoch < 0 or tag.step < 0 or not 0 <= tag.micro_batch < self.num_micro_batches:
+            return f"a tag out of range: epoch {tag.epoch}, micro-batch {tag.micro_batch}, step {tag.step}"
+        return None

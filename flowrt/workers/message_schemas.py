@@ -1,0 +1,91 @@
+"""The schemas of a graph's edges: what each built-in operator sends, and what a user's graph declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from flowrt.dataflow.parts import PartHeader, PlanHeader
+from flowrt.dataflow.schemas import MessageSchema
+from flowrt.dataflow.specs import Spec, parse_spec
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import INPUT, Edge, Graph
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelConfig
+
+
+def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
+    """The schema of each edge between two processes, by id."""
+    config = None if graph.model is None else read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
+    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict")
+    sources = frozenset(node.name for node in graph.nodes.values() if node.operator in (SOURCE, INPUT))
+    found: dict[int, MessageSchema] = {}
+    for edge in graph.edges.values():
+        source, target = graph.nodes[edge.source], graph.nodes[edge.target]
+        if source.process == target.process:
+            continue
+        is_users = ":" in source.operator or source.operator == INPUT
+        fields = _Fields((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
+        if fields is not None:
+            found[edge.id] = MessageSchema(fields.tensors, sources, graph.micro_batches, fields.optional, fields.repeated, fields.header)
+    return found
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """As in MessageSchema."""
+
+    tensors: tuple[Spec | None, ...] = ()
+    optional: tuple[Spec, ...] = ()
+    repeated: Spec | None = None
+    header: type[msgspec.Struct] | None = None
+
+
+def _declared(graph: Graph, edge: Edge) -> Spec | None:
+    """The one tensor of a user's operator, as the graph file declares it at either end."""
+    for port in (graph.nodes[edge.source].outputs.get(edge.source_port), graph.nodes[edge.target].inputs.get(edge.target_port)):
+        if port is not None and port.tensors:
+            return parse_spec(port.tensors[0])
+    return None
+
+
+def _sent_by_operators(config: ModelConfig, strict: bool) -> dict[tuple[str, str], _Fields]:
+    """By operator and output port; a port's number is left out."""
+
+    def specs(*texts: str) -> tuple[Spec, ...]:
+        return tuple(parse_spec(f"{config.dtype}{text}" if text.startswith("[") else text) for text in texts)
+
+    hidden, active = config.hidden_size, config.num_experts_per_token
+    wide = "float64" if config.dtype == "float64" else "float32"
+    rows = _Fields(specs(f"[rows,{hidden}]"))
+    index = parse_spec("int64[any]")
+    weighted = _Fields(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
+    return {
+        (SOURCE, "tokens"): _Fields(specs("int64[rows]")),
+        (SOURCE, "layout"): _Fields(specs("int64[rows]", "int64[rows]", "int64[starts]", "int64[sequences]", "int64[sequences,pages]")),
+        (SOURCE, "sampling"): _Fields(
+            specs(
+                "int64[5,samples]",
+                "float64[5,samples]",
+                "int64[unfiltered]",
+                "int64[filtered]",
+                "int64[3,penalized]",
+                "int64[2,forbidden]",
+                "int64[logprobs]",
+                "int64[ranks]",
+            )
+        ),
+        ("embed", "x"): rows,
+        ("attention", "normed"): _Fields(specs(f"[rows,{hidden}]", "int64[rows]")),
+        ("attention", "residual"): rows,
+        ("gate", "routing"): _Fields(specs(f"int64[rows,{active}]", f"[rows,{active}]")),
+        ("mlp", "y"): rows,
+        ("shared", "y"): rows,
+        ("dispatch", "plan"): weighted if strict else _Fields(repeated=index, header=PlanHeader),
+        ("dispatch", "server"): _Fields(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader),
+        ("experts", "results"): _Fields(specs(f"[{'pairs' if strict else 'rows'},{hidden}]"), header=PartHeader),
+        ("combine", "y"): rows,
+        ("head", "tokens"): _Fields(
+            specs("int64[samples]"), specs(f"{wide}[logprobs]", "int64[logprobs,ranks]", f"{wide}[logprobs,ranks]")
+        ),
+    }
