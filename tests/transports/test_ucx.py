@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from flowrt.transports.channel.rendezvous import Lifeline
 from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, other_process, pair_maker, pause
-from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, within
+from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.errors import BrokenChannelError, HandshakeError
 from flowrt.transports.registry import get_transport, unavailable_reason
@@ -61,55 +67,154 @@ needs_ucx = pytest.mark.skipif(unavailable_reason("ucx") is not None, reason=str
 WIDE = Limits(max_message_bytes=1 << 24, capacity_messages=1000, capacity_bytes=1 << 26)
 
 
-def both(pair: tuple[Channel, Channel]) -> tuple[UCXChannel, UCXChannel]:
-    one, two = pair
-    assert isinstance(one, UCXChannel)
-    assert isinstance(two, UCXChannel)
-    return one, two
+class TappedLink(Link):
+    """A link that counts its turns and what it sends, and that can stand still, as the library does in a stopped process.
+
+    The first of its `tags` is that of frames, the second that of regions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stands, self.finds_regions, self.num_turns = False, True, 0
+        self.tags: list[Any] = []
+        self.sent: list[Any] = []  # tags
+        work, arm = self.progress, self.arm
+
+        def progress() -> None:
+            self.num_turns += 1
+            if not self.stands:
+                work()
+
+        self.progress = progress
+        self.arm = lambda: self.stands or arm()
+
+    def connect(self, address: bytes) -> None:
+        super().connect(address)
+        send = self.send
+
+        def send_and_count(array: Any, tag: Any) -> Any:
+            self.sent.append(tag)
+            return send(array, tag)
+
+        self.send = send_and_count
+
+    def probe(self, tag: Any) -> Any:
+        return super().probe(tag) if self.finds_regions else SimpleNamespace(matched=False)
+
+    def tag(self, number: int) -> Any:
+        self.tags.append(super().tag(number))
+        return self.tags[-1]
+
+    @property
+    def num_frames(self) -> int:
+        """That it has sent."""
+        return self.sent.count(self.tags[0])
+
+    def send_raw(self, data: bytes, lane: int = 0) -> object:
+        """A frame or a piece of a region, as a hostile peer sends it. Keep what is returned."""
+        return self.send(self.array(data), self.tags[lane])
 
 
-@asynccontextmanager
-async def a_pair(limits: Limits = WIDE) -> AsyncIterator[tuple[UCXChannel, UCXChannel]]:
-    async with opened(pair_maker("ucx"), limits) as pair:
-        one, two = both(pair)
-        for sender, receiver in ((one, two), (two, one)):  # UCX is through with its own greetings after this
-            await sender.send(numbered(0, 10_000))
-            check_numbered(await within(receiver.recv(), "recv"), 0, 10_000)
-        yield one, two
+class HeldLifeline(Lifeline):
+    """The line of a meeting; its end is told late while `holds`."""
+
+    def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
+        self.holds, self.untold = False, list[str | None]()
+        self._tell = on_gone
+        super().__init__(line, lambda reason: self.untold.append(reason) if self.holds else on_gone(reason))
+
+    def let_go(self) -> None:
+        self.holds = False
+        while self.untold:
+            self._tell(self.untold.pop())
 
 
-class Asleep:
-    """An end whose process is stopped: it sees nothing, until `wake`."""
+class End:
+    """What is under one end of a pair."""
 
-    def __init__(self, channel: UCXChannel) -> None:
-        self.channel = channel
-        self._loop = asyncio.get_running_loop()
-        self._loop.remove_reader(channel._link.descriptor)
-        self._loop.remove_reader(channel._regions_in._line.fileno())
-        self.turn = channel._turn
-        channel._turn = lambda: None  # type: ignore[method-assign]
+    def __init__(self, link: TappedLink, lifeline: HeldLifeline) -> None:
+        self.link, self.lifeline = link, lifeline
 
-    def wake(self) -> None:
-        del self.channel._turn  # type: ignore[method-assign]
-        self._loop.add_reader(self.channel._link.descriptor, self.channel._turn)
-        self._loop.add_reader(self.channel._regions_in._line.fileno(), self.channel._lifeline._on_readable)
-        self._loop.call_soon(self.channel._turn)
+    def stand(self) -> None:
+        """As if its process were stopped."""
+        self.link.stands = self.lifeline.holds = True
+
+    def go_on(self) -> None:
+        self.link.stands = False
+        self.lifeline.let_go()
+
+
+class Pairs:
+    """Opens pairs of channels whose links are tapped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.links: list[TappedLink] = []
+        self.lifelines: dict[str, HeldLifeline] = {}
+        monkeypatch.setattr(ucx, "Link", self._link)
+        monkeypatch.setattr(ucx, "Lifeline", self._lifeline)
+
+    def _link(self) -> TappedLink:
+        self.links.append(TappedLink())
+        return self.links[-1]
+
+    def _lifeline(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> HeldLifeline:
+        made = HeldLifeline(line, on_gone)
+        self.lifelines[on_gone.__self__.peer.name] = made  # type: ignore[attr-defined]
+        return made
+
+    @asynccontextmanager
+    async def open(self, limits: Limits = WIDE, *, fresh: bool = False) -> AsyncIterator[tuple[Channel, Channel, End, End]]:
+        """The connecting end, the accepted one, and what is under each. Unless `fresh`, UCX is through with its own greetings."""
+        async with opened(pair_maker("ucx"), limits) as (one, two):
+            ends = [End(link, self.lifelines[name]) for link, name in zip(self.links, (HERE.name, THERE.name), strict=True)]
+            if not fresh:
+                for sender, receiver in ((one, two), (two, one)):
+                    await sender.send(numbered(0, 10_000))
+                    check_numbered(await within(receiver.recv(), "recv"), 0, 10_000)
+            yield one, two, ends[0], ends[1]
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> Pairs:
+    return Pairs(monkeypatch)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each block of memory that is made."""
+    made: list[int] = []
+    real = mmap.mmap
+    monkeypatch.setattr("flowrt.transports.ucx.blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
+    return made
+
+
+async def assert_rests(link: TappedLink) -> None:
+    """Once it has come to rest it does nothing for a while."""
+    looks = deque([-1], 20)
+
+    def rests() -> bool:
+        looks.append(link.num_turns)
+        return len(looks) == 20 and len(set(looks)) == 1
+
+    await until(rests, "a link without anything to do comes to rest")
+    before = link.num_turns
+    await asyncio.sleep(0.05)
+    assert link.num_turns == before
 
 
 @needs_ucx
-async def test_ucx_works_between_two_questions_whether_anything_is_left(loop_kind: str) -> None:
-    """A No may mean that a signal was taken: what the signal told of is seen by work alone, and a Yes after it would be the last word."""
-    async with a_pair() as (_, two):
-        link = two._link
-        calls: list[str] = []
-        answers = [False, False, True]
-        work, ask = link.progress, link.arm
-        link.progress = lambda: calls.append("work") or work()
-        link.arm = lambda: calls.append("ask") or (answers.pop(0) if answers else ask())
-        two._turn()
-        assert calls == ["work", "ask"] * 3
-        link.progress, link.arm = work, ask
-        two._turn()  # the last answer was not the library's
+async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
+    """A thousand of both lanes with several in flight: one that UCX tells of while it is asked whether anything is left would be lost."""
+    sizes = [0, 100, 9000, 30_000, 8192]
+
+    async def send(channel: Channel) -> None:
+        for number in range(1000):
+            await channel.send(numbered(number, sizes[number % 5]))
+
+    async with other_process("ucx", "echo") as (channel, _), asyncio.TaskGroup() as group:
+        group.create_task(send(channel))
+        for number in range(1000):
+            check_numbered(await within(channel.recv(), "echo"), number, sizes[number % 5])
 
 
 @needs_ucx
@@ -120,18 +225,17 @@ async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) 
     async with await get_transport("ucx").listen("ucx://", WIDE, KEY, HERE) as listener:
         with pytest.raises(HandshakeError):
             await get_transport("ucx").connect(listener.address, WIDE, bytes(32), THERE)
-        await asyncio.sleep(0.02)
-        assert listener.rejected == 1
+        await until(lambda: listener.rejected == 1, "a rejected caller is counted")
     assert not opened_links
 
 
 @needs_ucx
-async def test_a_stranger_with_the_address_is_not_heard(loop_kind: str) -> None:
+async def test_a_stranger_with_the_address_is_not_heard(pairs: Pairs, loop_kind: str) -> None:
     """The tags are secrets of the handshake."""
-    async with a_pair() as (one, two):
+    async with pairs.open() as (one, two, _, under_two):
         stranger = Link()
         try:
-            stranger.connect(two._link.address())
+            stranger.connect(under_two.link.address())
             requests = [stranger.send(stranger.array(bytes(100)), stranger.tag(number)) for number in (0, 1, 2**64 - 1)]
             await one.send(numbered(0, 100))
             check_numbered(await within(two.recv(), "recv"), 0, 100)
@@ -163,8 +267,15 @@ async def test_a_greeting_without_the_proof_is_refused(monkeypatch: pytest.Monke
             await get_transport("ucx").connect(listener.address, WIDE, KEY, THERE)
 
 
-def frame(kind: int, envelope_bytes: int = 0, a: int = 0, b: int = 0, read: int = 2, body: bytes = b"") -> bytes:
-    return ucx._HEAD.pack(kind, envelope_bytes, a, b, read) + body
+HEAD = struct.Struct("<B3xIQQQ")  # kind, bytes of the envelope, a, b, frames read so far
+MESSAGE, REGION, TAKEN, WAITING, CLOSE, CLOSED, READ, GREETING, ENVELOPE = range(1, 10)
+
+
+READ_ALL = 2**64 - 1  # stands for the number of frames that the other end has sent
+
+
+def frame(kind: int, envelope_bytes: int = 0, a: int = 0, b: int = 0, read: int = READ_ALL, body: bytes = b"") -> bytes:
+    return HEAD.pack(kind, envelope_bytes, a, b, read) + body
 
 
 TOO_LARGE = encode_envelope(Message("data", tensors=(Tensor(TensorSpec("uint8", (1 << 25,)), b""),)), 0)[0]
@@ -176,70 +287,72 @@ TOO_LARGE = encode_envelope(Message("data", tensors=(Tensor(TensorSpec("uint8", 
     [
         frame(99),
         frame(0),
-        frame(ucx._MESSAGE),
-        frame(ucx._MESSAGE, 2**32 - 1),
-        frame(ucx._MESSAGE, 5, body=b"\xc1\xc1\xc1\xc1\xc1"),
-        frame(ucx._TAKEN, a=2, b=1),
-        frame(ucx._WAITING, read=1000),
-        frame(ucx._GREETING, body=bytes(64)),
-        frame(ucx._REGION),
-        frame(ucx._REGION, 2**32 - 1),
-        frame(ucx._REGION, 5, body=b"\xc1\xc1\xc1\xc1\xc1"),
-        frame(ucx._REGION, len(TOO_LARGE), body=TOO_LARGE),
-        frame(ucx._ENVELOPE),
+        frame(MESSAGE),
+        frame(MESSAGE, 2**32 - 1),
+        frame(MESSAGE, 5, body=b"\xc1\xc1\xc1\xc1\xc1"),
+        frame(TAKEN, a=2, b=1),
+        frame(WAITING, read=1000),
+        frame(GREETING, body=bytes(64)),
+        frame(REGION),
+        frame(REGION, 2**32 - 1),
+        frame(REGION, 5, body=b"\xc1\xc1\xc1\xc1\xc1"),
+        frame(REGION, len(TOO_LARGE), body=TOO_LARGE),
+        frame(ENVELOPE),
         b"x" * (ucx.FRAME_BYTES + 1),
         b"x" * 100_000,
     ],
     ids=lambda wrong: f"{wrong[0]}-{len(wrong)}-{wrong[4:7].hex()}",
 )
-async def test_frames_that_are_none_break_the_channel_and_take_no_memory(wrong: bytes, loop_kind: str) -> None:
-    async with a_pair() as (one, two):
-        taken: list[int] = []
-        two._pool.take = taken.append  # type: ignore[method-assign, assignment]
+async def test_frames_that_are_none_break_the_channel_and_take_no_memory(
+    wrong: bytes, pairs: Pairs, blocks: list[int], loop_kind: str
+) -> None:
+    async with pairs.open() as (one, two, under_one, under_two):
         await one.send(numbered(0))
         check_numbered(await within(two.recv(), "recv"), 0)
-        request = one._link.send(one._link.array(wrong), one._tag)
-        async with asyncio.timeout(10):
-            with pytest.raises(BrokenChannelError):
-                await two.recv()
-            with pytest.raises(BrokenChannelError):
-                await one.recv()
-        assert not taken
+        before = len(blocks)
+        request = under_one.link.send_raw(having_read(wrong, under_two.link))
+        with pytest.raises(BrokenChannelError):
+            await within(two.recv(), "recv")
+        with pytest.raises(BrokenChannelError):
+            await within(one.recv(), "recv")
+        assert (len(blocks), two.statistics().held_buffers) == (before, 0)
         del request
 
 
+def having_read(data: bytes, link: TappedLink) -> bytes:
+    """`data` with the count of frames that `link` has sent where READ_ALL stands for it."""
+    return data.replace(READ_ALL.to_bytes(8, "little"), link.num_frames.to_bytes(8, "little"))
+
+
 @needs_ucx
-async def test_a_region_without_credit_takes_no_memory(loop_kind: str) -> None:
-    async with a_pair(Limits(capacity_messages=2, max_message_bytes=1 << 20)) as (one, two):
-        taken: list[int] = []
-        take = two._pool.take
-        two._pool.take = lambda nbytes: (taken.append(nbytes), take(nbytes))[1]  # type: ignore[method-assign]
+async def test_a_region_without_credit_takes_no_memory(pairs: Pairs, blocks: list[int], loop_kind: str) -> None:
+    async with pairs.open(Limits(capacity_messages=2, max_message_bytes=1 << 20)) as (_, two, under_one, under_two):
+        requests = []
         for number in range(1, 4):
             envelope = encode_envelope(numbered(number, 100_000), number)[0]
-            one._write(ucx._REGION, len(envelope), body=envelope)
+            region = frame(REGION, len(envelope), body=envelope)
+            requests.append(under_one.link.send_raw(having_read(region, under_two.link)))
         with pytest.raises(BrokenChannelError, match="more than the channel may hold"):
             await within(two.recv(), "recv")
-        assert len(taken) == 2
+        assert sum(size >= 100_000 for size in blocks) <= 2
+        del requests
 
 
 @needs_ucx
-@pytest.mark.parametrize(
-    "change",
-    [lambda piece: piece[:-1], lambda piece: piece + b"x"],
-    ids=["short", "long"],
-)
-async def test_pieces_that_do_not_fit_break_the_channel(change: Callable[[bytes], bytes], loop_kind: str) -> None:
-    async with a_pair() as (one, two):
-        send = one._regions_out.send
-        one._regions_out.send = lambda tensors: send([change(bytes(part)) for part in tensors])  # type: ignore[method-assign]
-        await one.send(numbered(0, 20_000))
-        with pytest.raises(BrokenChannelError):
+@pytest.mark.parametrize("nbytes", [19_999, 20_001], ids=["short", "long"])
+async def test_pieces_that_do_not_fit_break_the_channel(nbytes: int, pairs: Pairs, loop_kind: str) -> None:
+    async with pairs.open() as (_, two, under_one, under_two):
+        envelope = encode_envelope(numbered(1, 20_000), 1)[0]
+        region = having_read(frame(REGION, len(envelope), body=envelope), under_two.link)
+        requests = [under_one.link.send_raw(region), under_one.link.send_raw(bytes(nbytes), lane=1)]
+        with pytest.raises(BrokenChannelError, match=r"a piece of \d+ bytes, 20000 were due"):
             await within(two.recv(), "recv")
+        del requests
 
 
 @needs_ucx
 async def test_large_tensors_lie_in_a_block_until_the_last_view_is_gone(loop_kind: str) -> None:
-    async with a_pair() as (one, two):
+    async with opened(pair_maker("ucx"), WIDE) as (one, two):
         specs = (TensorSpec("float32", (100, 100)), TensorSpec("uint8", (3,)), TensorSpec("bfloat16", (1000, 77)), TensorSpec("int8", (0,)))
         await one.send(Message("data", tensors=tuple(Tensor(spec, os.urandom(spec.nbytes)) for spec in specs)))
         message = await within(two.recv(), "recv")
@@ -257,44 +370,46 @@ async def test_large_tensors_lie_in_a_block_until_the_last_view_is_gone(loop_kin
 
 
 @needs_ucx
-async def test_blocks_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_pair(Limits(capacity_bytes=1 << 22)) as (one, two):
-        made: list[int] = []
-        import mmap
-
-        real = mmap.mmap
-        monkeypatch.setattr("flowrt.transports.ucx.blocks.mmap.mmap", lambda fd, size, flags: (made.append(size), real(fd, size, flags))[1])
+async def test_blocks_are_used_again(blocks: list[int]) -> None:
+    async with opened(pair_maker("ucx"), Limits(capacity_bytes=1 << 22)) as (one, two):
         for number in range(50):
             await one.send(numbered(number, 300_000))
             check_numbered(await within(two.recv(), "recv"), number, 300_000)
-        assert len(made) <= 8
+        assert len(blocks) <= 8
 
 
 @needs_ucx
-async def test_small_tensors_are_copied_and_large_ones_read_where_they_lie(loop_kind: str) -> None:
+@pytest.mark.parametrize("nbytes", [100, 7000, 100_000, 250_000])
+async def test_small_tensors_are_copied_and_large_ones_read_where_they_lie(nbytes: int, loop_kind: str) -> None:
     assert UCXTransport.capabilities.borrows_sender
-    async with a_pair() as (one, two):
-        for nbytes in (100, 7000, 100_000, 3 * PIECE_BYTES + 1):
-            sleeping = Asleep(two)
-            data = bytearray(b"a" * nbytes)
-            await one.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (nbytes,)), data),)))
-            large = nbytes > ucx.FRAME_BYTES
-            if large:
-                with pytest.raises(BufferError):
-                    data.append(0)  # nobody can take the memory away meanwhile
-            data[:] = b"b" * nbytes  # against the contract when it is large: a copy would not have it
-            sleeping.wake()
-            received: Any = (await within(two.recv(), "recv")).tensors[0].data
-            assert bytes(received) == (b"b" if large else b"a") * nbytes
-            async with asyncio.timeout(10):
-                while one._regions_out.sent:  # noqa: ASYNC110  # nobody is told
-                    await asyncio.sleep(0.001)
-            data.append(0)
+    async with other_process("ucx", "echo") as (channel, peer):
+        await channel.send(numbered(0, 10_000))
+        check_numbered(await within(channel.recv(), "echo"), 0, 10_000)
+        pause(peer)
+        data = bytearray(b"a" * nbytes)
+        await channel.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (nbytes,)), data),)))
+        large = nbytes > ucx.FRAME_BYTES
+        if large:
+            with pytest.raises(BufferError):
+                data.append(0)  # nobody can take the memory away meanwhile
+        data[:] = b"b" * nbytes  # against the contract when it is large: a copy would not have it
+        peer.send_signal(signal.SIGCONT)
+        received: Any = (await within(channel.recv(), "echo")).tensors[0].data
+        assert bytes(received) == (b"b" if large else b"a") * nbytes
+        await until(lambda: is_free(data), "the memory is the sender's again")
+
+
+def is_free(data: bytearray) -> bool:
+    try:
+        data.append(0)
+    except BufferError:
+        return False
+    return True
 
 
 @needs_ucx
 async def test_an_envelope_that_fits_no_frame_goes_ahead_in_parts(loop_kind: str) -> None:
-    async with a_pair() as (one, two):
+    async with opened(pair_maker("ucx"), WIDE) as (one, two):
         header = msgspec.msgpack.encode("x" * 3 * ucx.FRAME_BYTES)
         for tensors in ((), numbered(0, 100_000).tensors, (Tensor(TensorSpec("uint8", (0,)), b""),)):
             await one.send(Message("data", header=header, tensors=tensors))
@@ -306,100 +421,88 @@ async def test_an_envelope_that_fits_no_frame_goes_ahead_in_parts(loop_kind: str
 
 
 @needs_ucx
-async def test_credits_do_not_wait_behind_payload(loop_kind: str) -> None:
-    """A small message that comes after a large one waits for its turn; a credit for the other direction does not."""
-    async with a_pair() as (one, two):
-        sleeping = Asleep(two)
+async def test_credits_do_not_wait_behind_payload(pairs: Pairs, loop_kind: str) -> None:
+    """No payload of the other direction arrives, and what that end has taken is told all the same."""
+    async with pairs.open() as (one, two, _, under_two):
+        under_two.link.finds_regions = False
         for number in range(8):
-            one.send_nowait(numbered(number, 1 << 21))
-        one._say_taken(1, 10_000)
-        heard: list[tuple[int, int]] = []
-        two._hear_taken = lambda *told: heard.append(told)  # type: ignore[method-assign, func-returns-value]
-        two._link.progress()
-        two._look()
-        assert heard == [(1, 10_000)]
-        sleeping.wake()
+            assert one.send_nowait(numbered(number, 1 << 21))
+        acknowledged = asyncio.ensure_future(two.send_acknowledged(numbered(0)))
+        check_numbered(await within(one.recv(), "recv"), 0)
+        await within(acknowledged, "the acknowledgement")
+        assert two.recv_nowait() is None
+        under_two.link.finds_regions = True
+        await one.send(numbered(8))
         await receive_all(two, 0, 8, 1 << 21)
+        await receive_all(two, 8, 9)
 
 
 @needs_ucx
-async def test_a_peer_that_does_not_read_is_not_sent_more_than_the_ring_takes(loop_kind: str) -> None:
-    async with a_pair() as (one, two):
-        sleeping = Asleep(two)
+async def test_a_peer_that_does_not_read_is_not_sent_more_than_the_ring_takes(pairs: Pairs, loop_kind: str) -> None:
+    async with pairs.open() as (one, two, under_one, under_two):
+        under_two.stand()
+        under_one.link.sent.clear()
         for number in range(500):
             assert one.send_nowait(numbered(number, 0 if number % 3 else 20_000))
-        await asyncio.sleep(0.02)
-        assert one._frames_sent - one._frames_told == ucx.FRAMES_AHEAD
-        assert len(one._regions_out.sent) == PIECES_AHEAD
-        turns = []
-        real = one._turn
-        one._turn = lambda: (turns.append(1), real())[1]  # type: ignore[method-assign, func-returns-value]
-        await asyncio.sleep(0.05)
-        assert not turns  # nothing spins meanwhile
-        sleeping.wake()
+        await assert_rests(under_one.link)
+        frames, pieces = (under_one.link.sent.count(tag) for tag in under_one.link.tags)
+        assert 0 < frames <= ucx.FRAMES_AHEAD
+        assert pieces == PIECES_AHEAD
+        under_two.go_on()
         for number in range(500):
             check_numbered(await within(two.recv(), "recv"), number, 0 if number % 3 else 20_000)
 
 
 @needs_ucx
-async def test_nothing_spins_while_a_new_peer_does_not_answer(loop_kind: str) -> None:
+async def test_nothing_spins_while_a_new_peer_does_not_answer(pairs: Pairs, loop_kind: str) -> None:
     """UCX's first large message must wait until the peer has answered something."""
-    async with opened(pair_maker("ucx"), WIDE) as pair:
-        one, two = both(pair)
-        sleeping = Asleep(two)
+    async with pairs.open(fresh=True) as (one, two, under_one, under_two):
+        under_two.stand()
         for number in range(20):
             assert one.send_nowait(numbered(number, 20_000))
-        await asyncio.sleep(0.02)
-        turns: list[int] = []
-        real = one._turn
-        one._turn = lambda: (turns.append(1), real())[1]  # type: ignore[method-assign, func-returns-value]
-        await asyncio.sleep(0.05)
-        assert not turns
-        sleeping.wake()
+        await assert_rests(under_one.link)
+        under_two.go_on()
         await receive_all(two, 0, 20, 20_000)
 
 
 @needs_ucx
-async def test_both_ends_full_go_on(loop_kind: str) -> None:
+async def test_both_ends_full_go_on(pairs: Pairs, loop_kind: str) -> None:
     """The words that make room do not wait for room themselves."""
-    async with a_pair() as (one, two), asyncio.TaskGroup() as group:
-        sleepers = [Asleep(one), Asleep(two)]
+    async with pairs.open() as (one, two, *under), asyncio.TaskGroup() as group:
+        for end in under:
+            end.stand()
         for number in range(400):
-            for end in (one, two):
-                assert end.send_nowait(numbered(number, 10))
-        for sleeper in sleepers:
-            sleeper.wake()
-        for end in (one, two):
-            group.create_task(receive_all(end, 0, 400, 10))
+            for channel in (one, two):
+                assert channel.send_nowait(numbered(number, 10))
+        for end in under:
+            end.go_on()
+        for channel in (one, two):
+            group.create_task(receive_all(channel, 0, 400, 10))
 
 
 @needs_ucx
-async def test_an_idle_channel_does_nothing(loop_kind: str) -> None:
-    async with a_pair() as (one, two):
+async def test_an_idle_channel_does_nothing(pairs: Pairs, loop_kind: str) -> None:
+    async with pairs.open() as (one, two, *under):
         await one.send(numbered(0, 100_000))
         check_numbered(await within(two.recv(), "recv"), 0, 100_000)
-        await asyncio.sleep(0.05)
-        turns: list[int] = []
-        for end in (one, two):
-            real = end._link.progress
-            end._link.progress = lambda real=real: (turns.append(1), real())[1]
-        await asyncio.sleep(0.1)
-        assert not turns
+        for end in under:
+            await assert_rests(end.link)
+        before = [end.link.num_turns for end in under]
         await one.send(numbered(1))
         check_numbered(await within(two.recv(), "recv"), 1)
-        assert len(turns) <= 8
+        assert sum(end.link.num_turns for end in under) - sum(before) <= 8
 
 
 @needs_ucx
-async def test_a_region_whose_sender_has_gone_is_not_believed(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+async def test_a_region_whose_sender_has_gone_is_not_believed(pairs: Pairs, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     """A stopped receiver wakes up when the sender has given up, and its memory may hold anything."""
     monkeypatch.setattr(ucx, "LINGER_SECONDS", 0.05)
-    async with a_pair() as (one, two):
-        sleeping = Asleep(two)
+    async with pairs.open() as (one, two, _, under_two):
+        under_two.stand()
         await one.send(numbered(0, 10))
         await one.send(numbered(1, 1 << 20))
         await within(one.aclose(), "aclose")
-        sleeping.wake()
+        under_two.go_on()
         check_numbered(await within(two.recv(), "what was in our own ring"), 0, 10)
         with pytest.raises(BrokenChannelError):
             await within(two.recv(), "recv")
@@ -414,7 +517,8 @@ async def test_nothing_is_left_of_a_channel_whose_peer_is_stopped_and_killed(loo
             number = 0
             while channel.send_nowait(numbered(number, 30_000)):
                 number += 1
-            await asyncio.sleep(0.02)
+            for _ in range(20):
+                await asyncio.sleep(0)
             peer.send_signal(then)
             if then == signal.SIGKILL:
                 with pytest.raises(BrokenChannelError, match="died"):
