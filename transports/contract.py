@@ -1,28 +1,25 @@
-"""The contract of a transport: what every scheme promises, and all that the rest of flowrt may rely on.
+"""The contract of a transport: what every scheme guarantees, and all that the rest of flowrt may rely on.
 
-Here: Limits, Identity, Capabilities, ChannelStatistics, and the abstract Channel, Listener, Transport. Not here: any scheme
-(one file each), finding one by name (registry.py), the executable form of these promises (checks.py).
+`flowrt.transports.conformance` checks every property:
 
-The promises, held by every scheme and checked by `flowrt.transports.conformance.channel_checks`:
-
-* Order: messages of one channel arrive in the order sent, each exactly once; channels are independent of each other.
-* Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` on the way; when it is full `send`
-  waits. The sender's side may hold no more than that.
-* Ownership: the tensors given to `send` must not change until `send` returns; afterwards they are the caller's again, with two
-  exceptions. `capabilities.aliases_sender`: the receiver may see the sender's own memory (then: never write to them again).
-  `capabilities.borrows_sender`: large ones are read where they lie, after `send` has returned (then: write to them only once the peer
-  has taken the message, as `send_acknowledged` tells). Either way the transport keeps the memory for as long as it is looked at.
-* Received tensors may alias the transport's memory; that memory is kept until the last object referring to `Tensor.data` is
-  gone, even after `aclose`. Received headers are copies. A buffer that came from another process may be written to.
-* Cancelling `recv` loses no message. Cancelling `send` either sent the whole message or nothing of it.
-* `aclose` is idempotent; it wakes pending `send` and `recv` of this side with ClosedChannelError. The peer still receives all
-  that was sent before, then EndOfChannel; its own `send` raises BrokenChannelError, as nobody will read it. A peer that dies is
-  BrokenChannelError once what it had sent completely is received. A peer that is stopped delays `aclose` by LINGER_SECONDS at most.
-* Nothing is allocated on a peer's word before it is checked against the limits; an invalid message closes the channel
-  (BrokenChannelError), never more.
-* One-sided windows: `open_window` registers memory, and whoever is given its key, the peer of this very channel, writes to it and reads
-  from it without this side's user doing anything, and either side raises flags in it. Every scheme has them; where
-  `capabilities.native_windows` is true, a write is one copy into the registered memory, elsewhere messages carry it.
+* Order: messages of one channel arrive in the order sent, each exactly once. Channels are independent of each other.
+* Bounded: a channel holds at most `limits.capacity_bytes` and `limits.capacity_messages` in flight. When it is full, `send` waits. The
+  sender's side holds no more than that.
+* Ownership: the tensors given to `send` must not change until `send` returns. Afterwards they belong to the caller again, with two
+  exceptions. `capabilities.aliases_sender`: the receiver may see the sender's own memory (never write to them again).
+  `capabilities.borrows_sender`: the transport reads large tensors in place after `send` has returned (write to them only after the peer
+  has taken the message, see `send_acknowledged`). In both cases the transport keeps the memory alive while it uses it.
+* Received tensors may alias the transport's memory. That memory stays valid until the last object that refers to `Tensor.data` is freed,
+  even after `aclose`. Received headers are copies. A buffer from another process is writable.
+* Cancelling `recv` loses no message. A cancelled `send` has sent either the whole message or nothing of it.
+* `aclose` is idempotent. It wakes pending `send` and `recv` of this side with ClosedChannelError. The peer still receives everything sent
+  before, then EndOfChannel; its own `send` raises BrokenChannelError, because no one reads it. A dead peer is BrokenChannelError after
+  everything that it sent completely is received. A stopped peer delays `aclose` by at most LINGER_SECONDS.
+* Sizes from a peer are checked against the limits before anything is allocated. An invalid message closes the channel
+  (BrokenChannelError) and has no other effect.
+* One-sided windows: `open_window` registers memory. The peer of this channel, given the window's key, writes to it and reads from it
+  without action by this side's user, and either side sets flags in it. Every scheme has windows. With `capabilities.native_windows` a
+  write is one copy into the registered memory; otherwise messages carry it.
 * Nothing outlives the channel: no descriptor, task, thread, file, shared memory.
 """
 
@@ -38,7 +35,7 @@ from flowrt.transports.errors import UnavailableError
 from flowrt.transports.wire.message import Message
 
 PROTOCOL_VERSION = 2
-MAX_LANES = 16
+MAX_COPY_THREADS = 16
 MAX_WINDOWS = 64  # that one end of a channel may have open at a time
 MAX_FLAGS = 256  # of a window
 LINGER_SECONDS = 2.0  # how long `aclose` waits for a peer to take what was sent
@@ -56,20 +53,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 1 << 24
     capacity_messages: int = 64
     capacity_bytes: int = 1 << 25
-    lanes: int = 1  # over how many lanes, each with a copier of its own, a bulk payload is cut; at most MAX_LANES; shm only
+    copy_threads: int = 1  # that copy a bulk payload in stripes; at most MAX_COPY_THREADS; shm only
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who speaks: the process's name in the graph and its incarnation (one life of it)."""
+    """One end of a channel: the process's name in the graph and its incarnation."""
 
     name: str
     incarnation: str = ""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheme can do beyond the promises. Asked here, never by type or by the scheme's name."""
+    """What a scheme can do beyond the contract. Code checks these, never the type or the name of a scheme."""
 
-    aliasing_receive: bool = False  # received tensors may lie in memory the transport owns
+    aliasing_receive: bool = False  # received tensors may alias memory of the transport
     aliases_sender: bool = False  # received tensors may be the sender's own memory
     borrows_sender: bool = False  # sent tensors may be read until the peer has taken them
     device_memory: bool = False  # buffers with __cuda_array_interface__ may be sent, and arrive as such without passing the host
@@ -86,67 +83,67 @@ class ChannelStatistics(msgspec.Struct):
     bytes_sent: int = 0  # payload bytes
     bytes_received: int = 0
     sends_waited: int = 0  # sends that found the channel full
-    late_wakeups: int = 0  # wake-ups found only by the bounded re-check: a lost one, must stay 0
-    held_buffers: int = 0  # received buffers still referred to that lie in the transport's memory
+    late_wakeups: int = 0  # wake-ups found only by the bounded re-check; must stay 0
+    held_buffers: int = 0  # received buffers in use that alias the transport's memory
     messages_dropped: int = 0  # repeated messages, each dropped once
-    nonsense: int = 0  # 1 when the channel broke because the peer sent what is no message, or more than it may
+    nonsense: int = 0  # 1 when the channel broke because of an invalid or too large message of the peer
 
 
 class Window(ABC):
-    """Memory that this end has registered for its peer. Closed with the channel; `buffer` may be used for as long as it is referred to.
+    """Memory that this end has registered for its peer. It closes with the channel; `buffer` stays valid while it is referred to.
 
-    Flags are words of 64 bits, 0 at first. A flag that the peer raised with a write is seen only after the bytes written.
+    Flags are words of 64 bits, initially 0. A flag that the peer sets with a write becomes visible after the bytes written.
     """
 
-    key: bytes  # to be sent to the peer in a message; nobody can guess it, and it opens nothing but this window on this channel
+    key: bytes  # random; the peer needs it to attach; it opens only this window on this channel
     nbytes: int
     num_flags: int
-    buffer: memoryview  # writable, `nbytes` long, zero at first
+    buffer: memoryview  # writable, `nbytes` long, initially zero
 
     @abstractmethod
     def flag(self, flag: int) -> int:
-        """What the flag is now. Raises WindowError when there is no such flag."""
+        """The current value. Raises WindowError when there is no such flag."""
 
     @abstractmethod
     def set_flag(self, flag: int, value: int) -> None:
-        """Set it, and wake whoever waits for it on the other side. `value` is from 0 to 2**64 - 1. Raises WindowError."""
+        """Sets the flag and wakes its waiters on the other side. `value` is from 0 to 2**64 - 1. Raises WindowError."""
 
     @abstractmethod
     async def wait_flag(self, flag: int, seen: int = 0) -> int:
-        """The flag's value once it is another than `seen`; values between may be missed. Any number of tasks may wait.
+        """Waits until the flag differs from `seen`, and returns its value; values between may be missed. Any number of tasks may wait.
 
         Raises WindowError, ClosedChannelError, BrokenChannelError.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Take the window back: later calls of the peer raise WindowError. Idempotent."""
+        """Closes the window: later calls of the peer raise WindowError. Idempotent."""
 
 
 class RemoteWindow(ABC):
-    """The peer's window, seen from this end. All errors as in Window; places outside of it are WindowErrors."""
+    """The peer's window, seen from this end. Errors as in Window; offsets outside of it are WindowErrors."""
 
     nbytes: int
     num_flags: int
 
     @abstractmethod
     async def write(self, offset: int, data: object, flag: int | None = None, value: int = 1) -> None:
-        """Copy `data`, any buffer, to `offset` of the window; then, if a flag is given, set it to `value`.
+        """Copies `data`, any buffer, to `offset` of the window; then sets the flag, if one is given, to `value`.
 
-        Returns when the bytes are there and `data` is the caller's again. Cancelled, some bytes may be there, but the flag is not set.
+        Returns after the bytes are written; `data` may change again. After a cancel some bytes may be written, but the flag is not set.
         """
 
     @abstractmethod
     async def read(self, offset: int, nbytes: int) -> memoryview:
-        """A copy of what is there now."""
+        """A copy of the current bytes."""
 
     @abstractmethod
     async def set_flag(self, flag: int, value: int) -> None:
-        """Set it, after all that this side has written before, and wake whoever waits for it."""
+        """Sets the flag, after all earlier writes of this side, and wakes its waiters."""
 
     @abstractmethod
     def flag(self, flag: int) -> int:
-        """What the flag is, as far as this end knows."""
+        """The value that this end knows."""
 
     @abstractmethod
     async def wait_flag(self, flag: int, seen: int = 0) -> int:
@@ -154,7 +151,7 @@ class RemoteWindow(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Let go of it. The window stays. Idempotent."""
+        """Detaches. The window stays open. Idempotent."""
 
 
 class Channel(ABC):
@@ -165,24 +162,23 @@ class Channel(ABC):
 
     @abstractmethod
     async def send(self, message: Message) -> None:
-        """Hand over `message`; waits while the channel is full. Does not suspend when there is room.
+        """Sends `message`; waits while the channel is full. Does not suspend when there is room.
 
         Raises LimitError or InvalidMessageError (nothing sent), ClosedChannelError, BrokenChannelError.
         """
 
     @abstractmethod
     async def send_acknowledged(self, message: Message) -> None:
-        """Synchronous send: as `send`, and returns only once the peer's user has taken `message` (and so all before it).
+        """As `send`, but returns after the peer's user has taken `message` (and so all before it).
 
-        Cancelled after the message was sent, it is sent all the same. A peer that ends without taking it: BrokenChannelError.
+        A cancel after the message was sent does not undo it. Raises BrokenChannelError when the peer ends without taking it.
         """
 
     @abstractmethod
     def send_nowait(self, message: Message) -> bool:
-        """As `send` if it need not wait: True. False, and nothing sent, when the channel is full or a `send` is waiting.
+        """As `send`, when it need not wait: True. False, with nothing sent, when the channel is full or a `send` is waiting.
 
-        Also False for a message of more than an eighth of the capacity that this transport sends in parts, or copies while others have
-        their turn.
+        Also False for a message of more than an eighth of the capacity that this transport sends in parts or copies in another thread.
         """
 
     @abstractmethod
@@ -191,27 +187,27 @@ class Channel(ABC):
 
     @abstractmethod
     def recv_nowait(self) -> Message | None:
-        """The next message if one is here already, else None. Same errors as `recv`."""
+        """The next message if one has arrived, else None. Errors as in `recv`."""
 
     def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        """Register `nbytes` of memory, at least one, which this side provides, and up to MAX_FLAGS flags.
+        """Registers `nbytes` of this side's memory, at least one, and up to MAX_FLAGS flags.
 
         Raises UnavailableError (no memory, or a scheme without windows), WindowError (MAX_WINDOWS), Closed- and BrokenChannelError.
         """
         raise UnavailableError(f"{self.scheme} has no windows")
 
     async def attach_window(self, key: bytes) -> RemoteWindow:
-        """The peer's window that has this key. Raises WindowError when there is none, Closed- and BrokenChannelError."""
+        """The peer's window with this key. Raises WindowError when there is none, Closed- and BrokenChannelError."""
         raise UnavailableError(f"{self.scheme} has no windows")
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close this end, as the contract above says. Returns when nothing of the channel is left but aliased buffers."""
+        """Closes this end, as the contract says. Returns when only aliased buffers of the channel are left."""
 
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """True once this end was closed or found broken."""
+        """True after this end was closed or broke."""
 
     @abstractmethod
     def statistics(self) -> ChannelStatistics:
@@ -231,7 +227,7 @@ class Listener(ABC):
 
     @abstractmethod
     async def accept(self) -> Channel:
-        """The next channel whose peer has proved the key. A peer that fails costs nothing but its own connection.
+        """The next channel whose peer has proved the key. A peer that fails loses only its own connection.
 
         Raises ClosedChannelError once closed; BusyChannelError when two tasks accept at once.
         """
@@ -239,11 +235,11 @@ class Listener(ABC):
     @property
     @abstractmethod
     def rejected(self) -> int:
-        """How many connections failed the handshake or spoke nonsense."""
+        """Connections that failed the handshake or sent invalid data."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Stop listening. Accepted channels live on. Idempotent."""
+        """Stops listening. Accepted channels stay open. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self

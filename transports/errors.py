@@ -1,4 +1,4 @@
-"""The four ways a channel ends, and what a transport may raise besides. No other exception leaves `transports/`."""
+"""The errors of transports, among them the four ways a channel ends. No other exception leaves `transports/`."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ class TransportError(Exception):
 
 
 class ClosedChannelError(TransportError):
-    """You closed this channel (or listener) yourself, before or during the call."""
+    """This side closed the channel (or listener), before or during the call."""
 
 
 class BrokenChannelError(TransportError):
-    """The world broke it: the peer died, the connection was reset, bytes arrived that are not a message."""
+    """The channel broke: the peer died, the connection was reset, or invalid bytes arrived."""
 
 
 class EndOfChannel(TransportError):  # noqa: N818  (it is the normal end, as StopAsyncIteration is)
-    """The peer closed in order and everything it sent has been received."""
+    """The peer closed in order, and everything that it sent was received."""
 
 
 class BusyChannelError(TransportError):
-    """Two tasks at once in `recv` of one channel, which serves one."""
+    """Two tasks are in `recv` of one channel at once."""
 
 
 class HandshakeError(TransportError):
-    """The peer did not prove the key, or speaks another version; both versions are in the text."""
+    """The peer did not prove the key, or has another protocol version; the text names both versions."""
 
 
 class LimitError(TransportError):
-    """A message is larger than the channel's limits allow; raised by `send` before a byte leaves."""
+    """A message is larger than the channel's limits allow; raised by `send` before any byte is sent."""
 
 
 class AddressError(TransportError, ValueError):
-    """Not an address of this transport, or nobody listens there."""
+    """Not an address of this transport, or no process listens there."""
 
 
 class UnavailableError(TransportError):
-    """This transport cannot work here; the text says why and what to install."""
+    """This transport cannot work here; the text has the reason and what to install."""
 
 
 class InvalidMessageError(TransportError, ValueError):
-    """What was given to `send` is not a message: an unknown dtype, a buffer of another size than its spec. Nothing was sent."""
+    """The argument of `send` is not a valid message: an unknown dtype, a buffer of another size than its spec. Nothing was sent."""
 
 
 class WindowError(TransportError):
-    """No window of this channel has that key, it was closed, or the place or flag is outside of it. Nothing was written or raised."""
+    """No open window of this channel has that key, or the offset or flag is outside of it. Nothing was written or set."""

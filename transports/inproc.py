@@ -1,8 +1,4 @@
-"""The reference transport: both ends live in one event loop, messages pass by reference.
-
-Here: InprocTransport, its listener and its channel. Not here: copies of any kind; a header may stay the struct it was. It shows how a
-transport behaves when nothing is lost, slow or dead, and it is the way between actors that share a process, so it does little.
-"""
+"""The `inproc` transport: both ends live in one event loop, and messages pass by reference, without copies."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from math import prod
 from typing import ClassVar
 
 from flowrt.transports.channel.message_windows import RESERVED
-from flowrt.transports.channel.queued import Backlog, Endpoint
+from flowrt.transports.channel.queued import Backlog, QueuedChannel
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
 from flowrt.transports.wire.address import expect_scheme
@@ -26,7 +22,7 @@ _listeners: dict[str, InprocListener] = {}
 _free_names = count(1)
 
 
-class InprocChannel(Endpoint):
+class InprocChannel(QueuedChannel):
     """One end; `_other` is the other one. `_inbox` holds (message, payload bytes) that the other end has sent."""
 
     scheme: ClassVar[str] = "inproc"

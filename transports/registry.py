@@ -1,8 +1,7 @@
-"""From a scheme's name to its transport.
+"""Finds the transport of a scheme: built-in ones, and those of the entry point group `flowrt.transports`.
 
-Here: the schemes this package brings, and those that other packages register under the entry point group `flowrt.transports`
-(name = scheme, object = a subclass of Transport). Not here: which scheme to choose (the graph says, or `auto` above this room).
-A scheme's file, and the library it needs, is imported at the first use of that scheme.
+An entry point has the scheme as its name and a subclass of Transport as its object. A scheme's module, and the library it needs, is
+imported at the first use of that scheme.
 """
 
 from __future__ import annotations

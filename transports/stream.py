@@ -1,16 +1,15 @@
-"""A channel over a stream socket that is already connected: the control connection between a parent and the worker it started.
+"""`StreamChannel`: a channel over a stream socket that is already connected, as between a parent and its worker.
 
-Here: StreamChannel ("pipe"). Not here: listening and connecting (there is no address; the socket was inherited, which is why no key is
-proved), and bulk: payloads are copied once on the way out and read straight into their final memory on the way in.
-
-A frame is `uint8 kind, 3 zero bytes, uint32 length` and a body of that length, little-endian:
+The socket is inherited, so there is no address and no key to prove. Payloads are copied once on the way out and read straight into their
+final memory on the way in. A frame is `uint8 kind, 3 zero bytes, uint32 length` and a body of that length, little-endian:
 
     MESSAGE  the envelope; the tensors' bytes follow the body, their sizes are in the envelope
     TAKEN    uint64 messages, uint64 bytes: how much the receiver's user has taken since the start
-    WAITING  (empty) the sender waits for room and asks for a TAKEN as soon as there is more
+    WAITING  (empty) the sender waits for room and requests a TAKEN as soon as there is more
     CLOSE    (empty) the orderly end; end-of-file anywhere else means that the peer died
 
-Both ends read as soon as bytes arrive; the credit window (window.py) bounds what can arrive, and a peer that exceeds it is cut off.
+Both ends read as soon as bytes arrive; the credit window (flow_control.py) bounds what can arrive, and a peer that exceeds it is
+disconnected.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Self
 
-from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.contract import LINGER_SECONDS, Identity, Limits
 from flowrt.transports.wire.codec import Envelope, Part, WireError, decode_envelope, encode, is_repeat
 from flowrt.transports.wire.message import Message
@@ -35,7 +34,7 @@ _SCRATCH_BYTES = 1 << 16
 _READ_BYTES_AT_ONCE = 1 << 20  # then the loop turns, and calls again
 
 
-class StreamChannel(WindowedEndpoint):
+class StreamChannel(FlowControlledChannel):
     """One end of a socket pair, or of any connected stream socket. Make it with `from_socket`."""
 
     scheme: ClassVar[str] = "pipe"

@@ -22,7 +22,7 @@ import msgspec
 from flowrt.simulation.loop import VirtualLoop
 from flowrt.simulation.waitables import current_node
 from flowrt.simulation.weather import LinkState, NetworkConditions
-from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import Backlog
 from flowrt.transports.channel.window_memory import TOKEN_BYTES
@@ -156,7 +156,7 @@ class SimulatedNetwork:
         return one_in > 0 and self._random.randrange(one_in) == 0
 
 
-class SimulatedChannel(WindowedEndpoint):
+class SimulatedChannel(FlowControlledChannel):
     """One end. `_other` is the end at the peer; only `_arrive` of it is ever called, from a timer of its node."""
 
     scheme: ClassVar[str] = "simulated"

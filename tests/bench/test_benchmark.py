@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flowrt.bench.measure.benchmark import Result, Trial, measure_trial, run_benchmark, seconds_per_call, turn_order
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Machine, Section, print_report, write_report
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, print_report, write_report
 from flowrt.errors import UserError
 
 MACHINE = Machine("a processor", 2, "Linux 6", {"python": "3.11"}, 0.5, 0.75)
@@ -80,7 +80,7 @@ def test_what_a_case_opened_stays_open_while_its_trial_is_measured(tmp_path: Pat
         try:
             trial = Trial([measure_while_open], lambda values: [Figure.alone("both", "s", values[0])])
             yield trial
-            yield Section("values", trial.values[0])
+            yield ReportSection("values", trial.values[0])
             yield "a peer is not installed"
         finally:
             is_open = False

@@ -22,7 +22,7 @@ from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_room
 from flowrt.bench.measure.limits import MachineLimits
 from flowrt.bench.measure.memory import GraphMemory, checkpoint_elements, kv_bytes, resident_bytes, weights_bytes
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, thread_times
-from flowrt.bench.report.report import BenchmarkReport, Machine, Section
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection
 from flowrt.errors import UserError
 from flowrt.operators.families.registry import read_model_config
 
@@ -235,7 +235,7 @@ def test_two_graphs_are_measured_against_each_other(model: Path, tmp_path: Path,
 def test_only_different_float32_tokens_are_an_error() -> None:
     tokens = {"tokens": {"eager, batch 1": vars(TokenAgreement(4, 1, [0.1]))}}
     for dtype, is_error in (("float32", True), ("bfloat16", False)):
-        assert have_different_tokens(BenchmarkReport("decode", Machine.here(), [], sections=[Section(dtype, tokens)])) is is_error
+        assert have_different_tokens(BenchmarkReport("decode", Machine.here(), [], sections=[ReportSection(dtype, tokens)])) is is_error
 
 
 async def test_two_kinds_of_peers_exclude_each_other(model: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrt.bench.cases.links import LinkCase, cases_of, choose_dilation, figure_of, measure, measure_round
-from flowrt.bench.peers.links import Arrival, Flow, LinkSetting, link_peer
+from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting, link_peer
 from flowrt.errors import UserError
 from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 
@@ -20,8 +20,8 @@ def test_modelled_times_follow_the_profile() -> None:
 
 
 def test_measured_times_are_divided_by_the_dilation() -> None:
-    received = [Arrival(0, 10.0, 12.0), Arrival(1, 11.0, 13.0), Arrival(1, 11.0, 15.0), Arrival(1, 12.0, 14.0)]
-    flows = [[Flow(1, 1000), Flow(3, 500)]]
+    received = [FlowArrival(0, 10.0, 12.0), FlowArrival(1, 11.0, 13.0), FlowArrival(1, 11.0, 15.0), FlowArrival(1, 12.0, 14.0)]
+    flows = [[LinkFlow(1, 1000), LinkFlow(3, 500)]]
     assert LinkCase("latency", flows, 1.0).measured_seconds(received, 2.0) == 1.0  # of flow 1: 2, 4 and 2 seconds
     bandwidth = LinkCase("bandwidth", flows, 2.5, True)
     assert bandwidth.measured_seconds(received, 2.0) == 2.5
@@ -52,7 +52,7 @@ async def test_too_small_a_dilation_is_refused_with_the_smallest() -> None:
 
 async def test_no_message_between_two_processes_arrives_early() -> None:
     link = "latency_seconds=0.02,bandwidth_bytes_per_second=1e7,message_seconds=0.0"
-    case = LinkCase("two flows", [[Flow(3, 100_000), Flow(3, 100_000)]], 0.0)
+    case = LinkCase("two flows", [[LinkFlow(3, 100_000), LinkFlow(3, 100_000)]], 0.0)
     async with link_peer() as receiver, link_peer() as sender:
         received, lateness = await measure_round(LinkSetting("zmq", link, 1.0), case, receiver, [sender])
         received_again, _ = await measure_round(LinkSetting("zmq", link, 1.0), case, receiver, [sender])

@@ -110,9 +110,9 @@ BUGS: tuple[Bug, ...] = (
     bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
         MAILBOX, "Mailbox.post", "self._wake()", "pass")),
     bug("sender-not-woken", "room in a full channel does not wake the sender", (
-        ENDPOINT, "Endpoint._wake_sender", "if future is not None and (not future.done()):", "if False:")),
+        ENDPOINT, "QueuedChannel._wake_sender", "if future is not None and (not future.done()):", "if False:")),
     bug("receiver-not-woken", "one message in a wait is taken without waking for the next", (
-        ENDPOINT, "Endpoint._wake_receiver", "if future is not None and (not future.done()):",
+        ENDPOINT, "QueuedChannel._wake_receiver", "if future is not None and (not future.done()):",
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
     bug("outbox-lost", "a message that found the channel full is forgotten", (

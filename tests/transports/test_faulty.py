@@ -20,7 +20,7 @@ from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import AddressError, BrokenChannelError
 from flowrt.transports.fault_injection import transport as faulty
-from flowrt.transports.fault_injection.plan import KINDS, Fault, FaultPlan, parse_plan
+from flowrt.transports.fault_injection.plan import KINDS, FaultPlan, MessageFault, parse_plan
 from flowrt.transports.registry import base_scheme, get_transport, transport_class, unavailable_reason
 from flowrt.transports.wire.message import Message
 
@@ -230,7 +230,7 @@ async def test_the_same_seed_finds_the_same_messages() -> None:
 
 @given(st.integers(0, 2**40), st.floats(0, 1))
 def test_a_rate_is_a_rate(seed: int, rate: float) -> None:
-    plan = FaultPlan((Fault(kind="drop", rate=rate),), seed)
+    plan = FaultPlan((MessageFault(kind="drop", rate=rate),), seed)
     found = sum(bool(plan.faults_of(0, "in", number)) for number in range(500))
     assert abs(found / 500 - rate) < 0.12
 
@@ -239,9 +239,9 @@ def test_the_text_form() -> None:
     plan = parse_plan("drop@100,out.delay:0.005@1%,in.flip@7+,seed=3")
     assert plan == FaultPlan(
         (
-            Fault(kind="drop", at=100),
-            Fault(kind="delay", direction="out", rate=0.01, seconds=0.005),
-            Fault(kind="flip", at=7, onward=True),
+            MessageFault(kind="drop", at=100),
+            MessageFault(kind="delay", direction="out", rate=0.01, seconds=0.005),
+            MessageFault(kind="flip", at=7, onward=True),
         ),
         3,
     )

@@ -129,7 +129,9 @@ class RecordRingMachine(RuleBasedStateMachine):
 TestRecordRing = RecordRingMachine.TestCase
 TestRecordRing.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
-LIMITS = Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18, lanes=2)
+LIMITS = Limits(
+    max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18, copy_threads=2
+)
 SIZES = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([8192, 8193, 65_536]) | st.integers(0, LIMITS.max_message_bytes)
 
 

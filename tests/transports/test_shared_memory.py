@@ -284,7 +284,7 @@ class TestRing:
     def test_impossible_cursors_break_the_writer(self, word: int) -> None:
         memory, _, writer, _ = ring()
         memory.store(word, 1 << 40)
-        with pytest.raises(WireError, match="cursors"):
+        with pytest.raises(WireError, match="cursor"):
             _fill(writer)
 
     def test_an_abandoned_message_is_dropped(self) -> None:

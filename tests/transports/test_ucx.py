@@ -28,7 +28,7 @@ from flowrt.transports.errors import BrokenChannelError, HandshakeError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.ucx import endpoint as ucx_link
 from flowrt.transports.ucx import transport as ucx
-from flowrt.transports.ucx.endpoint import Link
+from flowrt.transports.ucx.endpoint import UCXLink
 from flowrt.transports.ucx.regions import ALIGNMENT, PIECE_BYTES, PIECES_AHEAD, cuts, region_layout
 from flowrt.transports.ucx.transport import UCXChannel, UCXTransport
 from flowrt.transports.wire.codec import encode_envelope
@@ -67,7 +67,7 @@ needs_ucx = pytest.mark.skipif(unavailable_reason("ucx") is not None, reason=str
 WIDE = Limits(max_message_bytes=1 << 24, capacity_messages=1000, capacity_bytes=1 << 26)
 
 
-class TappedLink(Link):
+class TappedLink(UCXLink):
     """A link that counts its turns and what it sends, and that can stand still, as the library does in a stopped process.
 
     The first of its `tags` is that of frames, the second that of regions.
@@ -150,7 +150,7 @@ class Pairs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.links: list[TappedLink] = []
         self.lifelines: dict[str, HeldLifeline] = {}
-        monkeypatch.setattr(ucx, "Link", self._link)
+        monkeypatch.setattr(ucx, "UCXLink", self._link)
         monkeypatch.setattr(ucx, "Lifeline", self._lifeline)
 
     def _link(self) -> TappedLink:
@@ -221,7 +221,7 @@ async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
 async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side opens a worker, tells or uses an address for a peer that has another key."""
     opened_links: list[object] = []
-    monkeypatch.setattr(ucx, "Link", lambda: opened_links.append(1))
+    monkeypatch.setattr(ucx, "UCXLink", lambda: opened_links.append(1))
     async with await get_transport("ucx").listen("ucx://", WIDE, KEY, HERE) as listener:
         with pytest.raises(HandshakeError):
             await get_transport("ucx").connect(listener.address, WIDE, bytes(32), THERE)
@@ -233,7 +233,7 @@ async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_stranger_with_the_address_is_not_heard(pairs: Pairs, loop_kind: str) -> None:
     """The tags are secrets of the handshake."""
     async with pairs.open() as (one, two, _, under_two):
-        stranger = Link()
+        stranger = UCXLink()
         try:
             stranger.connect(under_two.link.address())
             requests = [stranger.send(stranger.array(bytes(100)), stranger.tag(number)) for number in (0, 1, 2**64 - 1)]
@@ -254,7 +254,7 @@ async def test_a_stranger_with_the_address_is_not_heard(pairs: Pairs, loop_kind:
 async def test_a_greeting_without_the_proof_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = UCXChannel.__init__
 
-    def lying(self: UCXChannel, side: str, meeting: Any, link: Link) -> None:
+    def lying(self: UCXChannel, side: str, meeting: Any, link: UCXLink) -> None:
         if side == "listener":
             shake = meeting.handshake
             real = shake.session_key

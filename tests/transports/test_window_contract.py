@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from flowrt.transports.conformance.connection_checks import pair_maker
@@ -19,8 +20,8 @@ async def _pipe_pair(limits: Limits) -> tuple[Channel, Channel]:
     return await StreamChannel.from_socket(one, limits, Identity("two")), await StreamChannel.from_socket(two, limits, Identity("one"))
 
 
-async def _pair_of_lanes(limits: Limits) -> tuple[Channel, Channel]:
-    return await pair_maker("shm")(Limits(**{name: getattr(limits, name) for name in limits.__struct_fields__ if name != "lanes"}, lanes=3))
+async def _pair_with_copy_threads(limits: Limits) -> tuple[Channel, Channel]:
+    return await pair_maker("shm")(msgspec.structs.replace(limits, copy_threads=3))
 
 
 def _maker(scheme: str) -> MakePair:
@@ -28,10 +29,10 @@ def _maker(scheme: str) -> MakePair:
         return _pipe_pair
     if (reason := unavailable_reason(scheme.partition("-")[0])) is not None:
         pytest.skip(reason)
-    return _pair_of_lanes if scheme == "shm-lanes" else pair_maker(scheme)
+    return _pair_with_copy_threads if scheme == "shm-copy-threads" else pair_maker(scheme)
 
 
 @pytest.mark.parametrize("check", WINDOW_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("scheme", ["inproc", "shm", "shm-lanes", "zmq", "pipe"])
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "shm-copy-threads", "zmq", "pipe"])
 async def test_window(scheme: str, check, loop_kind: str) -> None:  # type: ignore[no-untyped-def]
     await check(_maker(scheme))

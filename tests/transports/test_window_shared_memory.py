@@ -51,19 +51,19 @@ async def test_a_write_is_no_message(loop_kind: str) -> None:
             assert (channel.statistics().messages_sent, channel.statistics().messages_received) == (0, 0)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-async def test_bulk_is_written_by_copiers(lanes: int, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+@pytest.mark.parametrize("copy_threads", [1, 3])
+async def test_bulk_is_written_by_copiers(copy_threads: int, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     monkeypatch.setattr(shared_window, "MIN_BYTES", 1000)
     monkeypatch.setattr(shared_window, "threshold_bytes", lambda: 1000)
     threads = len(os.listdir("/proc/self/task"))
-    async with opened(pair_maker("shm"), Limits(lanes=lanes)) as (one, two):
+    async with opened(pair_maker("shm"), Limits(copy_threads=copy_threads)) as (one, two):
         window = one.open_window(1 << 20, 2)
         remote = await two.attach_window(window.key)
         async with asyncio.TaskGroup() as group:
             for part in range(8):
                 group.create_task(remote.write(part << 17, pattern(1 << 17, part)))
         assert bytes(window.buffer) == b"".join(pattern(1 << 17, part) for part in range(8))
-        assert len(os.listdir("/proc/self/task")) == threads + lanes
+        assert len(os.listdir("/proc/self/task")) == threads + copy_threads
         for turns in range(6):
             data = bytearray(pattern(1 << 20, turns))
             writing = asyncio.ensure_future(remote.write(0, data, 1, turns + 1))

@@ -1,8 +1,6 @@
-"""Who copies a payload: the loop itself, at once, or a copier beside it (xDeepServe sections 2.2 and 3.1: the cores move what is small,
-the DMA engine, which takes longer to start, what is bulk).
+"""Decides whether the event loop copies a payload at once or hands it to a copy thread.
 
-Here: `threshold_bytes`, measured once in each process, and `Lanes`, the copiers of one direction of a channel. Not here: the threads and
-their queues (_copier.c), what a lane's field means (ring.py). Used by ring_writer.py and shared_window.py.
+As in xDeepServe sections 2.2 and 3.1: the cores copy small payloads; the DMA engine, which takes longer to start, copies bulk.
 """
 
 from __future__ import annotations
@@ -12,82 +10,82 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING
 
-from flowrt.transports.contract import MAX_LANES
+from flowrt.transports.contract import MAX_COPY_THREADS
 
 if TYPE_CHECKING:
     from flowrt.transports.native._words import Lane, Memory
 
 MIN_BYTES, MAX_BYTES = 1 << 18, 1 << 22
-WORTH = 8  # a copy that would keep the loop this many times as long as handing it over does
+WORTH = 8  # a copy that occupies the loop this many times as long as queueing it goes to a thread
 _PROBE_BYTES = 1 << 18
 _NUM_PROBES = 5
 
 
-class Lanes:
-    """Copiers into one memory, lane by lane; in each lane copies are made and announced in order. Threads start at the first use."""
+class CopyThreads:
+    """The copy threads of one memory. Each makes and announces its copies in order. Threads start at the first use."""
 
-    def __init__(self, memory: Memory, fields: int, field_bytes: int, flag: int, num_lanes: int, wake_fd: int, own_fd: int) -> None:
-        self._arguments = [(lane, memory, fields + lane * field_bytes, flag, wake_fd, own_fd) for lane in range(num_lanes)]
-        self._lanes: list[Lane] = []
-        self.num_lanes = num_lanes
-        self._queued = [0] * num_lanes
+    def __init__(self, memory: Memory, fields: int, field_bytes: int, flag: int, num_copy_threads: int, wake_fd: int, own_fd: int) -> None:
+        self._arguments = [(thread, memory, fields + thread * field_bytes, flag, wake_fd, own_fd) for thread in range(num_copy_threads)]
+        self._copy_threads: list[Lane] = []
+        self.num_copy_threads = num_copy_threads
+        self._queued = [0] * num_copy_threads
 
     def copy(
-        self, lane: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, tell: bool = False
+        self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, tell: bool = False
     ) -> None:
-        """Copy source[begin:][:nbytes] to `offset`, then announce (event, chunk, tail); see Lane.copy. OSError: no thread to be had."""
-        if not self._lanes:
+        """Copies source[begin:][:nbytes] to `offset`, then announce (event, chunk, tail); see Lane.copy. OSError: no thread can start."""
+        if not self._copy_threads:
             from flowrt.transports.native._words import Lane
 
-            self._lanes = [Lane(*arguments) for arguments in self._arguments]
-        self._lanes[lane].copy(offset, source, begin, nbytes, event, chunk, tail, tell)
-        self._queued[lane] += 1
+            self._copy_threads = [Lane(*arguments) for arguments in self._arguments]
+        self._copy_threads[thread].copy(offset, source, begin, nbytes, event, chunk, tail, tell)
+        self._queued[thread] += 1
 
     def ticket(self) -> list[int]:
-        """What has been queued until now; `settled` says when it is done."""
+        """The copies that are queued now, for `settled`."""
         return list(self._queued)
 
     def settled(self, ticket: list[int]) -> bool:
-        """Whether all copies up to `ticket` are done, so that their sources are their owners' again."""
-        done = [queued - lane.collect() for queued, lane in zip(self._queued, self._lanes, strict=False)]
+        """Whether all copies up to `ticket` are done, so that their sources may change again."""
+        done = [queued - thread.collect() for queued, thread in zip(self._queued, self._copy_threads, strict=False)]
         return all(map(int.__ge__, done, ticket))
 
     def wait(self) -> None:
-        """Block until all copies are done: at most as long as the copying takes."""
-        for lane in self._lanes:
-            lane.wait()
+        """Blocks until all copies are done."""
+        for thread in self._copy_threads:
+            thread.wait()
 
     def close(self) -> None:
-        """Wait, and end the threads that nobody else uses."""
-        for lane in self._lanes:
-            lane.close()
-        self._lanes = []
+        """Waits, then ends the threads that are not shared with other channels."""
+        for thread in self._copy_threads:
+            thread.close()
+        self._copy_threads = []
         self._arguments = []
 
 
 @cache
 def threshold_bytes() -> int:
-    """From how many bytes on a copy is handed over, on this machine: where copying takes WORTH times as long as handing over."""
+    """The size from which a copy thread copies, on this machine: copying takes WORTH times as long as queueing the copy. Measured once."""
     from flowrt.transports.native._words import Lane, Memory
 
     memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(memfd, 0, _PROBE_BYTES)
         memory = Memory(memfd, _PROBE_BYTES)
-        lane = Lane(MAX_LANES - 1, memory, 0, 64, -1, -1)
+        thread = Lane(MAX_COPY_THREADS - 1, memory, 0, 64, -1, -1)
     except OSError:
         return MAX_BYTES
     finally:
         os.close(memfd)
     source = bytes(_PROBE_BYTES // 2)
-    copying = handing = float("inf")
+    copying = queueing = float("inf")
     for _ in range(_NUM_PROBES):
         start = time.perf_counter()
         memory.fill(_PROBE_BYTES // 2, source)
         middle = time.perf_counter()
-        lane.copy(128, source, 0, 0, 0, 0, 0, False)
-        lane.wait()
+        thread.copy(128, source, 0, 0, 0, 0, 0, False)
+        thread.wait()
         copying = min(copying, middle - start)
-        handing = min(handing, time.perf_counter() - middle)
-    lane.close()
-    return int(max(MIN_BYTES, min(MAX_BYTES, WORTH * handing * len(source) / copying)))
+        queueing = min(queueing, time.perf_counter() - middle)
+    thread.close()
+    return int(max(MIN_BYTES, min(MAX_BYTES, WORTH * queueing * len(source) / copying)))

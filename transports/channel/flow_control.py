@@ -1,8 +1,4 @@
-"""Flow control: how much may be on the way from one end of a channel to the other.
-
-Here: the two halves of a credit window, counted in messages and payload bytes. Not here: how the receiver's half tells the sender's
-(each scheme). Pure: numbers in, numbers out. Used by every scheme between processes.
-"""
+"""The two halves of a credit window, which bounds the messages and payload bytes in flight on a channel. Pure."""
 
 from __future__ import annotations
 

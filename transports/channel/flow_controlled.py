@@ -1,8 +1,6 @@
-"""Channels whose receiver tells the sender, in messages of its own, how much has been taken.
+"""`FlowControlledChannel`: the inbox and the credit window of channels whose receiver reports what was taken in messages of its own.
 
-Here: `WindowedEndpoint`, the inbox and the credit window that the pipe and ZeroMQ share. Not here: the window's arithmetic (window.py),
-any bytes (stream.py, zeromq.py say TAKEN and WAITING in their own way). Both ends read as soon as something arrives; the window bounds
-what can.
+Both ends read as soon as data arrives; the window bounds what can arrive.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ from collections import deque
 
 from flowrt.transports.channel.flow_control import ReceiveWindow, SendWindow
 from flowrt.transports.channel.message_windows import RESERVED
-from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.wire.codec import Envelope, assemble, is_repeat
 from flowrt.transports.wire.message import Message
 
 
-class WindowedEndpoint(Endpoint):
+class FlowControlledChannel(QueuedChannel):
     """An end that keeps an inbox of what has arrived; subclasses say and hear TAKEN and WAITING."""
 
     windows_by_message = True

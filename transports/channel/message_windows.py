@@ -1,13 +1,9 @@
-"""One-sided windows for a scheme whose ends share no memory: messages that the channel answers by itself.
+"""One-sided windows for transports without shared memory, implemented with messages that the channel answers by itself.
 
-Here: `MessageWindows`, all windows of one end, its own and those of its peer. Not here: how messages travel (any Endpoint: it hands each
-message whose kind begins with RESERVED to `arrived` as soon as it is here, whether or not its user receives), the bounds
-(window_memory.py), windows in shared memory (shared_window.py). Contract: Window and RemoteWindow in contract.py.
-
-A call is a message `~window` with a `Call` as its header; the owner's end answers it in order with another whose `op` is "done". What the
-owner sets its flags to is told to the peer once it has attached, so that flags are known on both ends; the owner's value is the one that
-counts. At most MAX_CALLS calls of one end wait for their answers, so what an end keeps for its peer is bounded. Bytes travel in pieces
-within the channel's limits, under the channel's own credits.
+A call is a message `~window` with a `Call` as its header. The owner's end responds in order with a message whose `op` is "done". An owner
+sends the values of its flags to the peer once the peer has attached, so both ends know them; the owner's value is authoritative. At most
+MAX_CALLS calls of one end wait for responses, so an end keeps a bounded amount for its peer. Bytes are sent in pieces within the channel's
+limits and credits. The channel passes each message whose kind begins with RESERVED to `arrived` as soon as it arrives.
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ class MessageChannel(Protocol):
 
 
 class MessageWindows:
-    """The windows of `channel`. `until` is Endpoint._until, `wake` Endpoint._wake_sender; `new_token` gives TOKEN_BYTES for each key, where
-    chance is not to be the machine's. Owns the task that answers; `close` ends it."""
+    """The windows of `channel`. `until` is QueuedChannel._until, `wake` QueuedChannel._wake_sender; `new_token` draws a token.
+    Owns the task that responds to the peer; `close` ends it."""
 
     def __init__(
         self,
@@ -69,8 +65,8 @@ class MessageWindows:
         self._until = until
         self._wake = wake
         self._new_token = new_token
-        self._owned: dict[bytes, _OwnWindow] = {}
-        self._attached: dict[bytes, _PeerWindow] = {}
+        self._owned: dict[bytes, _MessageWindow] = {}
+        self._attached: dict[bytes, _RemoteMessageWindow] = {}
         self._answers: deque[Message] = deque()
         self._telling: set[tuple[bytes, int]] = set()  # flags whose new value the peer is not told yet
         self._answering: asyncio.Task[None] | None = None
@@ -88,13 +84,13 @@ class MessageWindows:
     def open(self, nbytes: int, num_flags: int) -> Window:
         check_window(nbytes, num_flags, len(self._owned), MAX_WINDOWS)
         _ = self.piece_bytes
-        window = _OwnWindow(self, WindowKey.new(nbytes, num_flags, None if self._new_token is None else self._new_token()))
+        window = _MessageWindow(self, WindowKey.new(nbytes, num_flags, None if self._new_token is None else self._new_token()))
         self._owned[window.token] = window
         return window
 
     async def attach(self, key: bytes) -> RemoteWindow:
         wanted = WindowKey.read(key)
-        window = self._attached[wanted.token] = self._attached.get(wanted.token) or _PeerWindow(self, wanted)
+        window = self._attached[wanted.token] = self._attached.get(wanted.token) or _RemoteMessageWindow(self, wanted)
         try:
             await self.call("attach", wanted.token, nbytes=wanted.nbytes, flag=wanted.num_flags)
         except BaseException:
@@ -244,7 +240,7 @@ def _message(call: Call, data: memoryview | None) -> Message:
     return Message(KIND, header=call, tensors=tensors)
 
 
-class _OwnWindow(Window):
+class _MessageWindow(Window):
     def __init__(self, windows: MessageWindows, key: WindowKey) -> None:
         self._windows = windows
         self.token = key.token
@@ -281,7 +277,7 @@ class _OwnWindow(Window):
             raise WindowError("this window was closed")
 
 
-class _PeerWindow(RemoteWindow):
+class _RemoteMessageWindow(RemoteWindow):
     def __init__(self, windows: MessageWindows, key: WindowKey) -> None:
         self._windows = windows
         self._token = key.token

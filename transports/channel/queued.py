@@ -1,11 +1,9 @@
-"""What every scheme's channel and listener do alike, so that each scheme only says how bytes move.
+"""What the channels and listeners of all transports share: waiting senders, the one receiver, the ways a channel ends, and accepted
+channels.
 
-Here: `Endpoint` (the line of waiting senders, the one receiver, the ways a channel ends) and `Backlog` (accepted channels waiting for
-`accept`). Not here: any medium. Called by inproc.py, stream.py, shared_memory.py, zeromq.py.
-
-A scheme's channel gives two synchronous functions, `_transmit` (send now or say no) and `_take` (next message or None), and calls
-`_wake_receiver` and `_wake_sender` when trying again may help. Nothing is handed over inside a future: a woken caller tries again, so
-a cancelled call loses nothing.
+A transport implements two synchronous functions, `_transmit` (send now, or return False) and `_take` (the next message, or None), and
+calls `_wake_receiver` and `_wake_sender` when another attempt may succeed. No message is passed inside a future: a caller that wakes
+tries again, so a cancelled call loses nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from flowrt.transports.wire.message import Message
 YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
 
 
-class Endpoint(Channel):
+class QueuedChannel(Channel):
     """One end of a channel; subclasses move the bytes."""
 
     _copying = False  # the message that was sent last is not copied yet: `send` must wait for that

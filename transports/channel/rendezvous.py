@@ -1,12 +1,9 @@
-"""Where two processes of one host meet: an authenticated socket, which then stays as the sign that the peer lives.
+"""Connects two processes of one host over an authenticated socket, whose end-of-file later reports the peer's death.
 
-Here: `SocketListener` and `meet` (sockets, time limits, peer credentials, the handshake), `Lifeline` (its end-of-file is the peer's
-death). Not here: what the channel is made of; shared_memory.py and zeromq.py pass that in. The connector makes everything that costs
-memory or descriptors, after the listener has proved the key, so that a stranger costs a listener one socket and some bytes.
-
-A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: nothing in the file system, gone with its last holder, and the
-kernel tells who is at the other end; another user's process is refused. `127.0.0.1:port` is TCP over loopback. Only a scheme that encrypts
-what follows may meet over any other address of TCP; of the handshake itself others may read names and limits, and can change nothing.
+The connector allocates memory and descriptors only after the listener has proved the key, so an unauthenticated caller costs a listener one
+socket and some bytes. A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: it leaves nothing in the file system, and the
+kernel reports the user at the other end; processes of other users are refused. `127.0.0.1:port` is TCP over loopback. Other TCP addresses
+are only for transports that encrypt what follows: an eavesdropper can read names and limits from the handshake, but cannot change it.
 """
 
 from __future__ import annotations

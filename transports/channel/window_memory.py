@@ -1,8 +1,4 @@
-"""What both kinds of one-sided windows share: keys, and the bounds that every call is held to.
-
-Here: `WindowKey`, `check_range`, `check_flag`, `check_window`, `flat`. Not here: memory two processes share (shared_window.py), messages
-(message_windows.py). Pure.
-"""
+"""Keys of one-sided windows, and the bounds checks of every call. Pure."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""The promises of the contract about cancellation, at every await: whatever call is cancelled, and after however many turns of the loop.
+"""Checks of cancellation at every await of the contract's calls.
 
-Here: `CANCELLED_CHANNEL_CHECKS` (two connected ends) and `CANCELLED_TRANSPORT_CHECKS` (a scheme). Not here: cancellation in special
-places, which checks.py looks at one by one. Called through checks.py.
-
-Each check starts the call together with what ends it, and cancels it after 0, 1, 2 ... turns, so that every await of the call is hit
-in turn; beyond the first few, where only a slow medium is still at it, TURNS takes larger steps.
+Each check starts a call together with what completes it, and cancels it after 0, 1, 2 ... turns of the event loop, so that every await of
+the call is hit. After the first few turns, which only a slow medium reaches, TURNS takes larger steps.
 """
 
 from __future__ import annotations

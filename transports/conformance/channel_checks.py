@@ -1,11 +1,7 @@
-"""The promises of the contract, executable: every transport is held to the same ones.
+"""Checks of the contract for any two connected ends, and the lists of all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`).
 
-Here: what holds for any two connected ends, and the lists of all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`). Not here: listening,
-keys, dead processes (checks_meeting.py, whose checks take a scheme), cancellation at every await (checks_cancel.py), sizes that take
-long (checks_long.py), running them all (checks_suite.py). Called by the tests, once per scheme and event loop.
-
-Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes.
-A broken promise is a BrokenPromiseError that says which.
+Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes. A
+violation is a BrokenPromiseError that names what failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The promises of the contract about meeting and parting: listening, keys, identities, dead processes, nothing left behind.
-
-Here: `MEETING_CHECKS`, and `PROCESS_CHECKS` for schemes that reach other processes, each of which takes a scheme; `pair_maker`, and the
-other process that some of them need (`python -m flowrt.transports.conformance.peer`).
-"""
+"""Checks of listening, connecting, keys, identities, dead processes and leaks, for one scheme each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the checks of the contract are written with.
-
-Here: numbered messages that can be told from each other, expectations, a pair of channels that is closed again. Not here: any
-promise (checks.py, checks_meeting.py, which call this).
-"""
+"""Tools of the conformance checks: numbered messages, expectations, and a pair of channels that is closed again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The promises of the contract at sizes that take minutes or gibibytes; the tests run the smaller forms of the same checks.
-
-Here: `LONG_CHANNEL_CHECKS`, `LONG_TRANSPORT_CHECKS`, and how much memory each check needs. Not here: any promise that the short suite
-does not have. Called by checks_suite.py in its full form.
-"""
+"""Conformance checks at sizes that take minutes or gibibytes; the tests run smaller forms of the same checks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The other process of the checks: connects to the address it is given and behaves as told.
+"""The second process of the conformance checks: connects to an address and behaves as its last argument says.
 
-    python -m flowrt.transports.conformance.peer ADDRESS "echo" | "hang" | "send five and hang"
-
-Here: nothing else. Started by checks_meeting.py, which kills it when it must not end by itself.
+python -m flowrt.transports.conformance.peer ADDRESS "echo" | "hang" | "send five and hang"
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The whole suite of checks for one scheme: each check in an event loop of its own, on each kind of loop, what it leaves behind counted.
+"""Runs the conformance checks of one scheme: each check in its own event loop, on each kind of loop, with leak checks.
 
-Here: `plan` (which checks, in order), `run_suite`, `Result`. Not here: the checks (checks.py and the files it names), the table that shows
-results (`flowrt check transport`). A transport from another package is held to the same promises as ours:
+For a transport of another package:
 
     from flowrt.transports.conformance.suite import run_suite
     assert all(result.ok for result in run_suite("its-scheme"))
@@ -56,7 +55,7 @@ class Result(NamedTuple):
         return self.verdict != "broken"
 
 
-class _Held(NamedTuple):
+class _OpenResources(NamedTuple):
     """Counts of what a check could forget to give back."""
 
     descriptors: int
@@ -142,24 +141,24 @@ def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
     return asyncio.new_event_loop
 
 
-def _expect_nothing_left(before: _Held) -> None:
+def _expect_nothing_left(before: _OpenResources) -> None:
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while more := [f"{name} {was} -> {now}" for name, was, now in zip(_Held._fields, before, _held(), strict=True) if now > was]:
+    while more := [f"{name} {was} -> {now}" for name, was, now in zip(_OpenResources._fields, before, _held(), strict=True) if now > was]:
         gc.collect()  # only now: it takes long in a process that has loaded a lot
         expect(time.monotonic() < deadline, f"nothing is left behind, but: {', '.join(more)}")
         time.sleep(0.02)
 
 
-def _held() -> _Held:
+def _held() -> _OpenResources:
     if not sys.platform.startswith("linux"):
-        return _Held(0, 0, 0, 0)
+        return _OpenResources(0, 0, 0, 0)
     tasks = os.listdir("/proc/self/task")
     children = 0
     for task in tasks:
         with suppress(OSError):
             children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
     mapped = sum("/memfd:" in line or "/dev/shm/" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return _Held(num_descriptors(), len(tasks), mapped, children)
+    return _OpenResources(num_descriptors(), len(tasks), mapped, children)
 
 
 def _free_memory() -> int:

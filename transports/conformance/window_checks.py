@@ -1,8 +1,4 @@
-"""The promises of the contract about one-sided windows, executable: every scheme is held to the same ones, native or by message.
-
-Here: `WINDOW_CHECKS`, of the same form as those of checks.py; checks_suite.py runs both. Not here: what only shared memory has
-(tests/transports/test_window_shared_memory.py).
-"""
+"""Checks of one-sided windows, for every transport, native or by message."""
 
 from __future__ import annotations
 

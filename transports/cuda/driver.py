@@ -1,11 +1,8 @@
-"""The few calls of NVIDIA's driver that a transport needs, straight from libcuda: no toolkit, no torch.
+"""The calls of NVIDIA's driver that the cuda transport needs, directly from libcuda, without toolkit or torch.
 
-Here: `Driver` (what cuda.py asks for; the tests have one of their own), `CUDADriver` (the real one), `load`, `unavailable_reason`. Not
-here: who may write where (cuda_memory.py), the channel (cuda.py).
-
-All work goes to the legacy default stream of the context that is current in the calling thread (torch's, where torch computes on a GPU),
-or else of the first device's primary context: so it is in order with torch's default stream, without a word to torch. Memory is shared
-with CUDA IPC: an allocation is exported as 64 bytes, which one other process opens. Both processes must see the same device.
+All work goes to the legacy default stream of the current context of the calling thread (torch's, where torch computes on a GPU), or else
+of the primary context of the first device. So it is ordered with torch's default stream without synchronization with torch. Memory is
+shared by CUDA IPC: an allocation is exported as 64 bytes, which one other process opens. Both processes must see the same device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Device memory of a channel: which ranges are free, and what the receiver of a tensor holds.
-
-Here: `Ranges` (pure), `Area` (an allocation that lives as long as anybody refers to it), `DeviceBuffer`, `device_pointer`. Not here: the
-driver (cuda_driver.py), the protocol (cuda.py, which calls this).
-"""
+"""Device memory of a channel: free ranges (pure), areas that live while an object refers to them, and received buffers."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ class Area:
         weakref.finalize(self, _free, driver, self.pointer).atexit = False
 
 
-class Held:
+class HeldRanges:
     """A part of an area that received tensors lie in; `on_end` is called, perhaps on another thread, when the last of them is gone."""
 
     def __init__(self, area: Area, on_end: Callable[[], None]) -> None:
@@ -83,7 +79,7 @@ class Held:
 class DeviceBuffer:
     """The bytes of one tensor on the device. torch.as_tensor, cupy.asarray and numba take it as it is, and keep it alive."""
 
-    def __init__(self, held: Held, pointer: int, nbytes: int) -> None:
+    def __init__(self, held: HeldRanges, pointer: int, nbytes: int) -> None:
         self._held = held
         self.nbytes = nbytes
         self.__cuda_array_interface__ = {

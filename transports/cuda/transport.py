@@ -1,19 +1,18 @@
-"""Payloads in device memory, between two processes of one host ("cuda"): CUDA IPC, which goes over NVLink where there is one.
+"""The `cuda` transport: payloads in device memory between two processes of one host, by CUDA IPC, over NVLink where there is one.
 
-Here: the channel and its transport. Not here: the driver (cuda_driver.py), ranges and buffers (cuda_memory.py), the stream of frames that
-carries everything else (stream.py). Not run on a GPU yet: the tests that need one are marked, the others have a driver of their own.
+Not run on a GPU yet: tests that need one are marked, the others use a driver of their own.
 
-The socket of the meeting stays and becomes a stream channel: envelopes, tensors on the host, credits and the end go over it, and its
-end-of-file is the peer's death. Each end allocates an *area* on its device and tells the peer its handle in the first frame. A tensor
-whose buffer has `__cuda_array_interface__` is copied by the sender straight into a range of the receiver's area, and is there when its
-message is sent. The receiver owns that memory, so received tensors outlive the channel and the peer. When the last of a message's tensors
-is gone, and what the device had been asked to do with it is done, the range is given back in a frame of its own.
+The socket of the rendezvous becomes a stream channel: it carries envelopes, host tensors, credits and the end, and its end-of-file is the
+peer's death. Each end allocates an *area* on its device and sends the peer its handle in the first frame. The sender copies a tensor
+whose buffer has `__cuda_array_interface__` straight into a range of the receiver's area; the copy is complete when the message is sent.
+The receiver owns that memory, so received tensors outlive the channel and the peer. When the last tensor of a message is freed, and the
+device has finished its work on it, a frame returns the range.
 
-A receiver that holds much has what comes next copied to memory of its own. When no range is free (or the area could not be opened: other
-devices, a container) the bytes go over the host: slower, never stuck, counted in `host_copies`.
+A receiver that holds many tensors copies further payloads to memory of its own. When no range is free, or the area could not be opened
+(other devices, a container), the bytes go over the host: slower, but never stuck, and counted in `host_copies`.
 
-Two frames beside those of stream.py: AREA (uint64 bytes, 64 bytes handle), GIVEN_BACK (uint64 start). A message with tensors on the device
-is told from others by its kind, which begins with "@"; its header is what `_Placed` says.
+Two frames beside those of stream.py: AREA (uint64 bytes, 64 bytes handle), GIVEN_BACK (uint64 start). The kind of a message with device
+tensors begins with "@"; its header is a `_Placed`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_n
 from flowrt.transports.contract import Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
-from flowrt.transports.cuda.memory import ALIGNMENT, Area, DeviceBuffer, Held, Ranges, aligned, device_pointer
+from flowrt.transports.cuda.memory import ALIGNMENT, Area, DeviceBuffer, HeldRanges, Ranges, aligned, device_pointer
 from flowrt.transports.errors import InvalidMessageError, UnavailableError
 from flowrt.transports.stream import StreamChannel
 from flowrt.transports.wire.address import expect_scheme
@@ -206,13 +205,13 @@ class CUDAChannel(StreamChannel):
         area, base, held = self._area, placed.start, None
         if placed.start < 0 or sum(list(self._held.values())) + placed.nbytes > self._capacity_bytes:
             area, base = Area(self._driver, placed.nbytes), 0
-            held = Held(area, lambda: None)
+            held = HeldRanges(area, lambda: None)
             if placed.start >= 0:
                 self._driver.copy(area.pointer, self._area.pointer + placed.start, placed.nbytes)
                 self._let_go_of(placed.start, area)
         else:
             self._held[placed.start] = placed.nbytes
-            held = Held(area, lambda: self._on_dropped(placed.start))
+            held = HeldRanges(area, lambda: self._on_dropped(placed.start))
         rest = iter(buffers)
         found: list[object] = []
         offset = base

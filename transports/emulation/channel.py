@@ -1,19 +1,18 @@
-"""The emulated link: a channel whose messages take the time that a profile says, times a dilation, over any channel.
+"""`EmulatedChannel`: a channel whose messages take the time of a link profile, times a dilation, over any channel.
 
-Here: EmulatedChannel, the wrapper. Not here: the NIC that channels share (link_nic.py), its model (link_model.py), the numbers
-(link_profiles.py), which channel gets which link (flowrt/actors/emulated_links.py). Both ends of a channel must be wrapped.
+Both ends of a channel must be wrapped:
 
     sender                                              receiver
     send -> shares the sender's NIC ------------------> shares the receiver's NIC -> recv
-            data, stamped with its start, goes at once;  begins `latency` after that start;
-            "passed", with the exact time, follows       is given out when both have let it pass, and `latency` after the first
+            sends data at once, stamped with its start;  begins `latency` after that start;
+            "passed" follows, with the exact time        delivers when both NICs have let it pass, `latency` after the first
 
-Each process paces its own NIC and nobody paces both: the sender tells exact times of its model, on the one monotonic clock of the
-machine, and the receiver works out from them when the message is there. Timers only say when to look; what they miss is not
-added up. A message is late when it is given out after that time: the owner of the Nic is told by how much of how long.
+Each process paces its own NIC. The sender sends exact times of its model, on the machine's monotonic clock, and the receiver derives the
+delivery time from them. Timers only decide when to check, so their delays do not add up. A message delivered after its time is late; the
+owner of the Nic gets the delay.
 
-One message of a channel is served at a time; the next waits in `send`, in order. So the wrapper copies nothing and its sender holds
-nothing; its receiver holds at most what the limits allow, besides what the channel below holds.
+A channel serves one message at a time; the next one waits in `send`, in order. So the wrapper copies nothing, its sender holds nothing,
+and its receiver holds at most what the limits allow, besides the channel below.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from flowrt.transports.channel.message_windows import RESERVED
-from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
-from flowrt.transports.emulation.frames import ASK, PASSED, TAKEN, Held, Passed, Stamp, disguised, undisguised
+from flowrt.transports.emulation.frames import ASK, PASSED, TAKEN, HeldMessage, Passed, Stamp, disguised, undisguised
 from flowrt.transports.emulation.nic import Cancellable, Nic
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, InvalidMessageError, LimitError, TransportError
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message
 
 
-class EmulatedChannel(Endpoint):
+class EmulatedChannel(QueuedChannel):
     """One end of `inner` as a link; owns `inner`. See transports/contract.py for what it promises, and the top of this file."""
 
     scheme: ClassVar[str] = "emulated"
@@ -58,9 +57,9 @@ class EmulatedChannel(Endpoint):
         self._writing = False
         self._below: tuple[Message, int, float | None] | None = None  # the head's, waiting for room; `_number`, `_untold` before it
         # In.
-        self._held: deque[Held] = deque()
+        self._held: deque[HeldMessage] = deque()
         self._held_bytes = 0
-        self._inbox: deque[Held] = deque()
+        self._inbox: deque[HeldMessage] = deque()
         self._taken_number = self._told_number = self._asked_number = -1  # of messages: taken; told as taken; asked after
         self._taken: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
@@ -82,7 +81,7 @@ class EmulatedChannel(Endpoint):
         self._queue(Message(ASK, header=Passed(number, self._nic.timer.now())))
         await self._until(lambda: self._acknowledged >= number)
 
-    # Out: Endpoint's line of senders, whose head asks for the NIC.
+    # Out: QueuedChannel's line of senders, whose head asks for the NIC.
 
     def _transmit(self, message: Message) -> bool:
         if self._busy or self._unsent:
@@ -219,7 +218,7 @@ class EmulatedChannel(Endpoint):
             self._tell_taken()
         return head.message
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: HeldMessage) -> None:
         self._held_bytes -= held.size
         self._counters.messages_received += 1
         self._counters.bytes_received += held.size
@@ -274,7 +273,7 @@ class EmulatedChannel(Endpoint):
                 self._has_passed(stamp.number - 1, stamp.before_seconds)
             message = Message(undisguised(frame.kind), frame.tag, frame.edge, stamp.header, frame.tensors)
             size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
-            held = Held(message, stamp.number, size, stamp.start_seconds, work)
+            held = HeldMessage(message, stamp.number, size, stamp.start_seconds, work)
             self._held.append(held)
             self._held_bytes += size
             held.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
@@ -319,7 +318,7 @@ class EmulatedChannel(Endpoint):
             else:
                 self._end()
 
-    def _hear_of_windows(self, held: Held) -> None:
+    def _hear_of_windows(self, held: HeldMessage) -> None:
         """It has paid its way as any message; only its user is the channel itself."""
         self._let_go(held)
         try:

@@ -1,8 +1,4 @@
-"""What an emulated link says over the channel below it: stamped messages, and words about them.
-
-Here: the headers, the kinds of words, how the kind of a window's call is disguised. Not here: who says what when, and what is worked out
-from it (link.py, the only user).
-"""
+"""Frames of an emulated link on the channel below it: headers of stamped messages, control kinds, and the disguise of window calls."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class Passed(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class Held:
+class HeldMessage:
     """A message on its way in: who has let it pass, and when."""
 
     message: Message

@@ -1,8 +1,4 @@
-"""What one process has of one kind of link, in real time: a direction out and a direction in, shared by all its channels.
-
-Here: Nic, and the Timer it needs. Not here: how a direction is shared (link_model.py, pure), channels (link.py). A NIC belongs to one
-process and is paced by it alone.
-"""
+"""The NIC of one process for one kind of link, in real time: an outgoing and an incoming direction, shared by all its channels."""
 
 from __future__ import annotations
 

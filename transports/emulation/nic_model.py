@@ -1,14 +1,12 @@
-"""How one direction of a NIC serves the messages under way: pure, times in, times out.
+"""How one direction of a NIC serves messages in flight: times in, times out. Pure.
 
-Here: SharedLine. Not here: clocks, channels, bytes (link.py), the numbers of a link (link_profiles.py).
+Each message brings work: the seconds that it would occupy the direction alone. Messages of one flow (a channel) follow each other; the
+first messages of all flows share the direction equally, as fluid: with n flows each is served at 1/n of the speed. So bulk delays a small
+message by no more than its share, and the direction is never idle while a message waits (processor sharing; Kleinrock, Queueing Systems
+II, section 4.4).
 
-Each message brings work: the seconds that it would keep the direction busy alone. Messages of one flow (a channel) follow each other;
-the first ones of all flows share the direction equally, as fluid: with n of them each is served at 1/n of the speed. So bulk cannot hold
-up a small message by more than its share, and the direction never idles while anybody waits (processor sharing; Kleinrock, Queueing
-Systems II, section 4.4).
-
-All results are exact in model time, however late the caller comes to ask: `step` gives one finish at a time, and what the caller
-adds because of it may begin at that very instant.
+All results are exact in model time, however late the caller asks: `step` returns one finish at a time, and work that the caller adds
+because of it may begin at that very instant.
 """
 
 from __future__ import annotations

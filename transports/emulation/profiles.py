@@ -1,10 +1,4 @@
-"""Link profiles as data: what a message costs on links that this machine does not have, each number with its source.
-
-Here: LinkProfile, PROFILES, and `profile_of`, which also reads a user's own numbers. Not here: what the numbers do to messages
-(link_model.py, link.py), the names as keys of a graph file (flowrt/graph/notation.py; a test holds both equal). Called by flowrt/actors,
-flowrt/bench, flowrt/doctor.
-
-Sources, with the sections that the numbers stand in:
+"""Link profiles: what a message costs on links that this machine does not have, each number with its source.
 
 * xDeepServe, "Model-as-a-Service on Huawei CloudMatrix384" (2025): sections 2.2, 3.1
 * MegaScale-Infer, "Serving Mixture-of-Experts at Scale with Disaggregated Expert Parallelism" (2025): sections 7.1, 7.3
@@ -12,8 +6,8 @@ Sources, with the sections that the numbers stand in:
 * CloudMatrix384, "Serving Large Language Models on Huawei CloudMatrix384" (arXiv 2506.12708): its hardware overview
 * DeepEP's published low-latency curves (GB200, EP4): dispatch takes 15.9 us + 0.0934 us per token
 
-"read" is in the source as it stands here, "derived" follows from it by the arithmetic given, "assumed" has no source: replace it by a
-number of your own when a conclusion hangs on it.
+"read": the number is in the source. "derived": it follows by the given arithmetic. "assumed": it has no source; replace it with a number
+of your own when a conclusion depends on it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Fault injection: a transport that drops, delays or corrupts messages as planned."""
+"""MessageFault injection: a transport that drops, delays or corrupts messages as planned."""

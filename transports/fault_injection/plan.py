@@ -1,9 +1,7 @@
-"""Which message meets which fault. Pure: a plan and a message's number in, faults out; the same plan finds the same messages every time.
+"""MessageFault plans: which message gets which fault. Pure and deterministic.
 
-Here: `Fault`, `FaultPlan`, `parse_plan` (the text form, as in `faulty+shm?drop@100`). Not here: doing it to a channel (faulty.py).
-
-The text form is a list of `[out.]KIND[:SECONDS]@WHEN` and `seed=N`, separated by commas; WHEN is a message's number from 0 (`@7`), every
-one from there on (`@7+`), or a share of all, drawn from the seed (`@1%`). Without `out.` it befalls what this end receives.
+The text form is a list of `[out.]KIND[:SECONDS]@WHEN` and `seed=N`, separated by commas. WHEN is a message's number from 0 (`@7`), every
+message from there on (`@7+`), or a share of all, drawn from the seed (`@1%`). Without `out.` the fault applies to what this end receives.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _RULE = re.compile(r"(?:(in|out)\.)?([a-z]+)(?::(\d+(?:\.\d+)?))?@(\d+(?:\.\d+)?
 _EXAMPLE = "drop@100,out.delay:0.005@1%,seed=3"
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class MessageFault(msgspec.Struct, frozen=True, kw_only=True):
     """One rule of a plan. It befalls message `at`, with `onward` all from there on, or, without `at`, a share `rate` of all.
 
     delay      the message and what is behind it come `seconds` later
@@ -48,13 +46,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class FaultPlan(msgspec.Struct, frozen=True):
     """All rules, and the seed of those that go by a rate."""
 
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[MessageFault, ...] = ()
     seed: int = 0
 
     def concerns(self, direction: Direction) -> bool:
         return any(fault.direction == direction for fault in self.faults)
 
-    def faults_of(self, channel: int, direction: Direction, number: int) -> list[Fault]:
+    def faults_of(self, channel: int, direction: Direction, number: int) -> list[MessageFault]:
         """What befalls message `number` of one direction of the `channel`-th channel of this process, in the plan's order."""
         return [
             fault
@@ -67,7 +65,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         digest = sha256(repr((self.seed, *what)).encode()).digest()
         return int.from_bytes(digest[:7], "little") / (1 << 56)
 
-    def _befalls(self, index: int, fault: Fault, message: tuple[int, Direction, int]) -> bool:
+    def _befalls(self, index: int, fault: MessageFault, message: tuple[int, Direction, int]) -> bool:
         number = message[2]
         if fault.at is None:
             return self.drawn(index, *message) < fault.rate
@@ -87,7 +85,7 @@ def parse_plan(text: str) -> FaultPlan:
     return FaultPlan(tuple(faults), seed)
 
 
-def _parse_rule(rule: str) -> Fault:
+def _parse_rule(rule: str) -> MessageFault:
     match = _RULE.fullmatch(rule)
     if match is None or match[2] not in KINDS:
         raise AddressError(f"{rule[:60]!r} is no fault; kinds are {', '.join(KINDS)}, and a plan looks like {_EXAMPLE}")
@@ -100,7 +98,7 @@ def _parse_rule(rule: str) -> Fault:
     if match[5] == "%":
         if number > 100 or kind == "cut":
             raise AddressError(f"{rule!r}: " + ("a cut begins at a message, as in cut@100" if kind == "cut" else "at most 100%"))
-        return Fault(kind=kind, direction=direction, rate=number / 100, seconds=seconds)
+        return MessageFault(kind=kind, direction=direction, rate=number / 100, seconds=seconds)
     if not number.is_integer():
         raise AddressError(f"{rule!r}: a message's number is a whole one, a share ends with %")
-    return Fault(kind=kind, direction=direction, at=int(number), onward=match[5] == "+", seconds=seconds)
+    return MessageFault(kind=kind, direction=direction, at=int(number), onward=match[5] == "+", seconds=seconds)

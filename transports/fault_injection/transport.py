@@ -1,10 +1,8 @@
-"""A transport that misbehaves as planned, over any other: for tests and for chaos.
+"""A transport that injects planned faults over any other (`faulty+SCHEME?PLAN`), for tests and chaos.
 
-Here: FaultyChannel, FaultyTransport (`faulty+SCHEME?PLAN`), and `injected`, the record of what was done. Not here: which message meets
-which fault (faulty_plan.py). `faulty+shm://` without a plan changes nothing, and keeps every promise of the contract.
-
-What one end does is enough: a fault of "in" befalls what this end receives, one of "out" what it sends. Bytes are those of the codec:
-a message to be truncated or to have a bit flipped is encoded, damaged and decoded as a receiver would do it, whatever the scheme.
+`faulty+shm://` without a plan changes nothing and conforms to the contract. MessageFaults of one end suffice: "in" applies to what this end
+receives, "out" to what it sends. Bytes are those of the codec: a message to be truncated or to have a bit flipped is encoded, damaged and
+decoded, whatever the scheme.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, NamedTuple
 
-from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
-from flowrt.transports.fault_injection.plan import TIMED, Direction, Fault, FaultPlan, parse_plan
+from flowrt.transports.fault_injection.plan import TIMED, Direction, FaultPlan, MessageFault, parse_plan
 from flowrt.transports.wire.codec import Part, WireError, decode, encode
 from flowrt.transports.wire.message import Message
 
@@ -176,7 +174,7 @@ class FaultyChannel(Channel):
 
     # The faults that change what there is to send or receive.
 
-    def _befallen(self, message: Message, direction: Direction, number: int, faults: list[Fault]) -> list[Message]:
+    def _befallen(self, message: Message, direction: Direction, number: int, faults: list[MessageFault]) -> list[Message]:
         messages = [message]
         for fault in faults:
             if fault.kind in TIMED:
@@ -194,7 +192,7 @@ class FaultyChannel(Channel):
             self._note(direction, number, fault.kind, detail)
         return messages
 
-    def _damaged(self, messages: list[Message], direction: Direction, number: int, fault: Fault) -> tuple[list[Message], str]:
+    def _damaged(self, messages: list[Message], direction: Direction, number: int, fault: MessageFault) -> tuple[list[Message], str]:
         if not messages:
             return [], "lost already"
         try:
@@ -218,7 +216,7 @@ class FaultyChannel(Channel):
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
-        if isinstance(self._inner, Endpoint):
+        if isinstance(self._inner, QueuedChannel):
             self._inner.abort(reason)
 
     def _note(self, direction: Direction, number: int, kind: str, detail: str = "") -> None:

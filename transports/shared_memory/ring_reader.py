@@ -1,8 +1,4 @@
-"""The receiving half of one direction of a shared-memory channel.
-
-Here: RingReader. Not here: the layout and its rules (ring.py), the bytes of a record (_records.c), waiting (shared_memory.py calls
-this and sleeps when nothing is there).
-"""
+"""The receiving half of one direction of a shared-memory channel."""
 
 from __future__ import annotations
 
@@ -12,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.shared_memory.ring import (
+    ABANDONED,
     ACKNOWLEDGED,
     BULK,
     CHUNK,
+    CHUNK_TAIL,
     CHUNKED,
     CLOSED,
     EVENT,
     FIELD_BYTES,
     FIELDS,
-    GIVEN_UP,
     INLINE,
-    LANE_TAIL,
     PLACED,
     READER_SLEEPS,
     WRITER_SLEEPS,
@@ -37,11 +33,11 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Ledger, Memory
 
 MAX_REPEATS = 64  # in a row; this side's writer never repeats a message, and each one costs the event loop time
-OWN_MAPPING_BYTES = 1 << 22  # from here on memory comes from the kernel, in huge pages, zeroed by it and not by us
+OWN_MAPPING_BYTES = 1 << 22  # from this size on memory is mapped in huge pages, which the kernel zeroes
 
 
 class RingReader:
-    """The receiving half. Everything in the memory was written by the peer and is believed only as far as it was checked."""
+    """The receiving half. The peer wrote everything in the memory, so every value is copied and checked before use."""
 
     def __init__(
         self, memory: Memory, ledger: Ledger, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake_fd: int = -1
@@ -55,18 +51,18 @@ class RingReader:
         records = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd)
         self._next, self._took, self._unread = records.next, records.took, records.unread
         view = memoryview(memory)
-        self._slots = [view[layout.slots(direction, lane) :][: layout.lane_bytes] for lane in range(layout.lanes)]
+        self._slots = [view[layout.slots(direction, thread) :][: layout.slots_bytes] for thread in range(layout.copy_threads)]
         self._limits = limits
         self._counters = counters
         self._wake_fd = wake_fd
         self._expected = 0
         self._num_repeats = 0  # since the last message that was due
-        self._lane_tails = [0] * layout.lanes  # bytes of slots ever emptied
-        self._num_dropped = 0  # messages that the writer gave up
-        self._arriving: _Arriving | None = None  # a message that the lanes bring
+        self._slot_tails = [0] * layout.copy_threads  # bytes of slots ever emptied
+        self._num_dropped = 0  # messages that the writer abandoned
+        self._arriving: _Arriving | None = None  # a message that copy threads transfer
 
     def take(self) -> Message | None:
-        """The next message that is here whole, else None. Raises WireError when what is here is not one."""
+        """The next complete message, or None. Raises WireError for anything else."""
         while True:
             if self._arriving is not None:
                 return self._take_arriving(self._arriving)
@@ -84,7 +80,7 @@ class RingReader:
                 elif sum(sizes) == payload_bytes:
                     message = self._deliver(envelope, _cut(payload, sizes) if sizes else [], payload_bytes)
                 else:
-                    raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} came")
+                    raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} arrived")
             elif kind == PLACED:
                 total = sum(sizes)
                 if total != payload_bytes:
@@ -97,37 +93,37 @@ class RingReader:
                 return message
 
     def expect_message(self) -> bool:
-        """The owner is about to sleep until something comes. True when something came already."""
+        """Sets the sleep flag of this side. True when a message arrived already."""
         self._memory.raise_flag(self._words + READER_SLEEPS)
-        return self.has_something()
+        return self.has_message()
 
     def flag_is_up(self) -> bool:
-        """Whether the writer has yet to notice that we sleep; lowering the flag is its promise to wake us."""
+        """Whether the writer has not yet cleared the sleep flag; it clears the flag when it wakes this side."""
         return self._memory.load(self._words + READER_SLEEPS) == 1
 
-    def has_something(self) -> bool:
-        """Whether `take` has something to do."""
+    def has_message(self) -> bool:
+        """Whether `take` can make progress."""
         arriving = self._arriving
         if arriving is None:
             return self._unread()
-        if arriving.buffers is None:
-            return self._stripes_are_there(arriving)
-        lane = arriving.number % self._layout.lanes
-        return self._field(lane, LANE_TAIL) != self._lane_tails[lane] or self._field(0, GIVEN_UP) != self._num_dropped
+        if arriving.is_placed:
+            return self._has_all_stripes(arriving)
+        thread = arriving.number % self._layout.copy_threads
+        return self._field(thread, CHUNK_TAIL) != self._slot_tails[thread] or self._field(0, ABANDONED) != self._num_dropped
 
     def peer_has_closed(self) -> bool:
         return self._memory.load(self._words + CLOSED) == 1
 
     def close(self) -> None:
-        """Let go of the memory, but for what received tensors alias."""
+        """Releases the memory, except what received tensors alias."""
         self._ledger.detach()
         for slots in self._slots:
             slots.release()
         self._arriving = None
         del self._memory, self._next, self._took, self._unread
 
-    def _field(self, lane: int, word: int) -> int:
-        return self._memory.load(self._words + FIELDS + lane * FIELD_BYTES + word)
+    def _field(self, thread: int, word: int) -> int:
+        return self._memory.load(self._words + FIELDS + thread * FIELD_BYTES + word)
 
     def _placed(self, sizes: list[int], start: int) -> list[object]:
         offsets, area_bytes = placement(sizes)
@@ -138,66 +134,60 @@ class RingReader:
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def _arrive(self, kind: int, start: int, envelope: Envelope, sizes: list[int]) -> None:
-        """A message that the lanes bring was announced."""
+        """A record announced a message that copy threads transfer."""
         if kind == CHUNKED and start != envelope.sequence + 1:
             raise WireError(f"event {start} was announced for message {envelope.sequence}")
         total = sum(sizes)
         if not total or kind not in (BULK, CHUNKED):
             raise WireError(f"a record of kind {kind} for {total} bytes")
-        placed = self._placed(sizes, start) if kind == BULK else None
-        self._arriving = _Arriving(envelope, sizes, total, placed, None if placed else [_allocate(size) for size in sizes])
+        buffers = self._placed(sizes, start) if kind == BULK else [_allocate(size) for size in sizes]
+        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == BULK)
 
     def _take_arriving(self, arriving: _Arriving) -> Message | None:
-        if arriving.placed is not None:
-            if not self._stripes_are_there(arriving):
-                return None
-            buffers = arriving.placed
-        else:
-            if not self._drain(arriving):
-                return None
-            buffers = list(arriving.buffers or ())
+        if not (self._has_all_stripes(arriving) if arriving.is_placed else self._drain(arriving)):
+            return None
         self._arriving = None
         self._took(arriving.total)
-        return self._deliver(arriving.envelope, buffers, arriving.total)
+        return self._deliver(arriving.envelope, arriving.buffers, arriving.total)
 
-    def _stripes_are_there(self, arriving: _Arriving) -> bool:
+    def _has_all_stripes(self, arriving: _Arriving) -> bool:
         event = arriving.envelope.sequence + 1
-        return all(self._field(lane, EVENT) >= event for lane in range(self._layout.lanes))
+        return all(self._field(thread, EVENT) >= event for thread in range(self._layout.copy_threads))
 
     def _drain(self, arriving: _Arriving) -> bool:
-        """Copy the chunks that are here out of the lanes' slots, no more than all the slots hold: the loop must turn. True at the end."""
-        layout, num_lanes, event = self._layout, self._layout.lanes, arriving.envelope.sequence + 1
-        slot, ring = layout.slot_bytes, layout.lane_bytes
-        given_up = self._field(0, GIVEN_UP) != self._num_dropped  # looked at before the tails, which move no more after it
-        last = arriving.read + num_lanes * ring
+        """Copies chunks out of the slots, at most as many as all slots hold, to bound the time in the event loop. True at the end."""
+        layout, num_copy_threads, event = self._layout, self._layout.copy_threads, arriving.envelope.sequence + 1
+        slot, ring = layout.slot_bytes, layout.slots_bytes
+        abandoned = self._field(0, ABANDONED) != self._num_dropped  # read before the tails, which do not change after it
+        last = arriving.read + num_copy_threads * ring
         while arriving.read < min(last, arriving.total):
-            lane = arriving.number % num_lanes
-            tail, head = self._lane_tails[lane], self._field(lane, LANE_TAIL)
+            thread = arriving.number % num_copy_threads
+            tail, head = self._slot_tails[thread], self._field(thread, CHUNK_TAIL)
             if head == tail:
-                if given_up:
+                if abandoned:
                     self._drop(arriving)
                 return False
-            if not slot <= head - tail <= ring or self._field(lane, EVENT) < event:
-                raise WireError(f"lane {lane} is at event {self._field(lane, EVENT)} and byte {head} when {event} and {tail} were due")
+            if not slot <= head - tail <= ring or self._field(thread, EVENT) < event:
+                found = f"event {self._field(thread, EVENT)} and byte {head}"
+                raise WireError(f"copy thread {thread} is at {found}, expected {event} and {tail}")
             end = min(arriving.read + slot, arriving.total)
             at = tail % ring
-            assert arriving.buffers is not None
             for index, begin, nbytes in pieces(arriving.sizes, arriving.read, end):
-                memoryview(arriving.buffers[index])[begin : begin + nbytes] = self._slots[lane][at : at + nbytes]  # type: ignore[arg-type]
+                memoryview(arriving.buffers[index])[begin : begin + nbytes] = self._slots[thread][at : at + nbytes]  # type: ignore[arg-type]
                 at += nbytes
-            self._acknowledge(lane, event, arriving.number, tail + slot)
+            self._acknowledge(thread, event, arriving.number, tail + slot)
             arriving.read, arriving.number = end, arriving.number + 1
         return arriving.read == arriving.total
 
-    def _acknowledge(self, lane: int, event: int, chunk: int, tail: int) -> None:
-        self._lane_tails[lane] = tail
+    def _acknowledge(self, thread: int, event: int, chunk: int, tail: int) -> None:
+        self._slot_tails[thread] = tail
         words = self._words
-        field = words + ACKNOWLEDGED + lane * FIELD_BYTES
-        if self._memory.publish(field + LANE_TAIL, tail, words + WRITER_SLEEPS, field + EVENT, event, field + CHUNK, chunk):
+        field = words + ACKNOWLEDGED + thread * FIELD_BYTES
+        if self._memory.publish(field + CHUNK_TAIL, tail, words + WRITER_SLEEPS, field + EVENT, event, field + CHUNK, chunk):
             self._wake()
 
     def _drop(self, arriving: _Arriving) -> None:
-        """The writer has given up the message that is arriving, and nothing of it is in any slot."""
+        """The writer abandoned the arriving message, and its last chunk has been copied out."""
         self._arriving = None
         self._num_dropped += 1
         self._took(arriving.total)
@@ -222,22 +212,22 @@ class RingReader:
 
 
 class _Arriving:
-    """A message on its way through the lanes: into `placed`, which aliases the area, or by chunks into `buffers`."""
+    """A message that copy threads transfer: in place, into `buffers` that alias the area, or by chunks into `buffers` of its own."""
 
-    __slots__ = ("buffers", "envelope", "number", "placed", "read", "sizes", "total")
+    __slots__ = ("buffers", "envelope", "is_placed", "number", "read", "sizes", "total")
 
-    def __init__(self, envelope: Envelope, sizes: list[int], total: int, placed: list[object] | None, buffers: list[object] | None) -> None:
+    def __init__(self, envelope: Envelope, sizes: list[int], total: int, buffers: list[object], is_placed: bool) -> None:
         self.envelope = envelope
         self.sizes = sizes
         self.total = total
-        self.placed = placed
         self.buffers = buffers
+        self.is_placed = is_placed
         self.read = 0
         self.number = 0  # of the next chunk
 
 
 def _allocate(nbytes: int) -> object:
-    """Memory for a tensor that comes in chunks."""
+    """Memory for a tensor that arrives in chunks."""
     if nbytes < OWN_MAPPING_BYTES:
         return bytearray(nbytes)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -246,7 +236,7 @@ def _allocate(nbytes: int) -> object:
 
 
 def _cut(payload: bytearray | None, sizes: list[int]) -> list[object]:
-    """Each tensor's bytes as memory of its own, for alignment."""
+    """Each tensor's bytes in memory of its own, for alignment."""
     view = memoryview(payload or b"")
     buffers: list[object] = []
     start = 0

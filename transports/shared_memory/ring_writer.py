@@ -1,30 +1,26 @@
-"""The sending half of one direction of a shared-memory channel.
-
-Here: RingWriter: which way a payload takes, where in the area it goes. Not here: the layout and its rules (ring.py), the bytes of a
-record (_records.c), copies that the loop does not wait for (bulk.py), waiting (shared_memory.py calls this and sleeps when it says no).
-"""
+"""The sending half of one direction of a shared-memory channel: chooses the path of each payload and its place in the area."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from flowrt.transports.channel.bulk_copy import MIN_BYTES, Lanes, threshold_bytes
+from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
 from flowrt.transports.channel.flow_control import SendWindow
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.shared_memory.ring import (
+    ABANDONED,
     ACKNOWLEDGED,
     BULK,
+    CHUNK_TAIL,
     CHUNKED,
     CLOSED,
     FIELD_BYTES,
     FIELDS,
-    GIVEN_UP,
     HELD,
     INLINE,
     INLINE_BYTES,
-    LANE_TAIL,
     PLACED,
     READER_SLEEPS,
     RELEASED,
@@ -43,13 +39,13 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Memory
 
 FIRST_AREA_BYTES = 1 << 20  # the part of an area used, and so allocated, until more is on the way at once
-_MAX_PLACED_BYTES = (1 << 32) - 1  # a record's head says them in 32 bits
+_MAX_PLACED_BYTES = (1 << 32) - 1  # a record's head has 32 bits for them
 _NOTHING: list[object] = []
 _NO_SIZES: list[int] = []
 
 
 class RingWriter:
-    """The sending half. Wakes the reader through `wake_fd`; `own_fd` is written to when copies that were handed over are done."""
+    """The sending half. Wakes the reader through `wake_fd`; copy threads write to `own_fd` when their copies are done."""
 
     def __init__(
         self,
@@ -68,36 +64,36 @@ class RingWriter:
         self._direction = direction
         self._words = words = layout.words(direction)
         self._limits = limits
-        self._most_at_once = limits.capacity_bytes // 8
+        self._max_nowait_bytes = limits.capacity_bytes // 8
         self._counters = counters
         self._window = SendWindow(limits)
         self._wake_fd = wake_fd
         self._put = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd).put
-        self._lanes = Lanes(memory, words + FIELDS, FIELD_BYTES, words + READER_SLEEPS, layout.lanes, wake_fd, own_fd)
-        self._lane_heads = [0] * layout.lanes  # bytes of slots ever filled, and given back
-        self._lane_tails = [0] * layout.lanes
-        self._lane_event = 0  # the last one announced in all lanes
+        self._copy_threads = CopyThreads(memory, words + FIELDS, FIELD_BYTES, words + READER_SLEEPS, layout.copy_threads, wake_fd, own_fd)
+        self._slot_heads = [0] * layout.copy_threads  # bytes of slots ever filled, and given back
+        self._slot_tails = [0] * layout.copy_threads
+        self._last_event = 0  # the last one that every copy thread announced
         self._slots_are_there = False
         self._area = layout.area(direction)
         self._area_bytes = layout.area_bytes
         self._used_bytes = 0  # the part of the area that is used and allocated
-        self._placed = self._released = 0  # in the area
-        self._begun = 0  # where the area was entirely free last: nothing before it is used, though the reader may not have said so
+        self._placed = self._released = 0  # bytes of the area
+        self._begun = 0  # the last position at which the whole area was free: nothing before it is used, even if not yet released
         self._seen: tuple[int, ...] = ()
         self._sequence = 0
         self._chunks: _Chunks | None = None
-        self._num_given_up = 0
-        self._given_up_after = 0  # messages sent when one was given up last
+        self._num_abandoned = 0
+        self._abandoned_after = 0  # messages sent when the last one was abandoned
         self.copying = False  # whether the last message is still being copied
 
     def send(self, message: Message, later: bool = False) -> bool:
-        """Send `message` in one go, or return False with nothing done. Raises LimitError, InvalidMessageError.
+        """Sends `message` at once, or returns False with nothing done. Raises LimitError, InvalidMessageError.
 
-        Without `later`, False for more than an eighth of the capacity: whoever cannot wait would hold up all it has for others.
-        With `later`, bulk may be copied after this returns (`copying`, `ticket`); its tensors must not change until then.
+        Without `later`: False for more than an eighth of the capacity, because a caller that cannot wait delays its other work.
+        With `later`: bulk may be copied after this returns (`copying`, `ticket`); its tensors must not change until then.
         """
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
-        if not later and total > self._most_at_once:
+        if not later and total > self._max_nowait_bytes:
             return False
         bulk = later and total >= MIN_BYTES and total >= threshold_bytes()
         if self._send(message, envelope, sizes, total, bulk):
@@ -108,14 +104,14 @@ class RingWriter:
             return False
         sent = self._send_chunks()
         if not later:
-            self._lanes.wait()
+            self._copy_threads.wait()
             self.copying = False
         return sent
 
     def advance(self, message: Message) -> bool:
-        """As `send`, but a message that cannot go in one piece goes in chunks, over as many calls as it takes.
+        """As `send`, but sends a message that does not fit at once in chunks, over several calls.
 
-        Once it has begun, call it with the same message until True, or call `abandon`.
+        After the first chunk, call it with the same message until True, or call `abandon`.
         """
         if self._chunks is None:
             if self.send(message, True):
@@ -125,77 +121,77 @@ class RingWriter:
         return self._send_chunks() or (self._refresh() and self._send_chunks())
 
     def abandon(self) -> None:
-        """Give up a message that `advance` has begun; the reader is told and drops what it has of it."""
+        """Abandons a message that `advance` has begun; the reader drops the chunks that it has."""
         if self._chunks is not None:
             self._chunks = None
-            self._lanes.wait()
-            self._num_given_up += 1
-            self._given_up_after = self._window.sent_messages
+            self._copy_threads.wait()
+            self._num_abandoned += 1
+            self._abandoned_after = self._window.sent_messages
             words = self._words
-            if self._memory.publish(words + FIELDS + GIVEN_UP, self._num_given_up, words + READER_SLEEPS):
+            if self._memory.publish(words + FIELDS + ABANDONED, self._num_abandoned, words + READER_SLEEPS):
                 self._wake()
 
     def ticket(self) -> list[int]:
-        """For `settled`: the copies of all messages sent until now."""
-        return self._lanes.ticket()
+        """The copies of all messages sent until now, for `settled`."""
+        return self._copy_threads.ticket()
 
     def settled(self, ticket: list[int]) -> bool:
-        return self._lanes.settled(ticket)
+        return self._copy_threads.settled(ticket)
 
     def settle(self) -> None:
-        """Block until all copies are done."""
-        self._lanes.wait()
+        """Blocks until all copies are done."""
+        self._copy_threads.wait()
 
     def num_taken(self) -> int:
-        """How many messages the peer has taken, counting those that were given up, which `num_given_up` counts too."""
+        """Messages that the peer has taken, abandoned ones included."""
         self._refresh()
         return self._window.taken_messages
 
     @property
     def num_sent(self) -> int:
-        """As `num_taken`: messages sent, counting those that were given up."""
+        """Messages sent, abandoned ones included."""
         return self._window.sent_messages
 
     def close(self, in_order: bool = True) -> None:
-        """Finish the copies, say that nothing more will come (unless it is no orderly end), let go of the memory."""
-        self._lanes.close()
+        """Finishes the copies, marks the end (of an orderly close), and releases the memory."""
+        self._copy_threads.close()
         if in_order:
             self._memory.store(self._words + CLOSED, 1)
         self._chunks = None
         del self._memory, self._put
 
     def expect_room(self) -> bool:
-        """The owner is about to sleep until there is more room. True when there is more already."""
+        """Sets the sleep flag of this side. True when there is more room already."""
         self._memory.raise_flag(self._words + WRITER_SLEEPS)
         return self.has_more_room()
 
     def flag_is_up(self) -> bool:
-        """Whether the reader has yet to notice that we sleep; lowering the flag is its promise to wake us."""
+        """Whether the reader has not yet cleared the sleep flag; it clears the flag when it wakes this side."""
         return self._memory.load(self._words + WRITER_SLEEPS) == 1
 
     def has_more_room(self) -> bool:
-        """Whether the reader has moved since the last attempt to send."""
+        """Whether the reader has advanced since the last attempt to send."""
         return self._look() != self._seen
 
     def _look(self) -> tuple[int, ...]:
         load, words = self._memory.load, self._words
-        acknowledged = words + ACKNOWLEDGED + LANE_TAIL
-        lanes = [load(acknowledged + lane * FIELD_BYTES) for lane in range(self._layout.lanes)]
-        return (load(words + TAIL), load(words + TAKEN_MESSAGES), load(words + TAKEN_BYTES), load(words + RELEASED), *lanes)
+        acknowledged = words + ACKNOWLEDGED + CHUNK_TAIL
+        tails = [load(acknowledged + thread * FIELD_BYTES) for thread in range(self._layout.copy_threads)]
+        return (load(words + TAIL), load(words + TAKEN_MESSAGES), load(words + TAKEN_BYTES), load(words + RELEASED), *tails)
 
     def _refresh(self) -> bool:
-        """Read the reader's words. True when it has moved."""
+        """Reads the reader's words. True when it has advanced."""
         seen = self._look()
         if seen == self._seen:
             return False
-        _, taken_messages, taken_bytes, released, *lanes = seen
+        _, taken_messages, taken_bytes, released, *tails = seen
         self._window.update(taken_messages, taken_bytes)
         if not self._released <= released <= self._placed:
-            raise WireError("the peer's cursors are impossible")
-        for before, now, head in zip(self._lane_tails, lanes, self._lane_heads, strict=True):
+            raise WireError("the peer's cursor of the area is outside of what was sent")
+        for before, now, head in zip(self._slot_tails, tails, self._slot_heads, strict=True):
             if not before <= now <= head:
-                raise WireError("the peer acknowledges chunks it was not sent")
-        self._seen, self._released, self._lane_tails = seen, released, lanes
+                raise WireError("the peer acknowledges chunks that were not sent")
+        self._seen, self._released, self._slot_tails = seen, released, tails
         return True
 
     def _send(self, message: Message, envelope: bytes, sizes: list[int], total: int, bulk: bool) -> bool:
@@ -253,26 +249,28 @@ class RingWriter:
             self._refuse(message, error)
 
     def _refuse(self, message: Message, error: Exception) -> NoReturn:
-        """The buffers of `message` are not what its specs say; nothing of it was sent."""
-        encode(message, 0)  # says what is wrong, in words
+        """Raises for buffers that do not match their specs; nothing was sent."""
+        encode(message, 0)  # raises with an explanation
         raise InvalidMessageError(str(error)) from error
 
     def _copy_stripes(self, parts: list[memoryview], base: int, offsets: list[int]) -> None:
-        """Hand the tensors to the lanes' copiers, each tensor cut into as many stripes; the last of a lane announces the event."""
-        event, num_lanes = self._sequence + 1, self._lanes.num_lanes
-        for lane in range(num_lanes):
+        """Queues the tensors at the copy threads, each cut into stripes; the last stripe of a thread announces the event."""
+        event, num_copy_threads = self._sequence + 1, self._copy_threads.num_copy_threads
+        for thread in range(num_copy_threads):
             for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-                stripe = -(-len(part) // num_lanes // 64) * 64
-                begin = min(lane * stripe, len(part))
-                end = len(part) if lane == num_lanes - 1 else min(begin + stripe, len(part))
+                stripe = -(-len(part) // num_copy_threads // 64) * 64
+                begin = min(thread * stripe, len(part))
+                end = len(part) if thread == num_copy_threads - 1 else min(begin + stripe, len(part))
                 last = index == len(parts) - 1
-                told = event if last else self._lane_event
-                self._lanes.copy(lane, base + offset + begin, part, begin, end - begin, told, lane, self._lane_heads[lane], last)
-        self._lane_event = event
+                announced = event if last else self._last_event
+                self._copy_threads.copy(
+                    thread, base + offset + begin, part, begin, end - begin, announced, thread, self._slot_heads[thread], last
+                )
+        self._last_event = event
         self.copying = True
 
     def _place(self, nbytes: int) -> int:
-        """Where `nbytes` may go in the area, as a count of all its bytes ever used; -1 when nowhere (now)."""
+        """The position for `nbytes` in the area, in bytes ever used; -1 when there is no room now."""
         size = self._area_bytes
         if 2 * nbytes > size or 2 * self._memory.load(self._words + HELD) > size:
             return -1
@@ -291,11 +289,11 @@ class RingWriter:
             return -1
         all_free = self._released == start
         if at and (all_free or at + nbytes > used):
-            start += size - at  # all of it is free, or this end is full: begin anew at its start, whose pages and cache lines are warm
+            start += size - at  # the area is free, or its end is full: continue at its start, whose pages and cache lines are warm
         return start if all_free or start + nbytes - max(self._released, self._begun) <= size else -1
 
     def _grow(self, nbytes: int) -> bool:
-        """Use more of the area. False when the machine has no memory for it: then payloads go in chunks."""
+        """Uses more of the area. False when the machine has no memory for it: payloads are sent in chunks then."""
         used = min(self._area_bytes, max(FIRST_AREA_BYTES, 2 * self._used_bytes, 2 * nbytes))
         try:
             self._memory.populate(self._area + self._used_bytes, used - self._used_bytes)
@@ -305,21 +303,21 @@ class RingWriter:
         return True
 
     def _begin(self, message: Message, envelope: bytes, sizes: list[int], total: int, whole: bool) -> bool:
-        """Begin to send `message` in chunks, if that is how it must go and there is room to begin, or, with `whole`, to end as well."""
+        """Begins to send `message` in chunks if it must, and there is room for the first chunk, or, with `whole`, for all."""
         window, layout, held = self._window, self._layout, self._memory.load(self._words + HELD)
-        if total <= INLINE_BYTES or self._chunks is not None or not window.fits(total) or window.taken_messages < self._given_up_after:
+        if total <= INLINE_BYTES or self._chunks is not None or not window.fits(total) or window.taken_messages < self._abandoned_after:
             return False
         may_be_placed = 2 * placement(sizes)[1] <= self._area_bytes and 2 * held <= self._area_bytes
         if may_be_placed and window.taken_messages < window.sent_messages:
-            return False  # the area may have room once the reader has read what is on the way
+            return False  # the area may have room after the reader has read the records in flight
         if whole:
-            max_used = max(map(int.__sub__, self._lane_heads, self._lane_tails))
-            if total > layout.lanes * (layout.lane_bytes - max_used):
+            max_used = max(map(int.__sub__, self._slot_heads, self._slot_tails))
+            if total > layout.copy_threads * (layout.slots_bytes - max_used):
                 return False
         parts = list(map(tensor_bytes, message.tensors))
         if not self._slots_are_there:
             try:
-                self._memory.populate(layout.slots(self._direction), layout.lanes * layout.lane_bytes)
+                self._memory.populate(layout.slots(self._direction), layout.copy_threads * layout.slots_bytes)
             except OSError as error:
                 raise WireError(f"no memory for a channel's slots: {error.strerror}") from error
             self._slots_are_there = True
@@ -331,27 +329,30 @@ class RingWriter:
 
     def _send_chunks(self) -> bool:
         chunks = self._chunks
-        assert chunks is not None
-        layout, num_lanes = self._layout, self._layout.lanes
-        slot, ring = layout.slot_bytes, layout.lane_bytes
+        if chunks is None:
+            return False
+        layout, num_copy_threads = self._layout, self._layout.copy_threads
+        slot, ring = layout.slot_bytes, layout.slots_bytes
         while chunks.sent < chunks.total:
-            lane = chunks.number % num_lanes
-            head = self._lane_heads[lane]
-            if head + slot - self._lane_tails[lane] > ring:
+            thread = chunks.number % num_copy_threads
+            head = self._slot_heads[thread]
+            if head + slot - self._slot_tails[thread] > ring:
                 return False
             end = min(chunks.sent + slot, chunks.total)
-            at = layout.slots(self._direction, lane) + head % ring
+            at = layout.slots(self._direction, thread) + head % ring
             found = pieces(chunks.sizes, chunks.sent, end)
             for place, (index, begin, nbytes) in enumerate(found):
                 last = place == len(found) - 1
                 tail = head + slot if last else head
-                tell = last and -(-(chunks.total - end) // slot) < num_lanes  # the last of its lane: lanes end in any order
-                self._lanes.copy(lane, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, tell)
+                announce = (
+                    last and -(-(chunks.total - end) // slot) < num_copy_threads
+                )  # the last chunk of its thread: threads end in any order
+                self._copy_threads.copy(thread, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, announce)
                 at += nbytes
-            self._lane_heads[lane] = head + slot
+            self._slot_heads[thread] = head + slot
             chunks.sent, chunks.number = end, chunks.number + 1
         self._chunks = None
-        self._lane_event = self._sequence + 1  # or before it, in lanes that had no chunk
+        self._last_event = self._sequence + 1  # or earlier, in threads without a chunk
         self.copying = True
         self._sequence += 1
         self._counters.messages_sent += 1
@@ -364,7 +365,7 @@ class RingWriter:
 
 
 class _Chunks:
-    """What is left to send of a message that goes in chunks."""
+    """The rest of a message that is sent in chunks."""
 
     def __init__(self, parts: list[memoryview], sizes: list[int], total: int) -> None:
         self.parts = parts

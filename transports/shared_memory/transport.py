@@ -1,13 +1,10 @@
-"""Shared memory between two processes of one host ("shm").
-
-Here: the channel that sleeps and wakes around the two rings, and how the memory gets to the other process. Not here: the rings and
-their protocol (ring.py, ring_writer.py, ring_reader.py), the atomic words (_words.c), meeting and authentication (rendezvous.py).
+"""The `shm` transport: shared memory between two processes of one host.
 
 The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
-name, so there is nothing to leave behind or to squat on; its pages are allocated before anyone touches them, so that a full machine
-is an error and not a SIGBUS; SHRINK and GROW seals mean that neither side can pull it away under the other. Each side sleeps on its
-own eventfd, for messages and for room alike, and is woken with one system call only when its flag says that it sleeps. The socket
-stays open: its end-of-file is the peer's end, orderly if the ring says so too.
+name, so it leaves nothing behind and cannot be squatted. Its pages are allocated before use, so a full machine is an error and not a
+SIGBUS. SHRINK and GROW seals keep either side from resizing it. Each side sleeps on its own eventfd, for messages and for room, and its
+peer wakes it with one system call only when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end,
+orderly if the ring says so.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import sys
 from functools import cache
 from typing import ClassVar
 
-from flowrt.transports.channel.queued import Endpoint
+from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_name, meet
 from flowrt.transports.contract import (
     Capabilities,
@@ -54,7 +51,7 @@ PATIENT_LOOKS = 20  # looks for which a wake-up that the peer has promised may b
 _CONNECTOR, _LISTENER = 0, 1
 
 
-class SharedMemoryChannel(Endpoint):
+class SharedMemoryChannel(QueuedChannel):
     """One end. Owns the eventfds and the line; the mapping lives on under the received tensors that alias it."""
 
     scheme: ClassVar[str] = "shm"
@@ -81,7 +78,7 @@ class SharedMemoryChannel(Endpoint):
         self._shared_windows = SharedWindows(
             self._lifeline,
             Sleeping(memory, layout.words(incoming), layout.words(side), peer_wake),
-            layout.lanes,
+            layout.copy_threads,
             own_wake,
             sealed_memory,
             self._until,
@@ -197,7 +194,7 @@ class SharedMemoryChannel(Endpoint):
         if self._broken is not None or self._ended:
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
-        unread = self._receiver is not None and self._reader.has_something()
+        unread = self._receiver is not None and self._reader.has_message()
         room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
         flags = self._shared_windows.has_news()
         self._looks = self._looks + 1 if unread or room or flags else 0

@@ -1,12 +1,9 @@
 """One-sided windows in memory that two processes share: the "application area" of XCCL's zero-copy form (xDeepServe section 3.1).
 
-Here: `SharedWindows`, all windows of one end of a shared-memory channel, and `WindowLine`, over which their memory gets to the peer. Not
-here: keys and bounds (window_memory.py), copies that no loop waits for (bulk.py), sleeping and waking (shared_memory.py).
-
-Each window is a sealed memfd of its own, allocated when it is opened: one page of words (closed, a spare lane for copiers, the flags),
-then the memory. Its descriptor and token go over the channel's line at once, so they are with the peer before any key can be; a key that
-names no token received is refused. A write is one copy into the registered memory. Who sets a flag stores it (release), passes a full
-fence and looks whether the other side sleeps for flags, and only then wakes it: flags lie behind no payload.
+Each window is a sealed memfd of its own, allocated when it is opened: one page of words (closed, a spare field for copy threads, the
+flags), then the memory. Its descriptor and token are sent over the channel's socket at once, so they arrive before any key can; a key with
+an unknown token is refused. A write is one copy into the registered memory. A side that sets a flag stores it (release), passes a full
+fence, checks whether the other side sleeps for flags, and only then wakes it. Flags wait behind no payload.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from flowrt.transports.channel.bulk_copy import MIN_BYTES, Lanes, threshold_bytes
+from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
 from flowrt.transports.channel.rendezvous import Lifeline
 from flowrt.transports.channel.window_memory import TOKEN_BYTES, WindowKey, check_flag, check_range, check_window, flat
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, RemoteWindow, Window
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OFFER = struct.Struct(f"<B{TOKEN_BYTES}sQI")  # kind, token, bytes, flags
 _OFFERED, _WITHDRAWN = 1, 2
-_SHUT, _FIELDS, _NOBODY, _FLAGS = 0, 512, 64, 1088  # in a window's first page; lanes' fields are 16 times 32 bytes
+_SHUT, _FIELDS, _NOBODY, _FLAGS = 0, 512, 64, 1088  # in a window's first page; the fields of copy threads are 16 times 32 bytes
 assert _FLAGS + 8 * MAX_FLAGS <= PAGE_BYTES
 
 
@@ -138,19 +135,19 @@ class Sleeping(NamedTuple):
         self.memory.raise_flag(self.own_words + FLAGS_SLEEP)
 
     def nudge(self) -> None:
-        """Wake the other end if it sleeps for flags. Whatever was stored before is seen by it."""
+        """Wakes the other end if it sleeps for flags; it sees everything stored before."""
         if self.memory.publish(self.peer_words + NUDGES, 1, self.peer_words + FLAGS_SLEEP):
             os.eventfd_write(self.peer_wake, 1)
 
 
 class SharedWindows:
-    """The windows of one end. `until` is Endpoint._until, whose waiters `wake`, and the peer's nudge of the channel, make look again."""
+    """The windows of one end. `until` is QueuedChannel._until; `wake` and a nudge of the peer make its waiters check again."""
 
     def __init__(
         self,
         line: WindowLine,
         sleeping: Sleeping,
-        num_lanes: int,
+        num_copy_threads: int,
         own_wake: int,
         new_memory: Callable[[int], int],
         until: Callable[[Callable[[], bool], Callable[[], bool]], Awaitable[None]],
@@ -161,11 +158,11 @@ class SharedWindows:
         self.wake = wake
         self._asleep: set[Callable[[], bool]] = set()
         self._line = line
-        self._num_lanes = num_lanes
+        self._num_copy_threads = num_copy_threads
         self._own_wake = own_wake
         self._new_memory = new_memory
-        self._owned: set[_OwnWindow] = set()
-        self._attached: set[_PeerWindow] = set()
+        self._owned: set[_SharedWindow] = set()
+        self._attached: set[_RemoteSharedWindow] = set()
 
     def open(self, nbytes: int, num_flags: int) -> Window:
         from flowrt.transports.native._words import Memory
@@ -181,7 +178,7 @@ class SharedWindows:
             raise UnavailableError(f"a window of {nbytes} bytes cannot be mapped: {error.strerror}") from error
         finally:
             os.close(memfd)
-        window = _OwnWindow(self, memory, key)
+        window = _SharedWindow(self, memory, key)
         self._owned.add(window)
         return window
 
@@ -197,18 +194,18 @@ class SharedWindows:
             memory = Memory(memfd, PAGE_BYTES + wanted.nbytes)
         except OSError as error:
             raise UnavailableError(f"a window of {wanted.nbytes} bytes cannot be mapped: {error.strerror}") from error
-        lanes = Lanes(memory, _FIELDS, FIELD_BYTES, _NOBODY, self._num_lanes, -1, self._own_wake)
-        window = _PeerWindow(self, memory, wanted, lanes)
+        copy_threads = CopyThreads(memory, _FIELDS, FIELD_BYTES, _NOBODY, self._num_copy_threads, -1, self._own_wake)
+        window = _RemoteSharedWindow(self, memory, wanted, copy_threads)
         self._attached.add(window)
         return window
 
-    def withdraw(self, window: _OwnWindow, key: WindowKey) -> None:
+    def withdraw(self, window: _SharedWindow, key: WindowKey) -> None:
         self._owned.discard(window)
         self._line.withdraw(key)
         self.sleeping.nudge()
         self.wake()
 
-    def detach(self, window: _PeerWindow) -> None:
+    def detach(self, window: _RemoteSharedWindow) -> None:
         self._attached.discard(window)
 
     async def wait(self, memory: Memory, flag: int, seen: int, is_shut: Callable[[], bool]) -> int:
@@ -244,7 +241,7 @@ class SharedWindows:
         del self.sleeping  # and with it the channel's memory
 
 
-class _OwnWindow(Window):
+class _SharedWindow(Window):
     def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey) -> None:
         self._windows = windows
         self._memory = memory
@@ -285,11 +282,11 @@ class _OwnWindow(Window):
             raise WindowError("this window was closed")
 
 
-class _PeerWindow(RemoteWindow):
-    def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey, lanes: Lanes) -> None:
+class _RemoteSharedWindow(RemoteWindow):
+    def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey, copy_threads: CopyThreads) -> None:
         self._windows = windows
         self._memory = memory
-        self._lanes = lanes
+        self._copy_threads = copy_threads
         self._let_go = False
         self.key = key
         self.nbytes, self.num_flags = key.nbytes, key.num_flags
@@ -344,7 +341,7 @@ class _PeerWindow(RemoteWindow):
     def let_go(self) -> None:
         if not self._let_go:
             self._let_go = True
-            self._lanes.close()
+            self._copy_threads.close()
             self._windows.detach(self)
             self._windows.wake()
 
@@ -353,18 +350,18 @@ class _PeerWindow(RemoteWindow):
         self._windows.sleeping.nudge()
 
     async def _copy_beside(self, at: int, view: memoryview) -> None:
-        """Over all lanes, a stripe each; the loop goes on meanwhile."""
-        num_lanes = self._lanes.num_lanes
-        stripe = -(-len(view) // num_lanes)
-        for lane in range(num_lanes):
-            begin = min(lane * stripe, len(view))
+        """Copies over all copy threads, a stripe each, while the event loop continues."""
+        num_copy_threads = self._copy_threads.num_copy_threads
+        stripe = -(-len(view) // num_copy_threads)
+        for thread in range(num_copy_threads):
+            begin = min(thread * stripe, len(view))
             nbytes = min(stripe, len(view) - begin)
-            self._lanes.copy(lane, at + begin, view, begin, nbytes, 0, 0, 0, True)
-        ticket = self._lanes.ticket()
+            self._copy_threads.copy(thread, at + begin, view, begin, nbytes, 0, 0, 0, True)
+        ticket = self._copy_threads.ticket()
         try:
-            await self._windows.until(lambda: self._lanes.settled(ticket), bool)
+            await self._windows.until(lambda: self._copy_threads.settled(ticket), bool)
         except BaseException:
-            self._lanes.wait()  # as long as a copy takes: the data is the caller's again when this returns
+            self._copy_threads.wait()  # as long as a copy takes: the data is the caller's again when this returns
             raise
 
     def _expect_open(self) -> None:

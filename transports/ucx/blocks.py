@@ -1,10 +1,8 @@
-"""Memory that UCX writes into: blocks that are used again and again, so that they stay mapped and registered.
+"""`BlockPool`: memory that UCX writes into, in blocks that are reused, so that they stay mapped and registered.
 
-Here: `BlockPool`. Not here: UCX (ucx_link.py), what is in the blocks (ucx.py, which calls this). A block is whole pages of anonymous
-memory. A receiver takes one for a message's tensors and hands out a *lease* on it: the block comes back by itself when the last view of
-the lease is gone, on whatever thread that happens.
-
-Sizes are rounded up to eighths of a power of two, so that a block fits many messages; at most `idle_bytes` are kept unused.
+A block is whole pages of anonymous memory. A receiver takes one for a message's tensors and gives its user a *lease* on it. The block
+returns to the pool when the last view of the lease is freed, on whatever thread that happens. Sizes are rounded up to eighths of a power
+of two, so that a block fits many messages; at most `idle_bytes` are kept unused.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""UCX, through ucxx: one worker and one endpoint between two processes of a host.
+"""UCX through ucxx: one worker and one endpoint between two processes of a host. Only this file uses the library.
 
-Here: everything that touches the library (`load`, `Link`). Not here: the protocol (ucx.py, which calls this), memory (ucx_blocks.py).
-
-The endpoints are made from worker addresses, because only those let UCX choose shared memory. These settings matter. `TLS=posix,cma`:
-small frames go through a ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network.
-`POSIX_ERROR_HANDLING` and `CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is
-dead or stopped cannot be closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21
-crashes when it cancels: `RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the death of a peer is noticed by
-the line of the meeting, not by UCX.
+The endpoints are made from worker addresses, because only those let UCX choose shared memory. `TLS=posix,cma`: small frames go through a
+ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network. `POSIX_ERROR_HANDLING` and
+`CMA_MEMORY_INVALIDATE` let both be used with UCX's error handling, without which an endpoint whose peer is dead or stopped cannot be
+closed. The second needs UCX's registration cache, without which (UCX_MEM_EVENTS=n in the environment) UCX 1.21 crashes when it cancels:
+`RCACHE_ENABLE=y` makes that an error at the start. `KEEPALIVE_INTERVAL=inf`: the socket of the rendezvous reports the death of a peer,
+not UCX.
 
 ucxx 0.40 to 0.52 keep a closed endpoint whose requests were cancelled alive for ever (the requests refer to it, and it to them) until
-`Endpoint::getCancelingSize` is called, which its Python classes never do; `Link.close` calls it in the C++ library.
+`Endpoint::getCancelingSize` is called, which its Python classes never do; `UCXLink.close` calls it in the C++ library.
 """
 
 from __future__ import annotations
@@ -91,13 +89,13 @@ def unavailable_reason() -> str | None:
     except (ImportError, OSError, AttributeError) as error:
         return f"ucx needs the package ucxx ({_one_line(error)}); install it with: pip install 'flowrt[ucx]' (Linux, x86-64 or ARM)"
     try:
-        Link().close()
+        UCXLink().close()
     except UnavailableError as error:
         return str(error)
     return None if library else ""
 
 
-class Link:
+class UCXLink:
     """A worker and, once `connect` was called, its endpoint to the peer's worker.
 
     `progress()` lets UCX work. `arm()` is True when nothing is left to do: then `descriptor` becomes readable when there is again.

@@ -1,11 +1,8 @@
-"""The bulk lane of a UCX channel: regions, cut into pieces.
+"""Large payloads of a UCX channel: regions, which are transferred in pieces.
 
-Here: `RegionSender` (cut, send ahead, let go), `RegionReceiver` (take memory, ask for pieces, hand out what is whole), `region_layout`,
-`cuts`. Not here: the frames that announce a region, and what happens to a message (ucx.py, which calls this).
-
-A region is the tensors of a message. Nobody copies them into place: the receiver, who knows their sizes from the envelope that came ahead,
-takes one block for them, each at a multiple of 64 bytes, and UCX reads every piece from where it lies in the sender's memory straight into
-that block. The received tensors lie there. Pieces bound how long one read keeps the receiver's loop.
+A region is the tensors of a message. They are not copied into place: the receiver, which knows their sizes from the envelope, takes one
+block for them, each at a multiple of 64 bytes, and UCX reads every piece from the sender's memory straight into that block. The received
+tensors alias it. Pieces bound how long one read occupies the receiver's event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flowrt.transports.ucx.blocks import Block, BlockPool
-from flowrt.transports.ucx.endpoint import IN_PROGRESS, Link, LostError, check_status
+from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status
 from flowrt.transports.wire.codec import Envelope, Part, WireError
 
 PIECE_BYTES = 1 << 20
@@ -47,7 +44,7 @@ def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
 class RegionSender:
     """One end's outgoing regions."""
 
-    def __init__(self, link: Link, tag: Any) -> None:
+    def __init__(self, link: UCXLink, tag: Any) -> None:
         self._link = link
         self._tag = tag
         self._waiting: deque[Any] = deque()
@@ -79,7 +76,7 @@ class RegionSender:
             self.sent.append((self._link.send(array, self._tag), array))
 
 
-class Arrival:
+class RegionArrival:
     """A message on its way in, or behind one that is: complete when `missing_bytes` is 0. Without an envelope: the peer's CLOSE."""
 
     __slots__ = ("block", "envelope", "missing_bytes", "payload_bytes", "pieces", "sizes", "tensors")
@@ -97,17 +94,17 @@ class Arrival:
 class RegionReceiver:
     """One end's incoming regions."""
 
-    def __init__(self, link: Link, pool: BlockPool, tag: Any, line: socket.socket) -> None:
+    def __init__(self, link: UCXLink, pool: BlockPool, tag: Any, line: socket.socket) -> None:
         self._link = link
         self._pool = pool
         self._tag = tag
         self._line = line
-        self._announced: deque[Arrival] = deque()  # for which pieces must still be asked
-        self._asked: deque[tuple[Any, Arrival, int]] = deque()
+        self._announced: deque[RegionArrival] = deque()  # for which pieces must still be asked
+        self._asked: deque[tuple[Any, RegionArrival, int]] = deque()
 
-    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> Arrival:
+    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> RegionArrival:
         """Take memory for an announced region that has been checked, and ask for its pieces from now on."""
-        arrival = Arrival(sum(sizes), envelope)
+        arrival = RegionArrival(sum(sizes), envelope)
         arrival.sizes = sizes
         arrival.missing_bytes = arrival.payload_bytes
         if not arrival.payload_bytes:
@@ -119,16 +116,16 @@ class RegionReceiver:
         self._announced.append(arrival)
         return arrival
 
-    def look(self) -> list[Arrival]:
+    def look(self) -> list[RegionArrival]:
         """The regions that have become whole. Raises WireError."""
         whole = self._progressed()
         if whole and not self._line_is_open():  # looked at after the last piece: a sender keeps a region while its line is open
             raise LostError("the peer died, or has closed, before what it sent was read")
         return whole
 
-    def _progressed(self) -> list[Arrival]:
+    def _progressed(self) -> list[RegionArrival]:
         asked = self._asked
-        whole: list[Arrival] = []
+        whole: list[RegionArrival] = []
         while True:
             while asked and (status := asked[0][0].status) != IN_PROGRESS:
                 check_status(status)
@@ -151,7 +148,7 @@ class RegionReceiver:
                 raise WireError(f"a piece of {probed.length} bytes, {end - start} were due")
             asked.append((self._link.receive_probed(target, probed), arrival, end - start))
 
-    def open(self, arrival: Arrival, wanted: bool) -> None:
+    def open(self, arrival: RegionArrival, wanted: bool) -> None:
         """Fill in the tensors of a whole region; its memory is let go of unless they are `wanted`."""
         block, arrival.block = arrival.block, None
         assert block is not None

@@ -1,21 +1,18 @@
-"""UCX between two processes of one host ("ucx").
+"""The `ucx` transport: UCX between two processes of one host.
 
-Here: the channel's protocol over one UCX link, and its transport. Not here: the library (ucx_link.py), large payloads
-(ucx_regions.py), meeting and authentication (rendezvous.py), flow control in messages and bytes (windowed.py).
+UCX is not touched before the key is proved: the connector sends its worker's address under its proof; the listener responds over UCX with
+its own address and a second proof. Both tags are secrets of that handshake. The socket of the rendezvous stays: its end-of-file is the
+peer's death. UCX's descriptor is in the event loop, armed when no work is left, so nothing spins.
 
-Nothing of UCX is touched before the key is proved: the connector tells its worker's address under its proof, the listener answers over
-UCX itself with its own and a second proof. Both tags are secrets of that handshake. The socket of the meeting stays: its end-of-file is
-the peer's death. UCX's descriptor is in the event loop, armed when nothing is left to do, so nothing spins.
-
-Two lanes, one tag each. *Regions* (ucx_regions.py) carry what is large. *Frames* are small, so that UCX copies them into the peer's ring
-at once, and credits never wait behind payload:
+There are two message streams with one tag each. *Regions* (regions.py) carry large payloads. *Frames* are small, so that UCX copies them
+into the peer's ring at once, and credits never wait behind a payload:
 
     uint8 kind, 3 zero bytes, uint32 envelope bytes, uint64 a, uint64 b, uint64 frames read so far; then the body
     MESSAGE   the envelope and the tensors                    TAKEN                        a: messages, b: bytes, as in stream.py
-    REGION    the envelope; the tensors go the other lane     WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
-    ENVELOPE  what a REGION's frame has no room for, ahead
+    REGION    the envelope; the tensors go as a region        WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
+    ENVELOPE  the part of an envelope that a REGION frame has no room for, ahead of it
 
-The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD): a full one could only be waited for by spinning.
+The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD), because it could only wait for a full one by spinning.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ import struct
 from collections import deque
 from typing import Any, ClassVar
 
-from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import HandshakeError
 from flowrt.transports.ucx.blocks import BlockPool
-from flowrt.transports.ucx.endpoint import IN_PROGRESS, Link, LostError, check_status, unavailable_reason
-from flowrt.transports.ucx.regions import Arrival, RegionReceiver, RegionSender
+from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
+from flowrt.transports.ucx.regions import RegionArrival, RegionReceiver, RegionSender
 from flowrt.transports.wire.address import expect_scheme
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, encode, is_repeat
 from flowrt.transports.wire.handshake import check_key
@@ -52,12 +49,12 @@ _PROOF_BYTES = 32
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
-class UCXChannel(WindowedEndpoint):
+class UCXChannel(FlowControlledChannel):
     """One end: a UCX link, and the line of the meeting."""
 
     scheme: ClassVar[str] = "ucx"
 
-    def __init__(self, side: str, meeting: Meeting, link: Link) -> None:
+    def __init__(self, side: str, meeting: Meeting, link: UCXLink) -> None:
         super().__init__(meeting.limits, meeting.peer)
         self._side = side
         self._link = link
@@ -70,7 +67,7 @@ class UCXChannel(WindowedEndpoint):
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
-        self._arrivals: deque[Arrival] = deque()  # those that are not whole, and what came after them
+        self._arrivals: deque[RegionArrival] = deque()  # those that are not whole, and what came after them
         self._envelope = b""  # what came ahead of a region's frame
         self._outbox: deque[bytes] = deque()  # frames for which there is no slot yet; bounded by the window
         self._frames_sent = self._frames_told = 0  # told: how many the peer has said to have read
@@ -241,7 +238,7 @@ class UCXChannel(WindowedEndpoint):
         elif kind == _WAITING:
             self._hear_waiting()
         elif kind == _CLOSE:
-            self._arrivals.append(Arrival())
+            self._arrivals.append(RegionArrival())
             self._hand_over_whole()
         elif kind == _CLOSED:
             self._finish()
@@ -268,7 +265,7 @@ class UCXChannel(WindowedEndpoint):
         if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
             self._receiving.arrived(payload_bytes)
         if self._arrivals:
-            self._arrivals.append(Arrival(payload_bytes, envelope, buffers))
+            self._arrivals.append(RegionArrival(payload_bytes, envelope, buffers))
         else:
             self._deliver(envelope, buffers, payload_bytes)
 
@@ -364,10 +361,10 @@ class UCXTransport(Transport):
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
         check_key(key)
         name = expect_scheme(address, self.scheme)
-        links: list[Link] = []
+        links: list[UCXLink] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            links.append(Link())
+            links.append(UCXLink())
             return links[0].address(), []
 
         try:
@@ -387,7 +384,7 @@ class UCXTransport(Transport):
 
 def _accepted(meeting: Meeting) -> Channel:
     """The listener's end: connects to the worker whose address the connector told under its proof."""
-    link = Link()
+    link = UCXLink()
     try:
         link.connect(meeting.payload)
         return UCXChannel(_LISTENER, meeting, link)

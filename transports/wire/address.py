@@ -1,7 +1,4 @@
-"""Addresses of transports: `scheme://rest`.
-
-Here: splitting and joining them. Not here: what `rest` means, which each scheme decides. Called by registry.py and the schemes.
-"""
+"""Addresses of transports, `scheme://rest`: splits and joins them; each scheme interprets `rest`."""
 
 from __future__ import annotations
 

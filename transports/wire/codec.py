@@ -1,15 +1,12 @@
-"""Messages to bytes and back.
-
-Here: `encode` and `decode`, and the two halves of `decode` for media that must know the sizes before they read the tensors.
-Not here: how bytes are framed or moved (stream.py, shared_memory.py, zeromq.py; the simulation's transport uses this file too).
+"""Encodes messages to bytes and decodes them, in two halves for media that must know the sizes before they read the tensors.
 
 On the wire a message is one envelope and its tensors' bytes. The envelope is a MessagePack array
 `[sequence, kind, edge, tag, header, tensors]`: tag is null or `[source, epoch, micro_batch, step, layer]`, header is null or a
 bin holding the MessagePack form of the typed header, tensors is an array of `[dtype, shape]`. The tensors follow in order, each as
 exactly its own bytes, row-major, in the byte order of the machine (little-endian everywhere flowrt runs).
 
-Nothing is believed: the envelope is a private copy, decoded at once into typed structs, and every count and size in it is checked
-in Python integers against the limits before the caller allocates anything.
+A received envelope is not trusted: it is a private copy, decoded at once into typed structs, and every count and size in it is checked in
+Python integers against the limits before the caller allocates anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The message: what every transport carries, and the tag that orders the work.
-
-Here: Tag, TensorSpec, Tensor, Message, and the header decoders. Not here: bytes on a wire (codec.py), torch (flowrt/dataflow
-turns tensors into buffers and back). Every room of flowrt may import this file; it imports nothing of ours.
-"""
+"""Messages, which every transport carries, and tags, which order the work. Imports nothing of flowrt."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ MAX_DIMENSIONS = 8
 class Tag(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a message belongs to. A node fires when its inputs for one tag are there; nothing else orders the work.
 
-    `source` is the minting node's name and incarnation ("attention.0.source@5f3a"), kept when a message is forwarded.
-    `epoch` counts the roll-backs of that group, `micro_batch` is the lane, `step` its step, `layer` the layer within it.
+    `source` is the emitting node's name and incarnation ("attention.0.source@5f3a"), kept when a message is forwarded.
+    `epoch` counts the rollbacks of that group, `micro_batch` is the micro-batch, `step` its step, `layer` the layer within it.
     """
 
     source: str

@@ -1,9 +1,9 @@
-"""Memory lent to libzmq: large frames leave from where they lie.
+"""Lends memory to libzmq, so that large frames are sent without a copy.
 
-Here: `Lender`. Not here: which frames are large and whose they are (zeromq.py, which calls this). pyzmq lends memory as well
-(`copy=False`), but hears of its return in a Python thread with a context of its own: for each frame that thread needs the interpreter,
-which costs more than copying a mebibyte, and nothing ends it with the last channel. So a loan's end is one word in memory, written by
-libzmq's I/O thread (_loans.c) and looked at when something is lent, and libzmq is called by ctypes. Without the C module nothing is lent.
+pyzmq lends memory as well (`copy=False`), but is notified of its return in a Python thread with a context of its own. For each frame that
+thread needs the interpreter, which costs more than copying a mebibyte, and it does not end with the last channel. So the end of a loan is
+one word in memory, written by libzmq's I/O thread (_loans.c) and read when something is lent, and libzmq is called by ctypes. Without the
+C module nothing is lent.
 """
 
 from __future__ import annotations

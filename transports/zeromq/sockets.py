@@ -1,12 +1,9 @@
-"""libzmq's context and sockets for one channel, and who may speak to them.
+"""libzmq's context and sockets of one channel, and the authentication of their peers.
 
-Here: `SharedContext`, `pair_and_monitor` and `bind` (a channel's two sockets), `CurveKeys` and the authenticator behind encrypted ones. Not
-here: what is said over the sockets (zeromq.py, which alone calls this).
-
-Encryption is CURVE. No key is distributed for it: both ends derive both key pairs of a channel from the session key of the handshake,
-which only they can know, so each channel has keys of its own. libzmq asks a handler (ZAP) whether a client's key may connect; without
-a handler it would let in every key, and does so again when the handler dies. So each channel's server names a domain of its own and
-enforces it (ZAP_ENFORCE_DOMAIN): no answer is a refusal. The handler admits to a domain the one key of the channel's other end.
+Encryption is CURVE. No key is distributed for it: both ends derive both key pairs of a channel from the session key of the handshake, so
+each channel has its own keys. libzmq asks a handler (ZAP) whether a client's key may connect; without a handler it admits every key, and
+does so again when the handler dies. So the server of each channel names a domain of its own and enforces it (ZAP_ENFORCE_DOMAIN): no
+response is a refusal. The handler admits to a domain only the key of the channel's other end.
 """
 
 from __future__ import annotations

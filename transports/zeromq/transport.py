@@ -1,20 +1,19 @@
-"""ZeroMQ between two processes ("zmq").
+"""The `zmq` transport: ZeroMQ between two processes.
 
-Here: the channel over one PAIR socket, and its transport. Not here: libzmq's context, sockets and encryption (zeromq_sockets.py), meeting
-and authentication (rendezvous.py), flow control (windowed.py). The data goes over an abstract ipc endpoint where both sides are on one
-Linux host, because that is ZeroMQ's fastest way there and leaves no file behind; over TCP where the address says so. What leaves this
-host is encrypted: `zmq://10.0.0.5:7000?curve`. Any address but loopback without `?curve` is refused before anything is bound.
+Data goes over an abstract ipc endpoint where both sides are on one Linux host, which is ZeroMQ's fastest way there and leaves no file
+behind, and over TCP where the address says so. Traffic between hosts is encrypted: `zmq://10.0.0.5:7000?curve`. Addresses beyond loopback
+without `?curve` are refused before anything is bound.
 
-The connector binds a PAIR under a name nobody can guess, tells the name under its proof, and the listener connects: each channel has
-a socket of its own, so nothing is routed, nothing is dropped for an unknown or slow peer, and closing one touches no other; a process
-that comes back under an old name is another incarnation with sockets of its own. The first message each way proves that the session
-is the one of the handshake. libzmq's own queues are unbounded, ours are not: the credit window bounds what can be in them. A
-connection is never made anew: a lost one is a broken channel, and the socket's monitor tells.
+The connector binds a PAIR under a random name and sends the name under its proof, and the listener connects. Each channel has a socket of
+its own, so no message is routed, or dropped for an unknown or slow peer, and closing one channel touches no other. A process that returns
+under an old name is another incarnation with its own sockets. The first message each way proves that the session is the one of the
+handshake. libzmq's own queues are unbounded; the credit window bounds their content. Connections are not made again: a lost one is a
+broken channel, which the socket's monitor reports.
 
-Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body; of a MESSAGE the body is the envelope and, if they are no
-more than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING
-(the proof) and CLOSED (the answer to CLOSE, after which nothing is left in any queue). A tensor of LENT_BYTES or more is not copied on
-its way out: libzmq's I/O thread writes it into the kernel from where it lies, and it is kept until libzmq is done with it.
+Frame 0 is `uint8 kind, 3 zero bytes, uint32 envelope bytes` and the body. The body of a MESSAGE is the envelope and, if they are no more
+than INLINE_BYTES together, the tensors; larger ones follow as a frame each. The other kinds are as in stream.py, with GREETING (the
+proof) and CLOSED (the response to CLOSE, after which every queue is empty). A tensor of LENT_BYTES or more is not copied on its way out:
+libzmq's I/O thread writes it into the kernel in place, and it is kept until libzmq has finished with it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import weakref
 from functools import partial
 from typing import Any, ClassVar
 
-from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
 from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError, UnavailableError
@@ -54,7 +53,7 @@ _MESSAGES_AT_ONCE = 64  # read, then the loop turns
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
-class ZeroMQChannel(WindowedEndpoint):
+class ZeroMQChannel(FlowControlledChannel):
     """One end: a PAIR socket, its monitor, and the line of the meeting."""
 
     scheme: ClassVar[str] = "zmq"

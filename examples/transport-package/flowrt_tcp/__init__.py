@@ -1,7 +1,7 @@
 """tcp://127.0.0.1:port: whole messages as frames over a plain TCP socket, in a package of its own.
 
 What it takes from flowrt: the meeting of two processes with its proofs (rendezvous), the credit window and the line of waiting senders
-(WindowedEndpoint), messages to bytes and back (codec). What is its own: frames, and reading and writing a socket. It is written to be
+(FlowControlledChannel), messages to bytes and back (codec). What is its own: frames, and reading and writing a socket. It is written to be
 read; flowrt's own transports copy less.
 
 A frame is `uint32 length, uint8 kind` and a body. The body of a MESSAGE is `uint32 length` of the envelope, the envelope, the tensors.
@@ -15,7 +15,7 @@ import socket
 import struct
 from typing import ClassVar
 
-from flowrt.transports.channel.flow_controlled import WindowedEndpoint
+from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.rendezvous import Meeting, SocketListener, meet
 from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.wire.address import expect_scheme
@@ -28,7 +28,7 @@ MESSAGE, SAY_TAKEN, SAY_WAITING, CLOSE = range(1, 5)
 READ_BYTES, READS_AT_ONCE = 1 << 18, 8  # then the loop turns
 
 
-class TcpChannel(WindowedEndpoint):
+class TcpChannel(FlowControlledChannel):
     """One end. Both ends read as soon as bytes arrive; the window bounds what can."""
 
     scheme: ClassVar[str] = "tcp"
@@ -43,7 +43,7 @@ class TcpChannel(WindowedEndpoint):
         self._most = LENGTH.size + limits.max_header_bytes + limits.max_message_bytes
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
-    # What WindowedEndpoint asks for.
+    # What FlowControlledChannel asks for.
 
     def _transmit(self, message: Message) -> bool:
         parts = encode(message, self._sending.sent_messages, self.limits)

@@ -25,7 +25,7 @@ from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, split
 from flowrt.bench.peers import decode_vllm
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Section, new_table, say
+from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, say
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.launcher.transport_choice import usable_cores
@@ -61,7 +61,7 @@ async def measure(
     if vllm is not None and against is not None:
         raise UserError("--vllm and --against exclude each other: a second graph is measured against the first alone")
     limits = await measure_limits_apart(usable_cores())
-    yield Section("limits", vars(limits))
+    yield ReportSection("limits", vars(limits))
     vocab_size = read_model_config(model).vocab_size
     for dtype in options.dtype:
         graph = read_checked_graph(graph_file, model, dtype, options.overrides, options)
@@ -101,7 +101,7 @@ async def measure(
             "memory": {**vars(memory), "bound_bytes": memory.bound_bytes, "met": memory.met},
         }
         context = options.prompt_tokens + options.new_tokens // 2
-        yield Section(
+        yield ReportSection(
             dtype, record, [_split_table(dtype, batch, splits[batch], graph, limits, context) for batch in splits if splits[batch]]
         )
     yield (

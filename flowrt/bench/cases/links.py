@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.peers.links import Arrival, Flow, LinkPeer, LinkSetting, link_peer
+from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkPeer, LinkSetting, link_peer
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
@@ -37,11 +37,11 @@ class LinkCase:
     """`senders`: the flows of each sending process. A latency is that of the last flow of all."""
 
     name: str
-    senders: Sequence[Sequence[Flow]]
+    senders: Sequence[Sequence[LinkFlow]]
     modelled_seconds: float
     is_bandwidth: bool = False
 
-    def measured_seconds(self, received: Sequence[Arrival], dilation: float) -> float:
+    def measured_seconds(self, received: Sequence[FlowArrival], dilation: float) -> float:
         """From the first send to the last arrival of all flows, or the median latency of the last flow."""
         if self.is_bandwidth:
             first = min(each.sent_seconds for each in received)
@@ -58,20 +58,20 @@ def cases_of(profile: LinkProfile, dilation: float) -> list[LinkCase]:
     """Pauses are in real seconds."""
     small, bulk = profile.seconds(SMALL_BYTES), profile.seconds(BULK_BYTES)
     busy = profile.busy_seconds(BULK_BYTES)
-    stream = Flow(8, BULK_BYTES)
-    background = Flow(16, BULK_BYTES)
+    stream = LinkFlow(8, BULK_BYTES)
+    background = LinkFlow(16, BULK_BYTES)
     many = NUM_FLOWS * stream.num_messages * busy + profile.latency_seconds
     beside = (NUM_FLOWS + 1) * profile.busy_seconds(SMALL_BYTES) + profile.latency_seconds
     num_small = max(2, int(background.num_messages * NUM_FLOWS * busy / (3 * beside)))
     return [
-        LinkCase("latency, 64 B", [[Flow(12, SMALL_BYTES, 2 * small * dilation)]], small),
-        LinkCase("latency, 1 MiB", [[Flow(6, BULK_BYTES, 2 * bulk * dilation)]], bulk),
+        LinkCase("latency, 64 B", [[LinkFlow(12, SMALL_BYTES, 2 * small * dilation)]], small),
+        LinkCase("latency, 1 MiB", [[LinkFlow(6, BULK_BYTES, 2 * bulk * dilation)]], bulk),
         LinkCase("bandwidth, 1 flow", [[stream]], stream.num_messages * busy + profile.latency_seconds, True),
         LinkCase(f"bandwidth, {NUM_FLOWS} flows of one process to one", [[stream] * NUM_FLOWS], many, True),
         LinkCase(f"bandwidth, {NUM_FLOWS} processes to one", [[stream]] * NUM_FLOWS, many, True),
         LinkCase(
             f"latency, 64 B beside {NUM_FLOWS} flows of 1 MiB",
-            [[background] * NUM_FLOWS + [Flow(min(20, num_small), SMALL_BYTES, 2 * beside * dilation)]],
+            [[background] * NUM_FLOWS + [LinkFlow(min(20, num_small), SMALL_BYTES, 2 * beside * dilation)]],
             beside,
         ),
     ]
@@ -139,7 +139,7 @@ def _transport_below(wanted: str) -> str:
 
 async def measure_round(
     setting: LinkSetting, case: LinkCase, receiver: LinkPeer, senders: Sequence[LinkPeer]
-) -> tuple[list[Arrival], Lateness]:
+) -> tuple[list[FlowArrival], Lateness]:
     flows = [flow for flows in case.senders for flow in flows]
     address = await receiver.listen(setting, flows)
     begin = time.monotonic() + LEAD_SECONDS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
-from flowrt.bench.report.report import Section, new_table, say
+from flowrt.bench.report.report import ReportSection, new_table, say
 
 if TYPE_CHECKING:
     from flowrt.bench.cases.operator_cases import CasePart, OperatorCase
@@ -67,9 +67,9 @@ async def measure(options: OperatorOptions) -> AsyncIterator[Result]:
     rows = [(name, *(cells.get((name, load), "") for load in loads)) for name in dict.fromkeys(each.operator for each in times)]
     table = new_table(f"operators, {dtype}", "rows", *map(str, loads), rows=rows)
     record = [vars(each) | {"fraction": each.fraction(limits, dtype)} for each in times]
-    yield Section("times", record, [table, f"us of one call in one layer, and per cent of the limit: {text}"])
-    yield Section("limits", vars(limits))
-    yield Section("limits_text", text)
+    yield ReportSection("times", record, [table, f"us of one call in one layer, and per cent of the limit: {text}"])
+    yield ReportSection("limits", vars(limits))
+    yield ReportSection("limits_text", text)
 
 
 def operator_times(options: OperatorOptions) -> Iterator[OperatorTime]:

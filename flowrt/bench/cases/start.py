@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flowrt.bench.measure.benchmark import Result, Trial
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.report import Section
+from flowrt.bench.report.report import ReportSection
 from flowrt.errors import UserError
 
 START_TARGET = Target(5.0)  # seconds, of a graph of six processes
@@ -49,7 +49,7 @@ async def measure(graph: Path, model: Path | None = None) -> AsyncIterator[Resul
 
     trial = Trial([lambda: measure_start(graph, model)], figures)
     yield trial
-    yield Section("runs", [{"total_seconds": start.total_seconds, **start.part_seconds} for start in trial.values[0]])
+    yield ReportSection("runs", [{"total_seconds": start.total_seconds, **start.part_seconds} for start in trial.values[0]])
 
 
 async def measure_start(graph: Path, model: Path | None = None) -> StartTimes:

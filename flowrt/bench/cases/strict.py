@@ -19,7 +19,7 @@ from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_room
 from flowrt.bench.peers.process import start_peer
-from flowrt.bench.report.report import Section, say
+from flowrt.bench.report.report import ReportSection, say
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 
@@ -66,7 +66,7 @@ async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) 
         median = statistics.median(seconds)
         yield f"check of all functions at the start, {dtype}: {median:.2f} s with {num_threads} threads, median of {len(seconds)}"
         record = {"tokens": agreement_record(agreements), "blocks": blocks, "threads": num_threads, "proof_seconds": seconds}
-        yield Section(dtype, record)
+        yield ReportSection(dtype, record)
 
 
 @contextmanager

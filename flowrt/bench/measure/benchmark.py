@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.figures import MAX_PAIRS, MIN_PAIRS, Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Machine, Section, new_console, print_report, say, write_report
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_report, say, write_report
 
 BLOCK_SECONDS = 0.05  # of one measurement of something short: long beside a wake-up, short beside the drift of a machine's load
 
@@ -34,7 +34,7 @@ class Trial(Generic[V]):
         return Trial((ours, theirs), lambda values: [Figure.paired(name, unit, values[0], peer, values[1], target)])
 
 
-Result = Trial[Any] | Figure | Section | str
+Result = Trial[Any] | Figure | ReportSection | str
 
 
 def run_benchmark(
@@ -47,7 +47,7 @@ def run_benchmark(
     """Measures every trial of `results` while the iterator waits, with what it opened still open. A text is a note of the report."""
     machine = Machine.here()
     figures: list[Figure] = []
-    sections: list[Section] = []
+    sections: list[ReportSection] = []
     notes: list[str] = []
 
     async def collect() -> None:
@@ -55,7 +55,7 @@ def run_benchmark(
             if isinstance(result, str):
                 notes.append(result)
                 say(result)
-            elif isinstance(result, Section):
+            elif isinstance(result, ReportSection):
                 sections.append(result)
             else:
                 new = [result] if isinstance(result, Figure) else await measure_trial(result, num_pairs)

@@ -31,7 +31,7 @@ class LinkSetting(msgspec.Struct, frozen=True):
     dilation: float
 
 
-class Flow(msgspec.Struct, frozen=True):
+class LinkFlow(msgspec.Struct, frozen=True):
     """What one channel sends: messages in sequence, `pause_seconds` after each has been sent."""
 
     num_messages: int
@@ -39,7 +39,7 @@ class Flow(msgspec.Struct, frozen=True):
     pause_seconds: float = 0.0
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class FlowArrival(msgspec.Struct, frozen=True):
     """One message: its flow, when its `send` was called, when `recv` returned it. Seconds of the machine's monotonic clock."""
 
     flow: int
@@ -58,18 +58,18 @@ class LinkPeer:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    async def listen(self, setting: LinkSetting, flows: Sequence[Flow]) -> str:
+    async def listen(self, setting: LinkSetting, flows: Sequence[LinkFlow]) -> str:
         """Accepts as many channels as `flows`. Returns the address to send to."""
         response = await self._peer.ask(action="listen", setting=setting, flows=flows)
         address: str = response["address"]
         return address
 
-    async def receive(self) -> tuple[list[Arrival], Lateness]:
+    async def receive(self) -> tuple[list[FlowArrival], Lateness]:
         """Every message, once all have arrived, and how many were late."""
         response = await self._peer.ask(action="receive")
-        return msgspec.convert(response["arrivals"], list[Arrival]), Lateness(response["num"], response["num_late"])
+        return msgspec.convert(response["arrivals"], list[FlowArrival]), Lateness(response["num"], response["num_late"])
 
-    async def send(self, setting: LinkSetting, address: str, flows: Sequence[Flow], first: int, begin_seconds: float) -> None:
+    async def send(self, setting: LinkSetting, address: str, flows: Sequence[LinkFlow], first: int, begin_seconds: float) -> None:
         """Sends the flows, numbered from `first`, each over a channel of its own, from `begin_seconds` on."""
         await self._peer.ask(action="send", setting=setting, flows=flows, address=address, first=first, begin_seconds=begin_seconds)
 
@@ -91,7 +91,7 @@ async def open_peer() -> AsyncIterator[Served]:
                 if action == "receive" and received is not None:
                     return await received
                 setting = msgspec.convert(request.pop("setting"), LinkSetting)
-                flows = msgspec.convert(request.pop("flows"), list[Flow])
+                flows = msgspec.convert(request.pop("flows"), list[LinkFlow])
                 if action == "send":
                     await _send_all(timer, setting, flows, **request)
                     return {}
@@ -104,18 +104,18 @@ async def open_peer() -> AsyncIterator[Served]:
                 received.cancel()
 
 
-async def _receive_all(timer: Timer, setting: LinkSetting, flows: Sequence[Flow], address: asyncio.Future[str]) -> dict[str, Any]:
+async def _receive_all(timer: Timer, setting: LinkSetting, flows: Sequence[LinkFlow], address: asyncio.Future[str]) -> dict[str, Any]:
     lateness = Lateness()
     nic = Nic(profile_of(setting.link), timer, setting.dilation, lateness.note)
-    arrivals: list[Arrival] = []
+    arrivals: list[FlowArrival] = []
 
     async def receive(channel: Channel) -> None:
-        flow, num = Flow(1, 0), 0
+        flow, num = LinkFlow(1, 0), 0
         while num < flow.num_messages:
             message = await channel.recv()
             now, sent = timer.now(), message.decode_header(_Sent)
             flow, num = flows[sent.flow], num + 1
-            arrivals.append(Arrival(sent.flow, sent.seconds, now))
+            arrivals.append(FlowArrival(sent.flow, sent.seconds, now))
 
     async with AsyncExitStack() as stack:
         transport = get_transport(setting.transport)
@@ -129,10 +129,10 @@ async def _receive_all(timer: Timer, setting: LinkSetting, flows: Sequence[Flow]
     return {"arrivals": msgspec.to_builtins(arrivals), "num": lateness.num, "num_late": lateness.num_late}
 
 
-async def _send_all(timer: Timer, setting: LinkSetting, flows: Sequence[Flow], address: str, first: int, begin_seconds: float) -> None:
+async def _send_all(timer: Timer, setting: LinkSetting, flows: Sequence[LinkFlow], address: str, first: int, begin_seconds: float) -> None:
     nic = Nic(profile_of(setting.link), timer, setting.dilation)
 
-    async def send(channel: Channel, number: int, flow: Flow) -> None:
+    async def send(channel: Channel, number: int, flow: LinkFlow) -> None:
         tensor = Tensor(TensorSpec("uint8", (flow.num_bytes,)), bytes(flow.num_bytes))
         await timer.wait_until(begin_seconds)
         for _ in range(flow.num_messages):

@@ -54,7 +54,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of a report that is not a figure: `record` under `key` of the JSON's details, and what is printed."""
 
     key: str
@@ -70,7 +70,7 @@ class BenchmarkReport:
     machine: Machine
     figures: Sequence[Figure]
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[ReportSection] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""Lanes: fields of 32 bytes, copiers beside the loop, chunks that one side fills while the other drains, memory that is bounded."""
+"""Copy threads: fields of 32 bytes, copies beside the event loop, chunks that one side fills while the other drains, bounded memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flowrt.transports.conformance.kit import check_numbered, numbered, opened, 
 from flowrt.transports.contract import Channel, ChannelStatistics, Limits
 from flowrt.transports.registry import unavailable_reason
 from flowrt.transports.shared_memory.ring import (
+    ABANDONED,
     ACKNOWLEDGED,
     CHUNK,
+    CHUNK_TAIL,
     EVENT,
     FIELD_BYTES,
     FIELDS,
-    GIVEN_UP,
     INLINE_BYTES,
-    LANE_TAIL,
     PAGE_BYTES,
     RELEASED,
     SLOTS,
@@ -46,12 +46,12 @@ from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
 
 
-def limits_of(lanes: int, capacity_bytes: int = 1 << 20) -> Limits:
-    return Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 24, capacity_bytes=capacity_bytes, lanes=lanes)
+def limits_of(copy_threads: int, capacity_bytes: int = 1 << 20) -> Limits:
+    return Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 24, capacity_bytes=capacity_bytes, copy_threads=copy_threads)
 
 
-def ring(lanes: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, Layout, RingWriter, RingReader]:
-    limits = limits_of(lanes, capacity_bytes)
+def ring(copy_threads: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, Layout, RingWriter, RingReader]:
+    limits = limits_of(copy_threads, capacity_bytes)
     layout = Layout.of(limits)
     memfd = sealed_memory(layout.total_bytes)
     memory = Memory(memfd, layout.total_bytes)
@@ -65,17 +65,23 @@ def ring(lanes: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, Layout,
     )
 
 
-def field(memory: Memory, lane: int, word: int, side: int = FIELDS) -> int:
-    return memory.load(side + lane * FIELD_BYTES + word)
+def field(memory: Memory, thread: int, word: int, side: int = FIELDS) -> int:
+    return memory.load(side + thread * FIELD_BYTES + word)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 16])
+@pytest.mark.parametrize("copy_threads", [1, 2, 3, 16])
 @pytest.mark.parametrize("capacity_bytes", [1 << 14, 1 << 18, 1 << 20, 8 << 20])
-def test_layout(lanes: int, capacity_bytes: int) -> None:
-    layout = Layout.of(limits_of(lanes, capacity_bytes))
+def test_layout(copy_threads: int, capacity_bytes: int) -> None:
+    layout = Layout.of(limits_of(copy_threads, capacity_bytes))
     assert 2 * WORDS_BYTES <= PAGE_BYTES
     assert FIELD_BYTES == 32
-    places = [layout.records(0), layout.slots(0), *(layout.slots(0, lane) for lane in range(1, lanes)), layout.area(0), layout.records(1)]
+    places = [
+        layout.records(0),
+        layout.slots(0),
+        *(layout.slots(0, thread) for thread in range(1, copy_threads)),
+        layout.area(0),
+        layout.records(1),
+    ]
     assert places == sorted(places)
     assert all(place % PAGE_BYTES == 0 for place in places)
     assert layout.area(1) + layout.area_bytes == layout.total_bytes
@@ -98,16 +104,16 @@ def test_pieces_cover_everything_once(sizes: list[int], step: int) -> None:
 class TestChunks:
     @pytest.mark.parametrize("num_chunks", [2, 3, 4, 7])
     def test_the_last_copy_of_every_lane_is_told(self, num_chunks: int) -> None:
-        """Lanes end in any order: who waits for all of them must hear of each one's end."""
+        """CopyThreads end in any order: who waits for all of them must hear of each one's end."""
         _, layout, writer, reader = ring(3, 1 << 16)
         told: dict[int, bool] = {}
-        copy = writer._lanes.copy
+        copy = writer._copy_threads.copy
 
-        def noted(lane: int, *rest: object) -> None:
-            told[lane] = bool(rest[-1])
-            copy(lane, *rest)  # type: ignore[arg-type]
+        def noted(thread: int, *rest: object) -> None:
+            told[thread] = bool(rest[-1])
+            copy(thread, *rest)  # type: ignore[arg-type]
 
-        writer._lanes.copy = noted  # type: ignore[method-assign]
+        writer._copy_threads.copy = noted  # type: ignore[method-assign]
         size = layout.slot_bytes * num_chunks - 100
         message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
         while not writer.advance(message):
@@ -116,10 +122,10 @@ class TestChunks:
         writer.close()
         reader.close()
 
-    @pytest.mark.parametrize("lanes", [1, 2, 5])
-    def test_one_side_drains_while_the_other_fills(self, lanes: int) -> None:
-        memory, layout, writer, reader = ring(lanes)
-        size = max(3 * lanes * layout.lane_bytes, layout.area_bytes // 2) + 12_345
+    @pytest.mark.parametrize("copy_threads", [1, 2, 5])
+    def test_one_side_drains_while_the_other_fills(self, copy_threads: int) -> None:
+        memory, layout, writer, reader = ring(copy_threads)
+        size = max(3 * copy_threads * layout.slots_bytes, layout.area_bytes // 2) + 12_345
         message = numbered(0, size)
         turns, received = 0, None
         while not writer.advance(message):
@@ -133,11 +139,11 @@ class TestChunks:
         assert turns >= 2, "it cannot have gone at once"
         check_numbered(received, 0, size)
         num_chunks = -(-size // layout.slot_bytes)
-        last = {chunk % lanes: chunk for chunk in range(num_chunks)}
-        for lane, chunk in last.items():
-            assert (field(memory, lane, EVENT), field(memory, lane, CHUNK)) == (1, chunk)
-            assert field(memory, lane, LANE_TAIL) == field(memory, lane, LANE_TAIL, ACKNOWLEDGED), "all is acknowledged"
-            assert field(memory, lane, EVENT, ACKNOWLEDGED) == 1
+        last = {chunk % copy_threads: chunk for chunk in range(num_chunks)}
+        for thread, chunk in last.items():
+            assert (field(memory, thread, EVENT), field(memory, thread, CHUNK)) == (1, chunk)
+            assert field(memory, thread, CHUNK_TAIL) == field(memory, thread, CHUNK_TAIL, ACKNOWLEDGED), "all is acknowledged"
+            assert field(memory, thread, EVENT, ACKNOWLEDGED) == 1
         assert (reader.take(), writer.num_taken()) == (None, 1)
         writer.close()
         reader.close()
@@ -164,7 +170,7 @@ class TestChunks:
             if turn % 2:
                 assert reader.take() is None
             writer.abandon()
-            assert field(memory, 0, GIVEN_UP) == turn + 1
+            assert field(memory, 0, ABANDONED) == turn + 1
             assert writer.send(numbered(turn, 100)), "small ones do not wait for it to be dropped"
             for _ in range(3):
                 if (message := reader.take()) is not None:
@@ -175,11 +181,11 @@ class TestChunks:
         writer.close()
         reader.close()
 
-    @given(st.integers(0, SLOTS), st.integers(0, 2**64 - 1), st.sampled_from([EVENT, LANE_TAIL]))
+    @given(st.integers(0, SLOTS), st.integers(0, 2**64 - 1), st.sampled_from([EVENT, CHUNK_TAIL]))
     @settings(max_examples=60, deadline=None)
     def test_fields_that_lie_only_ever_break(self, num_reads: int, value: int, word: int) -> None:
         memory, layout, writer, reader = ring(2)
-        writer.advance(numbered(0, 6 * layout.lane_bytes))
+        writer.advance(numbered(0, 6 * layout.slots_bytes))
         writer.settle()
         memory.store(FIELDS + word, value)
         try:
@@ -193,10 +199,10 @@ class TestChunks:
 
     def test_acknowledgements_that_lie_break_the_writer(self) -> None:
         memory, layout, writer, reader = ring()
-        writer.advance(numbered(0, 6 * layout.lane_bytes))
-        memory.store(ACKNOWLEDGED + LANE_TAIL, 1 << 40)
+        writer.advance(numbered(0, 6 * layout.slots_bytes))
+        memory.store(ACKNOWLEDGED + CHUNK_TAIL, 1 << 40)
         with pytest.raises(WireError, match="acknowledges"):
-            writer.advance(numbered(0, 6 * layout.lane_bytes))
+            writer.advance(numbered(0, 6 * layout.slots_bytes))
         writer.close()
         reader.close()
 
@@ -207,9 +213,9 @@ class TestBulk:
         monkeypatch.setattr(ring_writer, "MIN_BYTES", INLINE_BYTES + 1)
         monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: INLINE_BYTES + 1)
 
-    @pytest.mark.parametrize("lanes", [1, 2, 16])
-    def test_stripes(self, lanes: int) -> None:
-        memory, _, writer, reader = ring(lanes)
+    @pytest.mark.parametrize("copy_threads", [1, 2, 16])
+    def test_stripes(self, copy_threads: int) -> None:
+        memory, _, writer, reader = ring(copy_threads)
         for number in range(60):
             assert writer.send(numbered(number, 20_001 + number), later=True)
             assert writer.copying
@@ -219,33 +225,33 @@ class TestBulk:
             message = reader.take()
             assert message is not None
             check_numbered(message, number, 20_001 + number)
-            assert all(field(memory, lane, EVENT) == number + 1 for lane in range(lanes))
+            assert all(field(memory, thread, EVENT) == number + 1 for thread in range(copy_threads))
             del message
         writer.close()
         reader.close()
 
     def test_a_record_waits_for_its_lanes(self) -> None:
-        """The record is there at once; the message is not until every lane has said that its stripe is."""
+        """The record is there at once; the message is not until every thread has said that its stripe is."""
         memory, _, writer, reader = ring(2)
         assert writer.send(numbered(0, 50_000), later=True)
         writer.settle()
         memory.store(FIELDS + FIELD_BYTES + EVENT, 0)
         assert reader.take() is None
-        assert not reader.has_something()
+        assert not reader.has_message()
         memory.store(FIELDS + FIELD_BYTES + EVENT, 1)
-        assert reader.has_something()
+        assert reader.has_message()
         message = reader.take()
         assert message is not None
         check_numbered(message, 0, 50_000)
         writer.close()
         reader.close()
 
-    @pytest.mark.parametrize("lanes", [1, 3])
-    async def test_channel(self, lanes: int, loop_kind: str) -> None:
+    @pytest.mark.parametrize("copy_threads", [1, 3])
+    async def test_channel(self, copy_threads: int, loop_kind: str) -> None:
         """Bulk, small and large mixed, several senders: in order, and no thread is left."""
         before = threading.active_count(), _num_threads()
         sizes = [50_000, 10, 200_000, 9000, 3_000_000, 0]
-        async with opened(pair_maker("shm"), limits_of(lanes)) as (one, two), asyncio.TaskGroup() as group:
+        async with opened(pair_maker("shm"), limits_of(copy_threads)) as (one, two), asyncio.TaskGroup() as group:
             for sender, receiver in ((one, two), (two, one)):
                 group.create_task(_send(sender, sizes, 120))
                 group.create_task(_receive(receiver, sizes, 120))
@@ -306,31 +312,31 @@ class TestCopiers:
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
         wake = os.eventfd(0, os.EFD_NONBLOCK)
-        lane = Lane(0, memory, 0, 64, -1, wake)
+        thread = Lane(0, memory, 0, 64, -1, wake)
         for turn in range(1, 200):
-            lane.copy(4096, pattern(20_000, turn), 5, 10_000, turn, 2 * turn, 3 * turn, True)
-        lane.wait()
+            thread.copy(4096, pattern(20_000, turn), 5, 10_000, turn, 2 * turn, 3 * turn, True)
+        thread.wait()
         assert bytes(memoryview(memory)[4096:14_096]) == pattern(20_000, 199)[5:10_005]
         assert [memory.load(word) for word in (0, 8, 16)] == [199, 398, 597]
-        assert (os.eventfd_read(wake), lane.collect()) == (199, 0)
-        lane.close()
-        lane.close()
+        assert (os.eventfd_read(wake), thread.collect()) == (199, 0)
+        thread.close()
+        thread.close()
         os.close(wake)
         with pytest.raises(ValueError, match="closed"):
-            lane.copy(4096, b"x", 0, 1, 0, 0, 0, False)
+            thread.copy(4096, b"x", 0, 1, 0, 0, 0, False)
 
     def test_the_source_lives_until_it_was_copied(self) -> None:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
-        lane = Lane(0, memory, 0, 64, -1, -1)
+        thread = Lane(0, memory, 0, 64, -1, -1)
         source = bytearray(30_000)
-        lane.copy(4096, source, 0, 30_000, 1, 0, 0, False)
+        thread.copy(4096, source, 0, 30_000, 1, 0, 0, False)
         with pytest.raises(BufferError):
             source.clear()
-        lane.wait()
+        thread.wait()
         source.clear()
-        lane.close()
+        thread.close()
 
     @pytest.mark.parametrize(
         ("offset", "begin", "nbytes"), [(-1, 0, 1), (65_536, 0, 1), (0, -1, 1), (0, 0, 101), (0, 100, 1), (65_500, 0, 50)]
@@ -339,10 +345,10 @@ class TestCopiers:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
-        lane = Lane(0, memory, 0, 64, -1, -1)
+        thread = Lane(0, memory, 0, 64, -1, -1)
         with pytest.raises(ValueError):
-            lane.copy(offset, bytes(100), begin, nbytes, 0, 0, 0, False)
-        lane.close()
+            thread.copy(offset, bytes(100), begin, nbytes, 0, 0, 0, False)
+        thread.close()
 
     def test_the_threshold_is_measured(self) -> None:
         assert bulk.MIN_BYTES <= bulk.threshold_bytes() <= bulk.MAX_BYTES
