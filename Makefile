@@ -17,6 +17,7 @@ SIMULATED ?= tests/simulation/graphs
 ARGS ?=
 TEST_PROCESSES ?= 2
 EXAMPLES ?= 20000
+MESSAGES ?= 1000000
 CROWD_SECONDS ?= 3600
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py) tests/exchange/test_writing_peer.py \
@@ -60,8 +61,9 @@ format: $(STAMP) ## put every file into the format that lint asks for
 types: $(STAMP) ## mypy, strict
 	@$(BIN)/mypy
 
-fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time
+fuzz: $(STAMP) ## hostile bytes for every decoder, handshake and socket: EXAMPLES=20000 of each, new ones every time; MESSAGES=1000000 for the runner
 	@FLOWRT_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/transports/test_bad_input_fuzz.py --timeout 0 --durations 0 $(ARGS)
+	@$(BIN)/python tests/exchange/message_fuzz.py --executions $(MESSAGES)
 
 # The sanitizers' runtime must come before everything else in the process; torch throws C++ exceptions, whose library must follow it.
 sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests that call them

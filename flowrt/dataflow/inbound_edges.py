@@ -74,7 +74,7 @@ class InboundEdge:
         if header_type is not None:
             try:
                 header = message.decode_header(header_type)
-            except (msgspec.DecodeError, RecursionError) as error:
+            except msgspec.DecodeError as error:
                 raise BadMessageError(f"a header on {self.edge} that cannot be read: {error}") from error
             if self._requests is not None:
                 sizes = self._end_request(tag, header.part if isinstance(header, (PartHeader, FailedHeader)) else None)

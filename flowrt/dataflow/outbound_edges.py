@@ -91,7 +91,7 @@ class OutboundEdges:
         outbound = self.edges.get(message.edge)
         try:
             count = message.decode_header(CreditHeader).count
-        except (msgspec.DecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise BadMessageError(f"returned credits that cannot be read: {error}") from error
         if outbound is None or outbound.peer != peer:
             raise BadMessageError(f"{count} credits of edge {message.edge}, which does not lead to {peer}")

@@ -70,7 +70,7 @@ async def test_bad_message_fences_its_sender_alone(served: Served, tmp_path: Pat
 
     deploy = {"attention": {"groups": 1}, "experts": {"servers": 3, "replicas": 2}}
     graph = served.write(tmp_path, deploy, limits={"max_tokens": 64})
-    parameters = flowrt.Parameters(max_tokens=24, ignore_eos=True)
+    parameters = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
     async with asyncio.timeout(100), flowrt.open(graph, on_event=on_event) as running:
         done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts[:4]))
         await is_lost.wait()

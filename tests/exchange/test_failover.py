@@ -79,13 +79,13 @@ def graph():
 class Client:
     """A group's side with its runner; `asked[server]` are the requests on their way there."""
 
-    def __init__(self, strict=False, fences=False):
+    def __init__(self, strict=False, fences=False, schemas=lambda client: {}):
         self.strict = strict
         self.graph = graph()
         self.client = ExpertClient(ExpertMap.from_held(SERVERS, NUM_EXPERTS), len(SERVERS))
         self.failover = Failover(self.graph, "dispatch", self.client)
         self.asked = {server: deque() for server in SERVERS}
-        self.ends, self.suspects = [], []
+        self.ends, self.suspects, self.failures = [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
             self.graph,
@@ -97,8 +97,15 @@ class Client:
             self.end,
             on_unsent=self.failover.on_unsent,
             on_answer=self.failover.on_answer,
+            on_failed=lambda tag, error: self.failures.append((tag, error)),
+            schemas=schemas(self),
         )
         self.failover.begin(self.runner, *([self.fence] if fences else []))
+
+    def server(self, server):
+        """The runner of an expert server, which only receives."""
+        functions = {f"experts.{server}": lambda firings: [{} for _ in firings]}
+        return Runner(self.graph, f"experts.{server}", functions, Inline(), RealClock(), self.post, self.end)
 
     def post(self, edge, message):
         self.asked[int(edge.target.removeprefix("experts."))].append(message)

@@ -74,12 +74,15 @@ class Message(msgspec.Struct, gc=False):
         return sum(tensor.spec.nbytes for tensor in self.tensors)
 
     def decode_header(self, header_type: type[H]) -> H:
-        """The header as `header_type`; raises msgspec.ValidationError when it is not one."""
+        """The header as `header_type`; raises msgspec.DecodeError (ValidationError, as a rule) when it is not one."""
         if type(self.header) is header_type:
             return self.header
         if isinstance(self.header, (bytes, bytearray, memoryview)):
             decoder: msgspec.msgpack.Decoder[H] = _decoder(header_type)
-            return decoder.decode(self.header)
+            try:
+                return decoder.decode(self.header)
+            except (UnicodeDecodeError, RecursionError) as error:
+                raise msgspec.DecodeError(str(error)) from error
         raise msgspec.ValidationError(f"a {self.kind!r} message carries no {header_type.__name__} header")
 
 

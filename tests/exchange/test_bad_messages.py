@@ -1,0 +1,93 @@
+"""Bad messages of an expert server at the runner of its client: each kind is refused and changes no sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from exchange.message_fuzz import Fuzz, schemas_of
+from exchange.test_failover import WIDTH, Client, answer
+
+from flowrt.actors.link import BadMessageError
+from flowrt.dataflow.credits import CreditHeader
+from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.transports.wire.message import Message
+
+
+def with_tag(**fields: object) -> Callable[[Message], Message]:
+    return lambda message: msgspec.structs.replace(message, tag=msgspec.structs.replace(message.tag, **fields))
+
+
+def with_fields(**fields: object) -> Callable[[Message], Message]:
+    return lambda message: msgspec.structs.replace(message, **fields)
+
+
+def with_tensors(*tensors: torch.Tensor) -> Callable[[Message], Message]:
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    return lambda message: to_message(Payload(tensors, message.header), message.edge, message.tag)
+
+
+BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
+    "unknown edge": (with_fields(edge=1), "does not lead here"),
+    "unknown kind": (with_fields(kind="advice"), "kind 'advice'"),
+    "no tag": (with_fields(tag=None), "without a tag"),
+    "older step": (with_tag(step=6), "no outstanding request"),
+    "other layer": (with_tag(layer=5), "no outstanding request"),
+    "unknown source": (with_tag(source="nobody@1"), "no outstanding request"),
+    "other part": (with_fields(header=PartHeader(77)), "no outstanding request"),
+    "no header": (with_fields(header=None), "cannot be read"),
+    "other header": (with_fields(header=b"\x93\x01\x02\x03\xff"), "cannot be read"),
+    "header of another type, not UTF-8": (with_fields(kind="failed", header=b"\x92\xa1\xff\x00"), "cannot be read"),
+    "no tensor": (with_fields(tensors=()), "0 tensors, expected 1"),
+    "too many rows": (with_tensors(torch.zeros(9, WIDTH)), "where rows is"),
+    "wrong width": (with_tensors(torch.zeros(4, WIDTH + 1)), "expected float32"),
+    "wrong dtype": (with_tensors(torch.zeros(4, WIDTH, dtype=torch.int64)), "expected float32"),
+    "too many credits": (with_fields(kind="credit", header=CreditHeader(100)), "more than were outstanding"),
+}
+
+
+@pytest.mark.parametrize("kind", [*BAD, "double response", "another's edge"])
+def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
+    client = Client(schemas=schemas_of)
+    client.begin(7)
+    request = client.asked[1][0]
+    payload = from_message(request)
+    response = to_message(Payload((answer(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
+    peer, bad, text = "experts.1", response, "no outstanding request"
+    if kind == "double response":
+        client.runner.accept("experts.1", response)
+    elif kind == "another's edge":
+        peer, text = "experts.2", "which leads here from experts.1"
+    else:
+        change, text = BAD[kind]
+        bad = change(response)
+        if kind == "too many credits":
+            bad = msgspec.structs.replace(bad, edge=client.request_edge(1))
+    with pytest.raises(BadMessageError, match=text):
+        client.runner.accept(peer, bad)
+    client.die(1)  # as when its link has ended
+    client.serve_all()
+    client.check((7,))
+
+
+def test_more_requests_than_credits_are_refused() -> None:
+    """At the server: a client sends more messages than its edge has credits."""
+    client = Client(schemas=schemas_of)
+    client.begin()
+    request = client.asked[0][0]
+    server = client.server(0)
+    for step in range(2):
+        server.accept("a", with_tag(step=step)(request))
+    with pytest.raises(BadMessageError, match="more messages on"):
+        server.accept("a", with_tag(step=2)(request))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+def test_mutated_messages_are_accepted_or_refused(strict: bool) -> None:
+    fuzz = Fuzz(seed=1, strict=strict)
+    while fuzz.num_executions < 2000:
+        fuzz.step()
+    assert 0 < fuzz.num_refused < fuzz.num_executions
