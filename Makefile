@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 # Whatever decides what is installed; a change of any of these installs again, nothing else does.
-INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/native/*.[ch] operators/_*.c)
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/native/*.[ch] operators/kernels/cpu/_*.[ch])
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
@@ -85,6 +85,6 @@ picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows 
 	@$(BIN)/python docs/pictures/quickstart.py
 
 clean: ## remove what was built; the environment stays
-	rm -rf build dist *.egg-info transports/native/*.so operators/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(STAMP) $(RUNS)

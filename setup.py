@@ -27,8 +27,8 @@ if sys.platform == "linux":
     )
     extensions.append(
         Extension(
-            "flowrt.operators._panels",
-            ["flowrt/operators/_panels.c"],
+            "flowrt.operators.kernels.cpu._panels",
+            ["flowrt/operators/kernels/cpu/_panels.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             optional=True,
@@ -36,9 +36,9 @@ if sys.platform == "linux":
     )
     extensions.append(
         Extension(
-            "flowrt.operators._rows",
-            ["flowrt/operators/_rows.c", "flowrt/operators/_attend.c", "flowrt/operators/_routing.c"],
-            depends=["flowrt/operators/_rows.h"],
+            "flowrt.operators.kernels.cpu._rows",
+            ["flowrt/operators/kernels/cpu/_rows.c", "flowrt/operators/kernels/cpu/_attend.c", "flowrt/operators/kernels/cpu/_routing.c"],
+            depends=["flowrt/operators/kernels/cpu/_rows.h"],
             extra_compile_args=[
                 "-O3",
                 "-std=gnu11",

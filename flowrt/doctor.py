@@ -41,12 +41,12 @@ _TORCH_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
 try:
-    from flowrt.operators._panels import kinds
+    from flowrt.operators.kernels.cpu._panels import kinds
     products = kinds()
 except ImportError:
     products = None
 try:
-    from flowrt.operators import _rows
+    from flowrt.operators.kernels.cpu import _rows
     rows = True
 except ImportError:
     rows = False
@@ -328,17 +328,17 @@ def _free_memory_bytes() -> int | None:
 def products_check(kinds: Sequence[int] | None) -> Check:
     """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
     if kinds is None:
-        return Check("products", False, "the library's: operators/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
+        return Check("products", False, "the library's: kernels/cpu/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
     found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
     return Check("products", True, f"in panels: {', '.join(found)}" if found else "the library's: this processor has no AVX-512")
 
 
 def rows_check(is_built: bool) -> Check:
-    """Whether what lies between products is our own (operators/rows.py)."""
+    """Whether what lies between products is our own (operators/kernels)."""
     what = "norms, attention over pages, routing:"
     if is_built:
         return Check("rows", True, f"{what} our own")
-    return Check("rows", False, f"{what} the library's: operators/_rows.c was not built", "install gcc 11 or newer, then flowrt again")
+    return Check("rows", False, f"{what} the library's: kernels/cpu/_rows.c was not built", "install gcc 11 or newer, then flowrt again")
 
 
 def _library_check(name: str, without: str) -> Check:

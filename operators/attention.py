@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrt.operators import rows
 from flowrt.operators.attention_plan import StepPlan, plan_step
+from flowrt.operators.kernels.choice import has_cpu_kernels, kernels_for
+from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.latent_attention import LatentAttentionBlock
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.normalization import RowNorm, rms_norm
+from flowrt.operators.normalization import RowNorm
 from flowrt.operators.products import Product, lay_out
 from flowrt.operators.rotary import RotaryTable, rotate
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
@@ -79,8 +80,9 @@ class AttentionBlock:
     ) -> None:
         self.config, self._blocks = config, blocks
         self._rotary = RotaryTable(config.head_dim, config.rotary, torch_dtype(config), device)
-        self._norm = RowNorm(config)
-        self._in_rows = not blocks.strict and config.head_dim % 2 == 0 and rows.fits(torch_dtype(config), device)
+        self._norm = RowNorm(config, device)
+        self._rms_norm = kernels_for(torch_dtype(config), device).rms_norm
+        self._is_paged = not blocks.strict and config.head_dim % 2 == 0 and has_cpu_kernels(torch_dtype(config), device)
         self._weights = {layer: _read_layer(config, checkpoint, layer, device) for layer in layers}
 
     @property
@@ -90,10 +92,10 @@ class AttentionBlock:
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """As Attention.forward; pages take keys and values."""
         weights, plan = self._weights[layer], self._plan(layout, pages)
-        attend = self._attend_in_place if self._in_rows else self._attend_by_library
+        attend = self._attend_in_pages if self._is_paged else self._attend_in_groups
         return self._blocks.run("attention out", partial(self._finish, weights), x_TH, attend(layer, x_TH, layout, plan, pages))
 
-    def _attend_in_place(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
+    def _attend_in_pages(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
         """[T, N * D]. Keys and values go from the product to their pages, and are read there."""
         config, weights = self.config, self._weights[layer]
         qkv_TC = self._blocks.run("attention in", partial(self._project, weights), x_TH)
@@ -107,7 +109,7 @@ class AttentionBlock:
             _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)
         return out_TC
 
-    def _attend_by_library(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
+    def _attend_in_groups(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
         """[T, N * D], for every device and dtype, in blocks of rows."""
         project = partial(self._project_and_turn, self._weights[layer])
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
@@ -129,7 +131,7 @@ class AttentionBlock:
         heads = self._project(weights, x_TH).view(-1, turning + config.num_kv_heads, config.head_dim)
         qk, v_TKD = heads.split((turning, config.num_kv_heads), dim=1)
         if weights.qk_norm is not None:
-            qk = rms_norm(qk, weights.qk_norm, config.norm_epsilon)
+            qk = self._rms_norm(qk, weights.qk_norm, config.norm_epsilon)
         q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
         return q_TND, k_TKD, v_TKD
 
@@ -138,7 +140,7 @@ class AttentionBlock:
 
     def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
         strict = self._blocks.strict
-        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=strict, is_paged=self._in_rows)
+        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=strict, is_paged=self._is_paged)
 
 
 def _attend_groups(layer: int, q_TND: Tensor, num_kv_heads: int, plan: StepPlan, pages: KvPages, out_TC: Tensor) -> None:

@@ -1,6 +1,6 @@
 """How the sequences of a step are grouped for attention, worked out once per step and used by every layer.
 
-Here: decode groups, chunks, their slots and masks, cosines and sines; or, for attention of our own (rows.py), which rows read which pages.
+Here: decode groups, chunks, their slots and masks, cosines and sines; or, for attention over pages (kernels/cpu), which rows read which.
 Not here: the products (attention.py, latent_attention.py).
 
 A decode group holds sequences with one row each, of similar context length, padded to the longest. A chunk is one sequence with

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from flowrt.operators import rows
+from flowrt.operators.kernels.choice import kernels_for
 
 
 def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -16,20 +15,7 @@ def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tens
     The caller gives them in the plan's order, not in order of arrival, so that the sum does not depend on timing. The rows of one
     part ascend, each once, as those of dispatch.py do. Neither the residual nor the parts are changed: they may be memory of a transport.
     """
-    if rows.fits(residual_TH.dtype, residual_TH.device):
-        return rows.add_parts(residual_TH, tuple(parts))
-    return library_combine(residual_TH, parts)
-
-
-def library_combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """As combine, for every dtype and device."""
-    total_TH = torch.zeros_like(residual_TH)
-    for rows_R, y_RH in parts:
-        if len(rows_R) == len(total_TH):  # all of them: the same sums, in a sixth of the time for one row
-            total_TH.add_(y_RH)
-        else:
-            total_TH.index_add_(0, rows_R, y_RH)
-    return total_TH.add_(residual_TH)
+    return kernels_for(residual_TH.dtype, residual_TH.device).add_parts(residual_TH, tuple(parts))
 
 
 def combine_pairs(residual_TH: Tensor, weights_TA: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -6,14 +6,13 @@ parts and their sending (flowrt/exchange).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flowrt.operators import rows
+from flowrt.operators.kernels.choice import kernels_for
 
 NOWHERE = -1  # the server of an expert that has no copy
 
@@ -40,13 +39,6 @@ class CopyTable:
         width = max(len(servers) for servers in copies)
         table = torch.tensor([[*servers, *[servers[0]] * (width - len(servers))] for servers in copies])
         return cls(table.to(device), torch.tensor([len(servers) for servers in copies], device=device), num_servers, everywhere)
-
-    def servers_P(self, expert_P: Tensor, positions_P: Callable[[], Tensor]) -> Tensor:
-        """The server of each pair: of an expert's copies, the row's position picks one in turn."""
-        if self.servers_EB.shape[1] == 1:
-            return self.servers_EB[:, 0].index_select(0, expert_P)
-        turn_P = positions_P() % self.num_copies_E[expert_P]
-        return self.servers_EB[expert_P, turn_P]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,35 +82,6 @@ def _by_server(
     pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
 ) -> list[Part]:
     """`pair_P`: which pairs of the step they are; None: all, in order."""
-    if rows.available and expert_P.device.type == "cpu":
-        table = copies.servers_EB, copies.num_copies_E, copies.num_servers
-        return [Part(*fields) for fields in rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]
-    return by_server(pair_P, expert_P, weight_P, positions_T, num_active, copies)
-
-
-def by_server(
-    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
-) -> list[Part]:
-    """As _by_server, for every device."""
-    server_P = copies.servers_P(
-        expert_P, lambda: positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
-    )
-    # Whole numbers by the dozen: numpy counts and sorts them in a third of torch's time, and a device is waited for once.
-    device = server_P.device
-    place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
-    on_host_P = server_P.cpu().numpy()
-    all_pairs = None if pair_P is None else pair_P.cpu().numpy()
-    parts = []
-    for server in np.bincount(on_host_P - NOWHERE).nonzero()[0].tolist():
-        chosen = pairs = (on_host_P == server + NOWHERE).nonzero()[0]
-        chosen_P = pair_P = place(chosen)
-        if all_pairs is not None:
-            pairs = all_pairs[chosen]
-            pair_P = place(pairs)
-        row_of = pairs // num_active
-        is_first = np.ones(len(row_of), dtype=np.bool_)
-        np.not_equal(row_of[1:], row_of[:-1], out=is_first[1:])
-        rows_R, row_P = place(row_of[is_first]), place(is_first.cumsum() - 1)
-        expert_of, weight_of = expert_P.index_select(0, chosen_P), weight_P.index_select(0, chosen_P)
-        parts.append(Part(server + NOWHERE, rows_R, row_P, expert_of, weight_of, pair_P))
-    return parts
+    kernels = kernels_for(torch.float32, expert_P.device)  # which only move the weights, whatever their dtype
+    table = copies.servers_EB, copies.num_copies_E, copies.num_servers
+    return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrt.operators import rows
 from flowrt.operators.expert_products import (
     NEVER_DENSE,
     DeviceExperts,
@@ -24,6 +23,7 @@ from flowrt.operators.expert_products import (
     profile_size,
     take_profile,
 )
+from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.products import Form, Product, form_for, lay_out
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
@@ -58,6 +58,7 @@ class Experts:
         """
         self.config = config
         self._blocks, self._device = blocks, device
+        self._kernels = kernels_for(torch_dtype(config), device)
         self._now = None if blocks.strict else now
         self._how: Form | Profile | None = None  # experts are held: not known before the first layer
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
@@ -79,12 +80,7 @@ class Experts:
         """
         y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
         weight_P = weight_P.to(x_RH.dtype)
-        if rows.fits(x_RH.dtype, x_RH.device):
-            return rows.weighted_sum(y_PH, place_P, row_P, weight_P, len(x_RH))
-        y_PH, y_RH = y_PH.index_select(0, place_P).mul_(weight_P.unsqueeze(1)), torch.zeros_like(x_RH)
-        if x_RH.device.type == "cpu":
-            return y_RH.index_add_(0, row_P, y_PH)
-        return y_RH.index_put_((row_P,), y_PH, accumulate=True)  # sorts, so that the order of additions is fixed on CUDA too
+        return self._kernels.weighted_sum(y_PH, place_P, row_P, weight_P, len(x_RH))
 
     def forward_pairs(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
         """y_PH: each pair's expert applied to its row, without weights."""
@@ -94,30 +90,12 @@ class Experts:
     def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> tuple[Tensor, Tensor]:
         """Answers sorted by expert [P, H], and where among them each pair's is [P]."""
         held = self._layers[layer]
-        if rows.fits(x_RH.dtype, x_RH.device):
-            found = rows.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
-            if found is None:
-                raise _absent(layer, held, expert_P)
-            sorted_PH, place_P, counts_E = found
-        else:
-            held_P = held.place_E.index_select(0, expert_P)
-            order_P = held_P.argsort(stable=True)
-            place_P = torch.empty_like(order_P).index_copy_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-            counts_E = self._counted(layer, held, held_P, expert_P)
-            sorted_PH = x_RH.index_select(0, row_P.index_select(0, order_P))
+        found = self._kernels.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
+        if found is None:
+            raise _absent(layer, held, expert_P)
+        sorted_PH, place_P, counts_E = found
         run = self._run_in_blocks if self._blocks.strict else _run_whole
         return run(held, sorted_PH, counts_E), place_P
-
-    def _counted(self, layer: int, held: _Held, held_P: Tensor, expert_P: Tensor) -> Tensor:
-        """How many pairs each expert held has; on an accelerator nobody waits for the answer, nor for whether one was not held."""
-        if held_P.device.type == "cpu":
-            counts = torch.bincount(held_P, minlength=len(held.expert_ids) + 1)
-            if counts[0]:
-                raise _absent(layer, held, expert_P)
-        else:
-            counts = held_P.new_zeros(len(held.expert_ids) + 1).scatter_add_(0, held_P, torch.ones_like(held_P))
-            torch._assert_async(counts[0] == 0)
-        return counts[1:]
 
     def _run_in_blocks(self, held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
         pieces = [

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flowrt.operators import rows
+from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.products import Product, lay_out
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
@@ -27,6 +27,7 @@ class Gate:
         blocks: RowBlocks = WHOLE,
     ) -> None:
         self._blocks = blocks
+        self._kernels = kernels_for(torch_dtype(config), device)
         self._gate, self._num_active = config.gate, config.num_experts_per_token
         self._wide = torch.promote_types(torch_dtype(config), torch.float32)
         self._held = self._wide if config.gate.wide else torch_dtype(config)
@@ -49,10 +50,7 @@ class Gate:
         logits = self._weight[layer](normed_TH.to(self._held))
         if gate.scores == "softmax" and gate.normalize == 1 and not gate.bias and gate.topk_groups == gate.groups:
             # What is divided by its own sum needs no other scores: the softmax of the best is the same number, for a part of the work.
-            if rows.fits(logits.dtype, logits.device) and rows.fits(normed_TH.dtype, normed_TH.device):
-                return rows.topk_softmax(logits, self._num_active, gate.scale, normed_TH.dtype)
-            best, expert_ids = torch.topk(logits, self._num_active, dim=-1)
-            return expert_ids, self._scaled(torch.softmax(best, dim=-1, dtype=self._wide)).to(normed_TH.dtype)
+            return self._kernels.topk_softmax(logits, self._num_active, gate.scale, normed_TH.dtype)
         if gate.scores == "softmax":
             scores = torch.softmax(logits, dim=-1, dtype=self._wide)
         else:

@@ -26,7 +26,7 @@ class Head:
     ) -> None:
         """With tied weights the matrix is the embedding's; `embedding` shares it with a table that this process already holds."""
         self._blocks = blocks
-        self._norm = RowNorm(config)
+        self._norm = RowNorm(config, device)
         self._norm_H = checkpoint.read_part(config, "final_norm", (config.hidden_size,), device=device)
         if config.tie_word_embeddings and embedding is not None:
             self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))

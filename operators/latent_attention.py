@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
+from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import LatentConfig, ModelConfig
-from flowrt.operators.normalization import RowNorm, rms_norm
+from flowrt.operators.normalization import RowNorm
 from flowrt.operators.products import Product, lay_out
 from flowrt.operators.rotary import RotaryTable, pairs_to_halves_, rotate
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
@@ -63,7 +64,8 @@ class LatentAttentionBlock:
         self.config, self._latent = config, config.latent
         self._chunk_form, self._blocks = chunk_form, blocks
         self._rotary = RotaryTable(config.latent.rope_width, config.rotary, torch_dtype(config), device)
-        self._norm = RowNorm(config)
+        self._norm = RowNorm(config, device)
+        self._rms_norm = kernels_for(torch_dtype(config), device).rms_norm
         self._weights = {layer: _read_layer(config, config.latent, checkpoint, layer, device) for layer in layers}
 
     @property
@@ -85,13 +87,13 @@ class LatentAttentionBlock:
         down = weights.down(self._norm(x_TH, weights.input_norm_H), weights.down_bias)
         queries, compressed, key_rope = down.split((down.shape[1] - latent.page_width, latent.rank, latent.rope_width), dim=1)
         if weights.query_up is not None and weights.query_norm is not None:
-            queries = weights.query_up(rms_norm(queries, weights.query_norm, latent.norm_epsilon))
+            queries = weights.query_up(self._rms_norm(queries, weights.query_norm, latent.norm_epsilon))
         q_TND = queries.reshape(-1, self.config.num_heads, latent.key_width)
         q_nope, q_rope = q_TND.split((latent.nope_width, latent.rope_width), dim=2)
         q_rope = rotate(q_rope, cos_T1D, sin_T1D)
         kept_T1D = torch.cat(
             (
-                rms_norm(compressed, weights.latent_norm, latent.norm_epsilon).unsqueeze(1),
+                self._rms_norm(compressed, weights.latent_norm, latent.norm_epsilon).unsqueeze(1),
                 rotate(key_rope.unsqueeze(1), cos_T1D, sin_T1D),
             ),
             dim=2,

@@ -29,7 +29,7 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.weights import Checkpoint
 
 try:
-    from flowrt.operators import _panels
+    from flowrt.operators.kernels.cpu import _panels
 except ImportError:  # without a compiler, or with one that does not know the instructions
     has_panels = False
 else:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from flowrt.operators import rows
 from flowrt.operators.attention_plan import PagedRows, StepPlan
+from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
 
 OUTCOMES = 100  # calls that are refused, and as many that are not: then the writer was at work during the calls

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.operators import rows
+from flowrt.operators.kernels.cpu import rows
 
 
 @pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")

@@ -13,14 +13,14 @@ import pytest
 import torch
 from drawn import DTYPES, drawn
 
-from flowrt.operators import rows
 from flowrt.operators.attention import AttentionBlock
 from flowrt.operators.attention_plan import PagedRows, plan_step
 from flowrt.operators.combine import combine
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.kernels.cpu import rows
+from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import RotaryConfig
-from flowrt.operators.normalization import library_rms_norm, rms_norm
 from flowrt.operators.rotary import RotaryTable
 from flowrt.operators.row_blocks import _Watch
 from flowrt.operators.step_layout import StepLayout
@@ -47,23 +47,23 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 @pytest.mark.parametrize("width", [1, 7, 16, 40, 1024])
 def test_a_norm_is_the_librarys_and_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, threads: int) -> None:
     x, weight = drawn(70, width, dtype=dtype), drawn(width, seed=1, dtype=dtype)
-    found = rms_norm(x, weight, 1e-6)
-    torch.testing.assert_close(found, library_rms_norm(x, weight, 1e-6), **TOLERANCE[dtype])
+    found = rows.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(found, torch_rows.rms_norm(x, weight, 1e-6), **TOLERANCE[dtype])
     for number in (0, 33, 69):
-        assert torch.equal(rms_norm(x[number : number + 1].clone(), weight, 1e-6)[0], found[number])
+        assert torch.equal(rows.rms_norm(x[number : number + 1].clone(), weight, 1e-6)[0], found[number])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_is_rounded_as_the_librarys_is_whatever_it_is_made_of(dtype: torch.dtype) -> None:
     special = torch.tensor(SPECIAL).to(dtype)
     x, y = (each.contiguous() for each in torch.broadcast_tensors(special[:, None], special))
-    total, normed = rows.norm_of_sum(x, y, torch.ones(len(SPECIAL), dtype=dtype), 1e-6)
+    total, normed = rows.add_rms_norm(x, y, torch.ones(len(SPECIAL), dtype=dtype), 1e-6)
     assert same_bits(total, x + y)
     assert normed.isnan().all(), "each row has a number that is none"
     x, y, weight = drawn(50, 200, dtype=dtype), drawn(50, 200, seed=1, dtype=dtype), drawn(200, seed=2, dtype=dtype)
-    total, normed = rows.norm_of_sum(x, y, weight, 1e-6)
+    total, normed = rows.add_rms_norm(x, y, weight, 1e-6)
     assert torch.equal(total, x + y)
-    assert torch.equal(normed, rms_norm(total, weight, 1e-6))
+    assert torch.equal(normed, rows.rms_norm(total, weight, 1e-6))
 
 
 def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_over() -> None:
@@ -74,15 +74,15 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
     one_row = PagedRows(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 1, dtype=torch.int64))
     store, attend = rows.rope_and_store_kv, rows.paged_attention
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: rows.norm(x, weight.double(), 1e-6), "torch.float64 on cpu does not go with torch.float32 on cpu"),
-        (lambda: rows.norm(x, drawn(4), 1e-6), r"a weight \[4\] does not go with rows \[3, 8\]"),
-        (lambda: rows.norm(x, drawn(2, 8), 1e-6), r"a weight \[2, 8\] does not go with rows \[3, 8\]"),
-        (lambda: rows.norm_of_sum(x, drawn(2, 8), weight, 1e-6), r"rows \[2, 8\] cannot be added to \[3, 8\]"),
+        (lambda: rows.rms_norm(x, weight.double(), 1e-6), "torch.float64 on cpu does not go with torch.float32 on cpu"),
+        (lambda: rows.rms_norm(x, drawn(4), 1e-6), r"a weight \[4\] does not go with rows \[3, 8\]"),
+        (lambda: rows.rms_norm(x, drawn(2, 8), 1e-6), r"a weight \[2, 8\] does not go with rows \[3, 8\]"),
+        (lambda: rows.add_rms_norm(x, drawn(2, 8), weight, 1e-6), r"rows \[2, 8\] cannot be added to \[3, 8\]"),
         (
             lambda: combine(x, [(torch.arange(2), drawn(3, 8))]),
             r"parts \[\(\[2\], \[3, 8\]\)\] .* cannot be added to \[3, 8\]",
         ),
-        (lambda: rows.norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
+        (lambda: rows.rms_norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
         (
             lambda: store(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[2, 24\], positions \[3, 1, 8\]",
@@ -117,7 +117,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
             lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()),
             "torch.bfloat16 on cpu does not go with",
         ),
-        (lambda: attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a row sees itself at least, not 0 tokens"),
+        (lambda: attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a window of 0 tokens"),
         (
             lambda: store(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[3, 24\] of 2 heads do not go with pages",
@@ -128,7 +128,7 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
         ),
         (lambda: rows.add_parts(torch.zeros(1, 1, 1), []), "too many values to unpack"),
         (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"parts \[\(\[1, 2\], \[1, 8\]\)\]"),
-        (lambda: rows.norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),
+        (lambda: rows.rms_norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),
         (lambda: combine(x, [(torch.arange(2, dtype=torch.int32), drawn(2, 8))]), "indices must be int64 on the host"),
         (lambda: rows.topk_softmax(drawn(2, 4), 5, 1.0, torch.float32), "5 of 4 experts"),
         (lambda: StepLayout.from_tensors([each.int() for each in layout.to_tensors()]), "a step layout is made of int64"),
@@ -257,10 +257,10 @@ def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtyp
     """Chunks beside decode rows, contexts that are continued, windows, norms of heads, biases, clipping."""
     config = read_model_config(models[name]).with_dtype(dtype)
     found: list[list[torch.Tensor]] = []
-    for in_rows in (True, False):
+    for is_paged in (True, False):
         block = AttentionBlock(config, Checkpoint(models[name]), [0])
-        assert block._in_rows
-        block._in_rows = in_rows
+        assert block._is_paged
+        block._is_paged = is_paged
         pages = KvPages.for_model(config, 40, 4)
         tables = [list(range(20)), list(range(20, 30)), list(range(30, 40))]
         results: list[torch.Tensor] = []
@@ -284,8 +284,8 @@ def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtyp
 def test_a_proof_watches_what_is_computed() -> None:
     x, weight = drawn(8, 16), drawn(16, seed=1)
     for call, count in (
-        (lambda: rows.norm(x, weight, 1e-6), 16),
-        (lambda: rows.norm_of_sum(x, x, weight, 1e-6), 32),
+        (lambda: rows.rms_norm(x, weight, 1e-6), 16),
+        (lambda: rows.add_rms_norm(x, x, weight, 1e-6), 32),
         (lambda: rows.topk_softmax(x, 3, 1.0, torch.float32), 9),  # 3 ids of 8 bytes, 3 weights of 4
     ):
         watch = _Watch(8)

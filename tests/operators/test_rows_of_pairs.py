@@ -12,13 +12,15 @@ from drawn import DTYPES, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.operators import rows
 from flowrt.operators.attention import AttentionBlock
-from flowrt.operators.combine import combine, library_combine
-from flowrt.operators.dispatch import CopyTable, Part, by_server, cut, cut_again
+from flowrt.operators.combine import combine
+from flowrt.operators.dispatch import CopyTable, Part, cut, cut_again
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.gate import Gate
+from flowrt.operators.kernels import choice
+from flowrt.operators.kernels.cpu import rows
+from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
@@ -70,11 +72,23 @@ def test_pairs_are_cut_as_by_the_library(data: st.DataObject) -> None:
     positions_T = torch.randint(0, 1000, (num_rows,), generator=generator)
     everything = cut(expert_P.view(num_rows, num_active), weight_P.view(num_rows, num_active), positions_T, table)
     if table.num_servers > 1 or not table.everywhere:
-        equal_parts(everything, by_server(None, expert_P, weight_P, positions_T, num_active, table))
+        equal_parts(everything, by_torch(None, expert_P, weight_P, positions_T, num_active, table))
     for part in everything:
         shift = CopyTable.from_lists([[(server + 1) % num_servers for server in servers] for servers in copies], num_servers)
-        again = by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
+        again = by_torch(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
         equal_parts(cut_again(part, positions_T, num_active, shift), again)
+
+
+def by_torch(
+    pair_P: torch.Tensor | None,
+    expert_P: torch.Tensor,
+    weight_P: torch.Tensor,
+    positions_T: torch.Tensor,
+    num_active: int,
+    table: CopyTable,
+) -> list[Part]:
+    tables = table.servers_EB, table.num_copies_E, table.num_servers
+    return [Part(*fields) for fields in torch_rows.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *tables)]
 
 
 def equal_parts(found: list[Part], expected: list[Part]) -> None:
@@ -122,7 +136,7 @@ def test_answers_are_added_with_the_librarys_bits(dtype: torch.dtype, num_rows: 
     where = [(torch.rand(num_rows, generator=generator) < share).nonzero()[:, 0] for share in (1.0, 0.5, 0.1, 0.0, 0.7)]
     parts = [(rows_R, drawn(len(rows_R), 88, seed=seed, dtype=dtype)) for seed, rows_R in enumerate(where)]
     before = [y.clone() for _, y in parts]
-    assert torch.equal(combine(residual, parts), library_combine(residual, parts))
+    assert torch.equal(combine(residual, parts), torch_rows.add_parts(residual, parts))
     assert all(torch.equal(y, kept) for (_, y), kept in zip(parts, before, strict=True))
     assert torch.equal(combine(residual, []), residual)
 
@@ -144,7 +158,7 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
         for absent in (1, -1, 12):
             with pytest.raises((ValueError, IndexError)):
                 experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7, absent]), torch.ones(2, dtype=dtype))
-        monkeypatch.setattr(rows, "_DTYPES", {})
+        monkeypatch.setattr(experts, "_kernels", torch_rows)
     assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
     monkeypatch.undo()
     if dtype != torch.float64:
@@ -174,12 +188,13 @@ def test_places_that_there_are_not_are_refused_by_an_expert_servers_sums() -> No
         assert rows.sort_by_expert(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None
 
 
-def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     truth = load_truth(models["plain"])
     config, checkpoint = read_model_config(models["plain"]), Checkpoint(models["plain"])
     monkeypatch.setattr(rows, "_DTYPES", {})
-    monkeypatch.setattr(rows, "available", False)
     monkeypatch.setattr(rows, "_rows", None, raising=False)
+    choice._chosen.cache_clear()
+    request.addfinalizer(choice._chosen.cache_clear)  # what was chosen here holds for no other test
     block, gate = AttentionBlock(config, checkpoint, [0]), Gate(config, checkpoint, [0])
     pages, layout = KvPages.for_model(config, 4, 16), StepLayout.from_lists([5, 1], [5, 1], [[0], [1]], 16)
     residual, normed = block.forward(0, truth.model.embed_tokens.weight[:6].detach().float(), layout, pages)

@@ -35,7 +35,7 @@ SURVIVAL = "flowrt.workers.survival"
 DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
 CUT = "flowrt.operators.dispatch"
-COMBINE = "flowrt.operators.combine"
+TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY = "flowrt.gateway.gateway"
 WINDOW = "flowrt.transports.channel.flow_control"
 CODEC = "flowrt.transports.wire.codec"
@@ -60,9 +60,9 @@ BUGS: tuple[Bug, ...] = (
     bug("part-twice", "the last part is added twice", (
         DISPATCH, "Combine._add", "zip(where, answers, strict=True)]", "zip(where, answers, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
     bug("parts-overwrite", "a row with answers of two servers keeps the last", (
-        COMBINE, "library_combine", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
+        TORCH_KERNELS, "add_parts", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
     bug("residual-in-place", "combine writes into a received buffer and adds it again", (
-        COMBINE, "library_combine", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
+        TORCH_KERNELS, "add_parts", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
     bug("wrong-part-id", "a server batching requests answers all with the first one's part id", (
         SERVICE, "ExpertService.__call__", "request.header_as(PartHeader)", "requests[0].header_as(PartHeader)")),
     # the expert service and its map

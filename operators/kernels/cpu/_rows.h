@@ -1,4 +1,4 @@
-/* Numbers in groups of 16, for the module flowrt.operators._rows: loaded from either dtype, computed in float32, rounded once when stored.
+/* Numbers in groups of 16, for the module flowrt.operators.kernels.cpu._rows: loaded from either dtype, computed in float32, rounded once when stored.
  *
  * Here: `vec` and what is done with it. The compiler makes of it what the processor has: one register of 512 bits, two of 256, four of
  * 128; `CLONES` makes several forms of a function, of which the processor's is chosen when the module is loaded. Each takes the same

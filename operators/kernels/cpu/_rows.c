@@ -1,4 +1,4 @@
-/* What is done to each row by itself between the products of a layer, each in one call. Part of the module flowrt.operators._rows.
+/* What is done to each row by itself between the products of a layer, each in one call. Part of the module flowrt.operators.kernels.cpu._rows.
  *
  * Here: norms, with the addition before them; turning queries and keys to their positions and putting keys and values into their pages;
  * adding up results. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
@@ -251,7 +251,7 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators._rows", .m_size = 0, .m_methods = methods};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators.kernels.cpu._rows", .m_size = 0, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__rows(void)
 {

@@ -1,4 +1,4 @@
-/* Attention of one new row for each of some sequences, over keys and values where they lie. Part of the module flowrt.operators._rows.
+/* Attention of one new row for each of some sequences, over keys and values where they lie. Part of the module flowrt.operators.kernels.cpu._rows.
  *
  * Here: `paged_attention`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
  * padded, and a row's bits depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or

@@ -388,7 +388,7 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators._panels", .m_size = 0, .m_methods = methods};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators.kernels.cpu._panels", .m_size = 0, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__panels(void)
 {

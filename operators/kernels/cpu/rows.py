@@ -1,28 +1,26 @@
-"""What lies between the products of a layer, each in one call of our own, where the machine and the dtype allow it (_rows.c).
+"""The kernels in C (_rows.c), each in one call: checks what must hold before addresses are handed over.
 
-Here: the calls, with what must be checked before addresses are handed over. Not here: when they are taken instead of the library's calls,
-which stay beside them as the reference and for accelerators (normalization.py, attention.py, gate.py, combine.py, dispatch.py,
-experts.py).
-
-Functions that run in strict blocks are seen by torch's overrides, as the library's are: a proof watches what is computed. A row's bits
-depend on that row alone, in `attend` on its sequence, and are the same on every machine.
+They are several times faster for the few rows of decoding. Functions that run in strict blocks are seen by torch's overrides, as
+torch's are: a proof watches what is computed. A row's bits depend on that row alone, in `paged_attention` on its sequence, and are the
+same on every machine. Each raises ValueError for sizes and dtypes that do not go together, IndexError for an index out of range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from flowrt.operators.attention_plan import PagedRows, StepPlan
-from flowrt.operators.kv_pages import KvPages
+if TYPE_CHECKING:
+    from flowrt.operators.attention_plan import PagedRows, StepPlan
+    from flowrt.operators.kv_pages import KvPages
 
 try:
-    from flowrt.operators import _rows
+    from flowrt.operators.kernels.cpu import _rows
 except ImportError:  # without a compiler
     _DTYPES: dict[torch.dtype, int] = {}
 else:
@@ -50,8 +48,8 @@ def _watched(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concaten
 
 
 @_watched
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As normalization.rms_norm."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As kernels/torch/rows.py."""
     x, weight = x.contiguous(), _same(weight, x)
     y = torch.empty_like(x)
     _norm(x, 0, weight, 0, y, epsilon)
@@ -59,7 +57,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 @_watched
-def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + added, its norm), each rounded once."""
     if added.shape != x.shape:
         raise ValueError(f"rows {list(added.shape)} cannot be added to {list(x.shape)}")
@@ -114,7 +112,7 @@ def paged_attention(
     if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (len(qkv_TC), num_heads * width) or num_heads % num_kv_heads:
         raise ValueError(f"results {list(out_TC.shape)} for {len(qkv_TC)} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
     if window is not None and window < 1:
-        raise ValueError(f"a row sees itself at least, not {window} tokens")
+        raise ValueError(f"a window of {window} tokens: a row sees at least itself")
     rows_P, sequences_P, lengths_S, table_SG = _indices(paged.rows_P, paged.sequences_P, paged.kv_length_S, paged.page_table_SG)
     if len(rows_P) != len(sequences_P) or len(lengths_S) != len(table_SG):
         raise ValueError(f"{len(rows_P)} rows of {len(sequences_P)} sequences, {len(lengths_S)} lengths, {len(table_SG)} page tables")
@@ -148,7 +146,7 @@ def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.
 
 
 def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As combine.combine. IndexError for a row that there is not."""
+    """As kernels/torch/rows.py."""
     residual_TH = residual_TH.contiguous()
     num_rows, width = residual_TH.shape
     total_TH = torch.empty_like(residual_TH)

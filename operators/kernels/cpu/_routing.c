@@ -1,4 +1,4 @@
-/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module flowrt.operators._rows.
+/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module flowrt.operators.kernels.cpu._rows.
  *
  * `topk_softmax`: the best experts of each row and their weights. `partition_by_server`: the pairs by server. `sort_by_expert`: the pairs
  * by expert, with their rows. `weighted_sum`: the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax

@@ -1,0 +1,59 @@
+"""Which kernels a dtype and device get. The only place that decides; modules ask once, when they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flowrt.operators.kernels.cpu import rows as cpu_rows
+from flowrt.operators.kernels.torch import rows as torch_rows
+
+
+class Kernels(Protocol):
+    """The signatures that both forms share; kernels/torch/rows.py says what each computes."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, /) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, epsilon: float, /) -> tuple[Tensor, Tensor]: ...
+
+    def topk_softmax(self, logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
+
+    def partition_by_server(
+        self,
+        pair_P: Tensor | None,
+        expert_P: Tensor,
+        weight_P: Tensor,
+        positions_T: Tensor,
+        num_active: int,
+        servers_EB: Tensor,
+        num_copies_E: Tensor,
+        num_servers: int,
+        /,
+    ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]: ...
+
+    def sort_by_expert(
+        self, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int, /
+    ) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+    def weighted_sum(self, y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int, /) -> Tensor: ...
+
+    def add_parts(self, residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]], /) -> Tensor: ...
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device | str) -> Kernels:
+    """The kernels for rows of `dtype` on `device`."""
+    return _chosen(dtype, torch.device(device).type)
+
+
+@lru_cache(maxsize=64)
+def _chosen(dtype: torch.dtype, device_type: str) -> Kernels:
+    return cpu_rows if has_cpu_kernels(dtype, device_type) else torch_rows
+
+
+def has_cpu_kernels(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether the kernels in C were built and take rows of this kind. They alone also have attention over pages (attention.py)."""
+    return cpu_rows.fits(dtype, device)
