@@ -68,8 +68,7 @@ async def test_only_the_links_that_are_used_are_opened(scheme: str, source: str,
         assert set(states(links, scheme).values()) == {State.IDLE}
         for number in range(20):
             links[source][target, scheme].post(numbered(number))
-        while len(received[target]) < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: len(received[target]) >= 20, "all messages arrive")
         assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
         opened = {pair for pair, state in states(links, scheme).items() if state is State.READY}
         assert opened == {"ab", "ba"}
@@ -87,8 +86,7 @@ async def test_all_speak_at_once(scheme: str) -> None:
                 for peer in NAMES:
                     if peer != name:
                         links[name][peer, scheme].post(numbered(number))
-        while any(len(messages) < 20 for messages in received.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: all(len(messages) >= 20 for messages in received.values()), "all messages arrive")
         for name in NAMES:  # one more each: what came twice of those before would have come by then
             for peer in NAMES:
                 if peer != name:

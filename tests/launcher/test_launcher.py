@@ -302,7 +302,8 @@ def test_a_death_just_before_the_stop_is_told(turns: int) -> None:
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 stop = asyncio.ensure_future(launcher.stop())
-                await asyncio.sleep(0.05)  # the fork server is held: how it ended is not known yet
+                for _ in range(50):  # the fork server is held: how it ended is not known yet
+                    await asyncio.sleep(0)
             with pytest.raises(WorkerDiedError, match=r"^echo\.1 was killed by SIGKILL$"):
                 await stop
 

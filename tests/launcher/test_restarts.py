@@ -71,7 +71,7 @@ class Run:
         await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=(), max_tokens=1)))
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
                 if self.launcher.failure is not None:
@@ -303,6 +303,7 @@ async def test_one_that_fails_is_started_again_and_its_reason_told(tmp_path: Pat
 
 
 async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revival, "_LAST_WORDS_SECONDS", 30.0)
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance.channel_checks import Check
 from flowrt.transports.conformance.connection_checks import HERE, THERE, other_process, pair_maker
-from flowrt.transports.conformance.kit import Header, check_numbered, numbered, opened, pattern, within
+from flowrt.transports.conformance.kit import Header, carry_one, check_numbered, numbered, opened, pattern, until, until_waiting, within
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
@@ -149,11 +149,7 @@ async def settled(pair: tuple[Channel, Channel]) -> tuple[CUDAChannel, CUDAChann
 
 
 async def all_given_back(channel: CUDAChannel) -> None:
-    for _ in range(5000):
-        if not channel._ranges.num_taken:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("a range that was let go of is not given back")
+    await until(lambda: not channel._ranges.num_taken, "a range that was let go of is given back")
 
 
 def test_without_a_gpu_the_reason_says_what_is_missing() -> None:
@@ -206,8 +202,7 @@ async def test_a_received_tensor_stays_until_it_is_let_go_of(driver: HostDriver,
             check(await within(two.recv(), "recv"), number, 50_000)
         assert one.host_copies == 0
         parts = [kept.pop(1).tensors[1]]
-        await asyncio.sleep(0.01)
-        assert two.statistics().held_buffers == 3
+        await until(lambda: two.statistics().held_buffers == 3, "only what is referred to is held")
         await one.aclose()
         await two.aclose()
         check(kept[0], 0, 10_000, 30)
@@ -239,7 +234,8 @@ async def test_a_range_comes_back_only_when_the_device_is_done(driver: HostDrive
         driver.passing = False
         await one.send(on_device(driver, 0, 1000))
         await within(two.recv(), "recv")
-        await asyncio.sleep(0.02)
+        for _ in range(3):
+            await carry_one(two, one)
         assert one._ranges.num_taken == 1
         driver.passing = True
         await all_given_back(one)
@@ -265,7 +261,8 @@ async def test_bytes_on_the_device_take_room_in_the_channel(driver: HostDriver) 
             sent += 1
         assert sent == 4
         waiting = asyncio.ensure_future(one.send(on_device(driver, sent, 60_000)))
-        await asyncio.sleep(0.01)
+        await until_waiting(one, 1)
+        await carry_one(two, one)
         assert not waiting.done()
         for number in range(sent + 1):
             check(await within(two.recv(), "recv"), number, 60_000)
@@ -315,7 +312,7 @@ async def test_closing_with_messages_nobody_took(driver: HostDriver, loop_kind: 
         one, two = await settled(pair)
         for number in range(4):
             await one.send(on_device(driver, number, 20_000))
-        await asyncio.sleep(0.01)
+        await carry_one(two, one)
         await two.aclose()
 
 

@@ -141,7 +141,7 @@ async def test_a_line_that_says_nonsense_breaks_the_channel(wrong: str, loop_kin
         if wrong == "nonsense":
             line.send(b"hello")
         with pytest.raises(BrokenChannelError, match="the peer"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await two.recv()
         assert two.statistics().nonsense == 1
         await two.aclose()
@@ -162,7 +162,7 @@ async def test_withdrawing_waits_for_a_full_line(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UnavailableError):
             one.open_window(10)
         full = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while line._unsaid or line_of(two).offers:  # noqa: ASYNC110  (a line wakes nobody here)
                 await asyncio.sleep(0.001)
         assert (await two.attach_window(one.open_window(10).key)).nbytes == 10
@@ -182,6 +182,6 @@ async def test_a_lost_wake_up_for_a_flag_is_found_and_counted(monkeypatch: pytes
         for _ in range(10):
             await asyncio.sleep(0)
         await remote.set_flag(0, 5)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await waiting == 5
         assert one.statistics().late_wakeups == 1

@@ -167,7 +167,7 @@ async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch:
 
     monkeypatch.setattr(zeromq, "bind", bind_and_let_in)
     try:
-        async with await get_transport("zmq").listen("zmq://", SMALL, KEY, HERE) as listener, asyncio.timeout(10):
+        async with await get_transport("zmq").listen("zmq://", SMALL, KEY, HERE) as listener, asyncio.timeout(60):
             try:
                 one = await get_transport("zmq").connect(listener.address, SMALL, KEY, THERE)
             except TransportError:
@@ -313,7 +313,7 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
                 two = await listener.accept()
                 await two.aclose()
             else:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     one = await connecting
                     two = await listener.accept()
                 async with one, two:

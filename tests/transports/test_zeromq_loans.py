@@ -35,7 +35,7 @@ async def echoed(channel: Channel) -> bytes:
 
 
 async def until_returned(lender: Lender, still: int = 0) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while lender.num_lent > still:  # noqa: ASYNC110  # nobody is told when a loan ends
             await asyncio.sleep(0.001)
 
