@@ -122,6 +122,7 @@ class FirstUseChannel(Channel):
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
+        self._unmarked: Channel | None = None  # the peer's call, until it has room for the mark
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._calling: asyncio.Task[None] | None = None
         self._beside: set[asyncio.Task[None]] = set()  # late words, channels that are dropped
@@ -166,8 +167,9 @@ class FirstUseChannel(Channel):
 
     async def aclose(self) -> None:
         self._step(Event.CLOSE)
-        if self._channel is not None:
-            await self._channel.aclose()
+        for channel in (self._channel, self._unmarked):
+            if channel is not None:
+                await channel.aclose()
         tasks = [task for task in (self._calling, *self._beside) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
@@ -204,7 +206,10 @@ class FirstUseChannel(Channel):
                         self._calling.cancel()
                 case Action.MARK:
                     assert channel is not None
-                    self._mark(channel)
+                    if not self._mark(channel):  # the mark must go first: adopt the channel once it has gone
+                        self._unmarked = channel
+                        self._aside(self._adopt_late(channel), "ready")
+                        return
                 case Action.ADOPT:
                     assert channel is not None
                     self._adopt(channel)
@@ -212,18 +217,26 @@ class FirstUseChannel(Channel):
                     assert channel is not None
                     self._aside(channel.aclose(), "too late")
                 case Action.NOTIFY:
-                    self._changed.set_result(None)
-                    self._changed = self._loop.create_future()
+                    self._notify()
 
-    def _mark(self, channel: Channel) -> None:
-        ready = Message(READY_KIND)
-        with contextlib.suppress(TransportError):  # gone already: whoever reads will see
-            if not channel.send_nowait(ready):  # one that holds up its first message: this goes ahead of whoever waits to send
-                self._aside(self._mark_late(channel, ready), "ready")
+    def _mark(self, channel: Channel) -> bool:
+        """False when the channel has no room for the mark now."""
+        try:
+            return channel.send_nowait(Message(READY_KIND))
+        except TransportError:  # it has ended already: the reader will notice
+            return True
 
-    async def _mark_late(self, channel: Channel, ready: Message) -> None:
+    async def _adopt_late(self, channel: Channel) -> None:
         with contextlib.suppress(TransportError):
-            await channel.send(ready)
+            await channel.send(Message(READY_KIND))
+        self._unmarked = None
+        if self.state is State.READY:
+            self._adopt(channel)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set_result(None)
+        self._changed = self._loop.create_future()
 
     def _aside(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Ended and awaited by `aclose`."""

@@ -25,6 +25,7 @@ from flowrt.transports.errors import (
     TransportError,
     UnavailableError,
 )
+from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
@@ -199,6 +200,48 @@ async def test_the_mark_goes_first_also_where_messages_are_held_up(plan: str) ->
             if not two.send_nowait(numbered(number)):
                 await two.send(numbered(number))
         await receive_all(one, 0, 3)
+
+
+class Full(InprocChannel):
+    """Has no room for its first message until `open` is called."""
+
+    is_open = False
+
+    def send_nowait(self, message: Message) -> bool:
+        return self.is_open and super().send_nowait(message)
+
+    async def send(self, message: Message) -> None:
+        while not self.is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await super().send(message)
+
+
+async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
+    async def call() -> Channel:
+        raise AssertionError
+
+    for is_closed_first in (False, True):
+        ours, theirs = Full.pair(SMALL, HERE, THERE)
+        assert isinstance(ours, Full)
+        end = FirstUseChannel(THERE, "inproc", call, False, SMALL)
+        end.offer(ours)
+        sending = asyncio.ensure_future(end.send(numbered(0)))
+        await asyncio.sleep(0)
+        if is_closed_first:
+            ours.is_open = True
+            await end.aclose()
+            with pytest.raises(ClosedChannelError):
+                await sending
+            continue
+        ours.is_open = True
+        assert not end.send_nowait(numbered(1)), "the mark has not gone yet"
+        await sending
+        theirs.is_open = True  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            assert (await theirs.recv()).kind == opening.READY_KIND
+            await receive_all(theirs, 0, 1)
+        await end.aclose()
+        await theirs.aclose()
 
 
 async def test_open_it_costs_nothing_more() -> None:
