@@ -120,7 +120,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"is nested too deep; write {EXAMPLE}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"is no JSON object; write {EXAMPLE}")
+        raise ValueError(f"is not a JSON object; write {EXAMPLE}")
     return value
 
 

@@ -1,10 +1,7 @@
-"""A batch: the rows of one step of one lane, as plain lists ready to become tensors.
+"""A batch: the rows of one step of one micro-batch, as plain lists that a worker turns into tensors.
 
-Here: Batch, SampleSpec, build_batch. Not here: which sequences take part (scheduler.py), tensors (flowrt/workers makes them, and
-with them each row's position and slot, which follow from the lengths and the page tables).
-
-Legend: rows = tokens computed in this step over all its sequences; S = sequences in the step; samples = sequences that get a
-token from this step (a chunk that does not reach the end of its sequence yields none).
+Legend: rows = tokens computed in this step over all its sequences; S = sequences in the step; samples = sequences that get a token
+from this step (a chunk that does not reach the end of its sequence yields none).
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ Part = tuple[Sequence, int]  # a sequence and how many rows it has in the step
 class SampleSpec(NamedTuple):
     """How one token is drawn. Its noise is a function of (seed, choice, token_index) alone, so a replay draws the same token.
 
-    `token_index` is the place in the choice's output, from 0. `output_counts`: with penalties, each token of prompt and output and
-    how often it is in the output. Both collections are the sequence's own: they are to be read before the step ends, and not written.
+    `token_index` is the position in the choice's output, from 0. `output_counts`: with penalties, each token of prompt and output and
+    how often it is in the output. Both collections belong to the sequence: read them before the step ends, and never write to them.
     """
 
     params: SamplingParams
@@ -36,7 +33,7 @@ class SampleSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one sequence stand together, in order of position; sequences in the order of the [S] lists."""
+    """The rows of a sequence are contiguous, in order of position; sequences are in the order of the [S] lists."""
 
     token_ids: list[int]  # [rows]
     query_lengths: list[int]  # [S] rows of each sequence, in total `rows`

@@ -1,7 +1,4 @@
-"""What the engine decides: tell a token, tell an end, start a step. Frozen data; no behaviour.
-
-Not here: how it decides (engine.py), who carries it out (flowrt/workers: sends Token and Ended, runs the batch).
-"""
+"""What the engine decides: emit a token, end a choice, start a step. Frozen data; workers carry it out."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Send this end to the gateway: the one of its (request, attempt)."""
+    """Send this end of a choice to the gateway."""
 
     ended: Ended
 
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """Run this batch in this lane, then call `step_done` or `roll_back`.
+    """Run this batch, then call `step_done`, `fail_step` or `roll_back`.
 
-    A lane's steps are numbered 0, 1, 2 ...; the numbers go on through a roll-back, so a late answer to a step of an older epoch
-    is never taken for a newer one's. (epoch, lane, step) is the epoch, micro_batch and step of the step's tags.
+    The steps of a micro-batch are numbered 0, 1, 2 ...; a rollback does not reset the numbers, so a late response to a step of an older
+    epoch is never taken for one to a newer step. The step's tags carry (epoch, micro_batch, step).
     """
 
     epoch: int
-    lane: int
+    micro_batch: int
     step: int
     batch: Batch
 

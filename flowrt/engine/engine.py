@@ -1,11 +1,7 @@
-"""The engine of one group: requests, cancels and finished steps in, tokens, ends and new steps out.
+"""The engine of one group: requests, cancels and finished steps in; tokens, ends and new steps out.
 
-Here: Engine: the life of each request in the group, and steps as transactions. Not here: which sequences take part in a step
-(scheduler.py), what a step computes (the model's graph), who sends what is decided (flowrt/workers). Pure: no await, no torch, no
-clock. The same events in the same order give the same decisions.
-
-How a worker drives it: give it an event; carry out the returned decisions in order; then start what `next_steps()` returns. A
-lane is free again after its `step_done`, so the worker never waits for one lane before it serves another.
+Pure: no await, no torch, no clock. The same events in the same order give the same decisions. A worker gives it an event, carries out
+the returned decisions in order, and starts what `next_steps()` returns. Which sequences take part in a step is the scheduler's to decide.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class Engine:
     def __init__(
         self,
         limits: GraphLimits,
-        num_lanes: int,
+        num_micro_batches: int,
         max_position_embeddings: int,
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
@@ -71,23 +67,23 @@ class Engine:
         self._max_position_embeddings = max_position_embeddings
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
-        self._scheduler = Scheduler(limits, num_lanes, chunk_tokens)
+        self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
         self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were told; oldest first, bounded
         self._num_remembered = num_remembered
-        self._steps: list[_Step | None] = [None] * num_lanes
-        self._next_step = [0] * num_lanes
+        self._steps: list[_Step | None] = [None] * num_micro_batches
+        self._next_step = [0] * num_micro_batches
         self._epoch = 0
         self._draining = False
         self._num_requests = self._num_sequences = self._num_steps = self._num_rows = self._num_tokens = 0
 
     @property
     def epoch(self) -> int:
-        """How often this group was rolled back. Messages of an older epoch are to be dropped."""
+        """How often this group was rolled back. Receivers drop messages of older epochs."""
         return self._epoch
 
     @property
-    def num_lanes(self) -> int:
+    def num_micro_batches(self) -> int:
         return len(self._steps)
 
     @property
@@ -102,7 +98,7 @@ class Engine:
     # Requests
 
     def submit(self, request: Request) -> list[Decision]:
-        """Take a request. One that cannot be served ends at once with reason error; a repeated one is ignored."""
+        """Take a request. One that cannot be served ends at once with reason "error"; a repeated one is ignored."""
         key = (request.id, request.attempt)
         known = self._alive.get(request.id, [])
         attempt = known[0].request.attempt if known else None
@@ -110,7 +106,7 @@ class Engine:
             return []
         if key in self._over or (attempt is not None and attempt > request.attempt):
             return [self._refuse(request, "abort")]
-        # Of a request placed again nobody listens to the older attempt any more.
+        # The gateway ignores the older attempt of a request that was placed again.
         decisions: list[Decision] = [self._end(sequence, "abort") for sequence in list(known)]
         self._num_requests += 1
         error = refusal(request, self._limits, self._max_position_embeddings, self._vocab_size)
@@ -130,13 +126,13 @@ class Engine:
         decisions: list[Decision] = []
         for sequence in list(siblings):
             self._scheduler.add(sequence)
-            if (reason := sequence.end_reason()) is not None:  # its committed tokens were all of it
+            if (reason := sequence.end_reason()) is not None:  # its committed tokens are its whole output
                 decisions.append(self._end(sequence, reason))
         return decisions
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> list[Decision]:
-        """End an attempt, or one choice of it, with reason cancelled. After its end: nothing. Before its Submit has come: it will end
-        when it comes.
+        """End an attempt, or one choice of it, with reason "abort". No-op after the attempt ended. A cancel that arrives before its Submit
+        is remembered.
 
         Its pages are free at once, or when the step that it takes part in is over.
         """
@@ -153,28 +149,28 @@ class Engine:
 
     # Steps
 
-    def next_step(self, lane: int) -> StartStep | None:
-        """Begin the lane's next step; None when one is running there or the lane has nothing to do now."""
-        if self._steps[lane] is not None:
+    def next_step(self, micro_batch: int) -> StartStep | None:
+        """Begin the micro-batch's next step. None when one runs there, or when it has nothing to do now."""
+        if self._steps[micro_batch] is not None:
             return None
-        parts = self._scheduler.schedule(lane)
+        parts = self._scheduler.schedule(micro_batch)
         if not parts:
             return None
         batch = build_batch(parts, self._limits.page_size)
-        number = self._next_step[lane]
-        self._next_step[lane] += 1
+        number = self._next_step[micro_batch]
+        self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
-        self._steps[lane] = _Step(number, parts, len(batch.samples), num_logprobs)
-        return StartStep(self._epoch, lane, number, batch)
+        self._steps[micro_batch] = _Step(number, parts, len(batch.samples), num_logprobs)
+        return StartStep(self._epoch, micro_batch, number, batch)
 
     def next_steps(self) -> list[StartStep]:
-        """Begin a step in every free lane that has something to do. To be asked after every event: what one lane's event frees
-        may be what another lane waits for."""
-        steps = (self.next_step(lane) for lane in range(len(self._steps)))
+        """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages
+        that an event of another one frees."""
+        steps = (self.next_step(micro_batch) for micro_batch in range(len(self._steps)))
         return [step for step in steps if step is not None]
 
     def step_done(
-        self, lane: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = (), degraded: bool = False
+        self, micro_batch: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = (), degraded: bool = False
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
         one entry for each of these sequences that asks for them. `degraded`: it was computed without some expert, and so is what
@@ -183,14 +179,18 @@ class Engine:
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
         """
-        running = self._steps[lane]
+        running = self._steps[micro_batch]
         if running is None or running.number != step:
             return []
         if len(token_ids) != running.num_samples:
-            raise ValueError(f"step {step} of lane {lane} has {running.num_samples} sample rows, {len(token_ids)} tokens were given")
+            raise ValueError(
+                f"expected {running.num_samples} tokens, got {len(token_ids)} (step {step} of micro-batch {micro_batch})"
+            )
         if len(logprobs) != running.num_logprobs:
-            raise ValueError(f"step {step} of lane {lane} has {running.num_logprobs} samples with logprobs, {len(logprobs)} were given")
-        self._steps[lane] = None
+            raise ValueError(
+                f"expected {running.num_logprobs} logprobs, got {len(logprobs)} (step {step} of micro-batch {micro_batch})"
+            )
+        self._steps[micro_batch] = None
         self._num_steps += 1
         decisions: list[Decision] = []
         tokens, told = iter(token_ids), iter(logprobs)
@@ -212,24 +212,24 @@ class Engine:
         return decisions
 
     def roll_back(self) -> list[Decision]:
-        """Drop the steps running in all lanes and begin a new epoch. What was committed stays; the rows are computed again.
+        """Drop the steps of all micro-batches and begin a new epoch. Committed tokens stay; the dropped rows are computed again.
 
-        KV written by a dropped step lies beyond the committed length of its sequences, so it is written over and never read.
-        Call it when no message of the old epoch can still write into this group's pages. Decisions: none today.
+        KV written by a dropped step lies beyond the committed length of its sequences: it is overwritten and never read. Call it when no
+        message of the old epoch can still write into this group's pages.
         """
         self._epoch += 1
-        for lane, running in enumerate(self._steps):
-            self._steps[lane] = None
+        for micro_batch, running in enumerate(self._steps):
+            self._steps[micro_batch] = None
             for sequence, _ in running.parts if running is not None else ():
                 sequence.in_step = False
                 if sequence.cancelled:
                     self._scheduler.remove(sequence)
         return []
 
-    def fail_step(self, lane: int, step: int, error: str) -> list[Decision]:
+    def fail_step(self, micro_batch: int, step: int, error: str) -> list[Decision]:
         """A step cannot be computed: roll back, and compute it once more. Its sequences are suspects now, and run one by one. A suspect
         whose step fails ends its request with this error. A step that is not running is ignored."""
-        running = self._steps[lane]
+        running = self._steps[micro_batch]
         if running is None or running.number != step:
             return []
         decisions = self.roll_back()
@@ -239,13 +239,13 @@ class Engine:
             sequence.is_suspect = True
         return decisions
 
-    def is_suspect_step(self, lane: int, step: int) -> bool:
+    def is_suspect_step(self, micro_batch: int, step: int) -> bool:
         """Whether this step runs, and is that of a sequence whose latest step failed."""
-        running = self._steps[lane]
+        running = self._steps[micro_batch]
         return running is not None and running.number == step and any(sequence.is_suspect for sequence, _ in running.parts)
 
     def fail_all(self, error: str) -> list[Decision]:
-        """Roll back, and end every request with this error: what their steps wait for will not come."""
+        """Roll back, and end every request with this error."""
         decisions = self.roll_back()
         for siblings in list(self._alive.values()):
             decisions += self._fail(siblings[0].request, error)

@@ -1,11 +1,8 @@
-"""Which KV pages are free and who holds the others.
+"""Which KV pages are free and which sequences hold the others. Pure bookkeeping over page numbers; only the scheduler calls it.
 
-Here: PageAllocator, pure bookkeeping over page numbers. Not here: the pages' memory (operators/kv_pages), who may have how many
-(scheduler.py). Called by the scheduler only.
-
-A page is free or held: by one holder, who may write to it, or by several, who only read. It is free again when its last holder has
-given it back, once; free + held = total. Each re-use of a page counts its generation up, so that whoever kept a page number past
-its time can be told from a holder.
+A page is free or held: by one holder, which may write to it, or by several, which only read it. It is free again when its last holder
+has freed it; free + held = total. Each re-use of a page increments its generation, so that a stale page number can be told from a
+current one.
 """
 
 from __future__ import annotations
@@ -17,9 +14,9 @@ from collections.abc import Sequence
 class PageAllocator:
     """`num_pages` pages, numbered from 0.
 
-    A holder's pages are given out one behind the other as long as that can be: what lies in one piece is read without copying it
-    (operators/attention_plan.py). So whoever comes anew begins in the middle of the longest free piece, and those before it have
-    room to grow.
+    A holder gets consecutive pages as long as possible: attention reads a contiguous context without copying it
+    (operators/attention_plan.py). So a new holder starts in the middle of the longest free run, which leaves room for the holders
+    before it to grow.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,7 +1,4 @@
-"""Which group a request goes to. Pure; called by the gateway.
-
-Here: GroupLoad, choose_group. Not here: who counts the loads (flowrt/gateway/gateway.py).
-"""
+"""Which group a request goes to. Pure; the gateway counts the loads and calls it."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What a group has been given and has not ended: pending and running together."""
+    """What a group has been sent and has not ended: waiting and running together."""
 
     num_sequences: int = 0  # choices of requests
-    num_tokens: int = 0  # the prompts' tokens and the most new tokens they may have
+    num_tokens: int = 0  # of the prompts, and the maximum of new tokens
 
 
 def choose_group(loads: Mapping[str, GroupLoad], avoid: Collection[str] = ()) -> str | None:

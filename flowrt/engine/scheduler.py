@@ -1,18 +1,16 @@
-"""Which sequences have rows in a lane's next step, and which pages they get.
+"""Which sequences have rows in a micro-batch's next step, and which pages they get. Pure; only the engine calls it.
 
-Here: Scheduler: the queue, admission, lanes, pages, preemption, chunks. Not here: requests, steps and what their results mean
-(engine.py), lists for tensors (batch.py). Pure: no clock, no await, no torch. Called by the engine only.
-
-Nobody waits for ever, because everything goes by `order` (age):
-- Admission is first come, first served, from free pages only, with the pages of all its tokens and one page of head-room for
-  each running sequence that may still grow (which keeps a preempted sequence from being re-admitted only to be preempted again).
-- Choices of one request share the pages that the prompt fills. A choice comes in when one of its siblings has computed them, takes
-  part in holding them, and computes what is left of the prompt in a page of its own: at most a page (strict: or a chunk) of rows.
-  While it waits for that, others may be admitted; it is the next to be asked once the sibling is through.
-- A decoding sequence that needs a page takes it from the youngest sequence that is younger than itself and in no step; that one
-  goes back to its place in the queue and is computed again later.
-- When all younger ones are in steps, it claims: until it has its page, no younger one gets any. So the oldest sequence always
-  proceeds, and alone it fits (validation.py), so every sequence ends.
+Every sequence makes progress, because all rules go by `order` (age):
+- Admission is first come, first served, from free pages only. A sequence needs the pages of all its tokens, and one page of headroom
+  for each running sequence that may still grow; else a preempted sequence would be re-admitted only to be preempted again.
+- Choices of one request share the pages that the prompt fills. A choice is admitted when one of its siblings has computed them, and
+  computes the rest of the prompt in a page of its own: at most a page (strict: or a chunk) of rows. While it waits for that, other
+  sequences may be admitted.
+- A decoding sequence that needs a page preempts the youngest sequence that is younger than itself and in no step. The preempted
+  sequence goes back to its place in the queue and is computed again later.
+- When all younger sequences are in steps, it claims the next free page: until then no younger one gets any. So the oldest sequence
+  always proceeds; alone it fits (validation.py), so every sequence ends.
+- A suspect, whose latest step failed, runs alone.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ def _age(sequence: Sequence) -> int:
 
 
 class Scheduler:
-    """`chunk_tokens` > 0 cuts prompts at its multiples from position 0 and replays output tokens one per step (DESIGN: strict
-    numerics), so that the cuts do not depend on the neighbours; 0 cuts wherever the step is full."""
+    """`chunk_tokens` > 0 (strict numerics) cuts prompts at its multiples from position 0 and replays output tokens one per step, so that
+    the cuts do not depend on other sequences; 0 cuts wherever the step is full."""
 
-    def __init__(self, limits: GraphLimits, num_lanes: int, chunk_tokens: int = 0) -> None:
-        if num_lanes < 1:
-            raise ValueError(f"num_lanes is {num_lanes}, it must be at least 1")
+    def __init__(self, limits: GraphLimits, num_micro_batches: int, chunk_tokens: int = 0) -> None:
+        if num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches is {num_micro_batches}, it must be at least 1")
         if not 0 <= chunk_tokens <= limits.max_num_batched_tokens:
             raise ValueError(
                 f"chunk_tokens is {chunk_tokens}, it must be from 0 to limits.max_num_batched_tokens ({limits.max_num_batched_tokens})"
@@ -47,7 +45,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._limits = limits
-        self._num_lanes = num_lanes
+        self._num_micro_batches = num_micro_batches
         self._chunk_tokens = chunk_tokens
         # Prompts are shared up to a multiple of this: in whole pages, and so that what follows is cut as if it were not shared.
         self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
@@ -61,22 +59,24 @@ class Scheduler:
         self._release(sequence)
         sequence.state = State.ENDED
 
-    def schedule(self, lane: int) -> list[Part]:
-        """The sequences of the lane's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
+    def schedule(self, micro_batch: int) -> list[Part]:
+        """The sequences of the micro-batch's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
 
         Decoding sequences come first, one row each, then chunks of those whose tokens are not all computed, oldest first. Call it
-        only for a lane that runs no step. A suspect runs alone: no other sequence of any lane is in a step meanwhile.
+        only for a micro-batch that runs no step. A suspect runs alone: no other sequence of any micro-batch is in a step meanwhile.
         """
         self._admit()
         self._balance()
         if (suspect := next((sequence for sequence in self.running if sequence.is_suspect), None)) is not None:
-            if suspect.lane != lane or any(sequence.in_step for sequence in self.running):
+            if suspect.micro_batch != micro_batch or any(sequence.in_step for sequence in self.running):
                 return []
             suspect.in_step = True  # it has the pages: for the step that failed, or since it was admitted anew
             return [(suspect, self._chunk(suspect, self._limits.max_num_batched_tokens))]
         free_rows = self._limits.max_num_batched_tokens
         parts: list[Part] = []
-        idle = [sequence for sequence in self.running if sequence.lane == lane]  # the lane runs no step, so none of them is in one
+        idle = [
+            sequence for sequence in self.running if sequence.micro_batch == micro_batch
+        ]  # the micro-batch runs no step, so none of them is in one
         decoding = [sequence for sequence in idle if sequence.decodes]
         for sequence in decoding[:free_rows]:
             if sequence.state is State.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
@@ -113,8 +113,8 @@ class Scheduler:
             sequence.num_computed_tokens = len(shared) * self._limits.page_size
             sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
             sequence.state = State.RUNNING
-            counts = self._lane_counts()
-            sequence.lane = counts.index(min(counts))
+            counts = self._micro_batch_counts()
+            sequence.micro_batch = counts.index(min(counts))
             del self.waiting[at]
             insort(self.running, sequence, key=_age)
 
@@ -128,21 +128,21 @@ class Scheduler:
         return None if running else []
 
     def _balance(self) -> None:
-        """Move sequences that are in no step from the fullest lane to the emptiest, until the lanes differ by one at most."""
-        counts = self._lane_counts()
+        """Move sequences that are in no step from the fullest micro-batch to the emptiest, until the counts differ by one at most."""
+        counts = self._micro_batch_counts()
         while max(counts) - min(counts) > 1:
             fullest, emptiest = counts.index(max(counts)), counts.index(min(counts))
-            idle = [sequence for sequence in self.running if sequence.lane == fullest and not sequence.in_step]
+            idle = [sequence for sequence in self.running if sequence.micro_batch == fullest and not sequence.in_step]
             if not idle:
                 return
-            idle[-1].lane = emptiest
+            idle[-1].micro_batch = emptiest
             counts[fullest] -= 1
             counts[emptiest] += 1
 
-    def _lane_counts(self) -> list[int]:
-        counts = [0] * self._num_lanes
+    def _micro_batch_counts(self) -> list[int]:
+        counts = [0] * self._num_micro_batches
         for sequence in self.running:
-            counts[sequence.lane] += 1
+            counts[sequence.micro_batch] += 1
         return counts
 
     def _chunk(self, sequence: Sequence, free_rows: int) -> int:

@@ -1,7 +1,4 @@
-"""A sequence: what a group knows of one choice of a request while it works on it.
-
-Here: Sequence and its states. Not here: who moves it from state to state (scheduler.py, engine.py). Pure data.
-"""
+"""A sequence: what a group knows of one choice of a request while it works on it. Pure data; the engine and the scheduler change it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ State = Enum("State", ["WAITING", "RUNNING", "ENDED"])
 class Sequence:
     """One choice of one attempt. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
 
-    WAITING holds no page, RUNNING does. While `in_step` its rows are being computed by `lane`, and neither its pages nor its
+    WAITING holds no page, RUNNING does. While `in_step` its rows are being computed by `micro-batch`, and neither its pages nor its
     tokens may change. `order` is its place in the queue, for its whole life: a preempted sequence goes back to where it was.
     `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages, those of whole
     pages of the prompt, may be held by its `siblings` too: nobody writes to them any more.
@@ -39,7 +36,7 @@ class Sequence:
     state: State = State.WAITING
     num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
-    lane: int = -1
+    micro_batch: int = -1
     in_step: bool = False
     cancelled: bool = False  # its end has been told; its pages stay its own until its step is over
     num_preemptions: int = 0

@@ -1,8 +1,7 @@
-"""Text to tokens and back: the tokenizer that lies beside a model's weights.
+"""The tokenizer of a model directory: text to tokens, tokens to text as they come, and the chat template.
 
-Here: Tokenizer (tokenizer.json, special tokens, chat template) and TextStream, which turns one output's tokens into text as they
-come. Not here: what text means to a request (stop strings: flowrt/gateway/stop_strings.py), HTTP. No torch, no transformers: the
-`tokenizers` library reads the file, jinja2 (only for a chat) renders the template.
+It needs neither torch nor transformers: the `tokenizers` library reads tokenizer.json, and jinja2 (only for a chat) renders the template.
+The launching process uses it for output only; prompts are tokenized in a process of their own (tokenizer_process.py).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _LONGEST_WINDOW_TOKENS = 64  # no text is that long without a boundary
 
 
 class TokenizerError(UserError, ValueError):
-    """The model's directory cannot do what was asked: its text names the file and what would be right."""
+    """A model directory cannot serve text: the message names the file and what to do."""
 
 
 class TextStream:
-    """One output's text, token by token. Never gives a part of a character: its bytes are held until the rest has come.
+    """One output's text, token by token. It never returns part of a character: it holds the bytes until the rest has come.
 
     Only a window is decoded for each token: the tokens since the last clean boundary, and those before it that the decoder needs
     to see (word-initial spaces depend on the token before). Special tokens give no text. What was given, put together with
@@ -90,7 +89,7 @@ class Tokenizer:
     """The tokenizer of one model directory."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Reads tokenizer.json. TokenizerError when it is missing or is no tokenizer."""
+        """Reads tokenizer.json. Raises TokenizerError when it is missing or cannot be read."""
         self._directory = Path(directory)
         path = self._directory / "tokenizer.json"
         if not _is_there(path):
@@ -98,13 +97,13 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
+            raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def open(cls, directory: str | Path) -> Tokenizer | None:
-        """The directory's tokenizer, or None when there is none: then the model speaks token ids only."""
+        """The directory's tokenizer, or None when there is none: then requests use token ids."""
         return cls(directory) if _is_there(Path(directory) / "tokenizer.json") else None
 
     @property
@@ -148,7 +147,7 @@ class Tokenizer:
         def raise_exception(text: str) -> None:
             raise TemplateError(text)
 
-        # A template comes with the weights, from strangers: it may compute text and nothing else.
+        # A template comes with the weights and is not trusted: the sandbox lets it compute text and nothing else.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = raise_exception
@@ -165,9 +164,9 @@ class Tokenizer:
         except TokenizerError:
             raise
         except (ValueError, RecursionError) as error:
-            raise TokenizerError(f"{path} is no JSON: {error}") from error
+            raise TokenizerError(f"{path} is not JSON: {error}") from error
         if not isinstance(config, dict):
-            raise TokenizerError(f"{path} holds no JSON object")
+            raise TokenizerError(f"{path} does not hold a JSON object")
         return config
 
     def _chat_template(self, config: Mapping[str, Any]) -> str:
@@ -194,7 +193,7 @@ def _is_there(path: Path) -> bool:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise TokenizerError(f"{path} is no regular file, it must be one")
+        raise TokenizerError(f"{path} is not a regular file")
     if status.st_size > MAX_FILE_BYTES:
         raise TokenizerError(f"{path} is {status.st_size >> 20} MiB long, it must be at most {MAX_FILE_BYTES >> 20} MiB")
     return True

@@ -159,10 +159,12 @@ class Inside:
                 faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
             if len({name.split("/")[0] for name in names}) > 1:
                 faults.append(f"page {page} is shared by strangers: {sorted(names)}")
-        for lane, step in enumerate(engine._steps):
+        for micro_batch, step in enumerate(engine._steps):
             for sequence, _ in step.parts if step is not None else ():
-                if sequence not in scheduler.running or sequence.lane != lane:
-                    faults.append(f"{sequence.name} is in the step of lane {lane} and holds no pages, or is in another lane")
+                if sequence not in scheduler.running or sequence.micro_batch != micro_batch:
+                    faults.append(
+                        f"{sequence.name} is in the step of micro-batch {micro_batch}, without pages or in another one"
+                    )
         if (claim := scheduler._claim) is not None and claim not in scheduler.running:
             faults.append(f"{claim.name} claims the next free page and does not run")
         return [f"{self.name}: {fault}" for fault in faults]

@@ -137,7 +137,7 @@ class Group:
     def _emit(self, start: StartStep) -> None:
         """A step's tags: the layout for every layer, what is sampled, and last the tokens, with which the step begins."""
         payloads = batch_payloads(start.batch, self._page_size, self._device)
-        tags = [Tag(self._source, start.epoch, start.lane, start.step, layer) for layer in range(self._num_layers)]
+        tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:
             self._runner.emit(self._node, tag, {"layout": payloads["layout"]})
         self._runner.emit(self._node, tags[0], {"sampling": payloads["sampling"], "tokens": payloads["tokens"]})

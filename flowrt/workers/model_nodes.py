@@ -182,7 +182,7 @@ class _Embed:
 
 
 class _Attention:
-    """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and lane."""
+    """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and micro-batch."""
 
     def __init__(self, block: Attention, pages: KvPages) -> None:
         self._block = block
@@ -195,11 +195,11 @@ class _Attention:
         return {"residual": Payload((residual_TH,)), "normed": Payload((normed_TH, layout.positions_T))}
 
     def _layout(self, tag: Tag, payload: Payload) -> StepLayout:
-        lane = (tag.source, tag.micro_batch)
-        read, layout = self._read.get(lane, (None, None))
+        micro_batch = (tag.source, tag.micro_batch)
+        read, layout = self._read.get(micro_batch, (None, None))
         if read is not payload or layout is None:
             layout = StepLayout.from_tensors(payload.tensors)
-            self._read[lane] = payload, layout
+            self._read[micro_batch] = payload, layout
         return layout
 
 

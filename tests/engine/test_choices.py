@@ -37,7 +37,7 @@ def test_the_prompt_is_computed_once_and_its_whole_pages_are_shared() -> None:
 
 def test_a_choice_is_what_it_would_be_alone() -> None:
     each = request("a", range(1, 12), max_tokens=8, n=4)
-    group = ToyGroup(LIMITS, num_lanes=2)
+    group = ToyGroup(LIMITS, num_micro_batches=2)
     group.submit(each)
     group.run(max)
     alone = ToyGroup(LIMITS)
@@ -53,7 +53,7 @@ def test_pages_run_out_among_choices() -> None:
     """Eight pages, four choices that need seven each when alone: three of them are shared."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_num_batched_tokens=8)
     each = request("a", range(1, 14), max_tokens=16, n=4)
-    group = ToyGroup(limits, num_lanes=2)
+    group = ToyGroup(limits, num_micro_batches=2)
     group.submit(each, request("b", (5,), max_tokens=16))
     group.run()
     assert group.engine.statistics().num_preemptions > 0
@@ -130,7 +130,7 @@ def test_each_choice_ends_for_itself_and_the_request_with_the_last() -> None:
 
 
 def test_cancelling_a_request_ends_all_its_choices_and_frees_all_its_pages() -> None:
-    group = ToyGroup(LIMITS, num_lanes=2)
+    group = ToyGroup(LIMITS, num_micro_batches=2)
     group.submit(request("a", range(1, 12), max_tokens=9, n=6))
     for _ in range(3):
         group.start()
@@ -139,8 +139,8 @@ def test_cancelling_a_request_ends_all_its_choices_and_frees_all_its_pages() -> 
     group.take(group.engine.cancel("a", 0))
     assert {ended.reason for ended in group.ends.values()} == {"abort"}
     assert len(group.ends) == 6
-    for lane in list(group.running):
-        group.finish(lane)
+    for micro_batch in list(group.running):
+        group.finish(micro_batch)
     assert group.engine.statistics().num_free_pages == 16
     assert group.engine.idle
 
@@ -179,7 +179,7 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     penalties = {"frequency_penalty": 0.5}
     requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n, **penalties) for n in range(4)]
-    group = ToyGroup(limits, num_lanes=2)
+    group = ToyGroup(limits, num_micro_batches=2)
     group.submit(*requests)
     group.start()
     group.roll_back()
@@ -212,15 +212,15 @@ def test_logprobs_are_told_to_those_who_asked_and_as_many_as_asked() -> None:
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_logits_that_are_not_finite_end_their_request_alone(num_choices: int) -> None:
     """Whichever choice has them. The other requests of the step go on, and all pages come back."""
-    group = ToyGroup(LIMITS, num_lanes=2)
+    group = ToyGroup(LIMITS, num_micro_batches=2)
     group.submit(request("good", (5, 6), max_tokens=4), request("bad", (1, 2), max_tokens=9, n=num_choices))
     for broken in range(3):
         group.start()
-        for lane in sorted(group.running):
-            sampled, step = group.compute(lane), group.running.pop(lane)
+        for micro_batch in sorted(group.running):
+            sampled, step = group.compute(micro_batch), group.running.pop(micro_batch)
             if broken == 2:
                 sampled = [-1 if name.startswith("bad") else token for name, token in zip(step.batch.sequence_names, sampled, strict=True)]
-            group.take(group.engine.step_done(lane, step.step, sampled))
+            group.take(group.engine.step_done(micro_batch, step.step, sampled))
     assert group.ends[("bad", 0)].reason == "error"
     assert "not finite" in (group.ends[("bad", 0)].error or "")
     assert sum(end.request_id == "bad" for end in group.ends.values()) == 1

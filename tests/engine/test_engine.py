@@ -17,8 +17,8 @@ SMALL = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=4, max_tokens=16, max_
 ROOMY = GraphLimits(max_num_seqs=8, kv_pages=64, page_size=4, max_tokens=64, max_num_batched_tokens=64)
 
 
-def engine(limits: GraphLimits = SMALL, num_lanes: int = 1, **more: int) -> Engine:
-    return Engine(limits, num_lanes, 100, VOCABULARY, (0,), **more)
+def engine(limits: GraphLimits = SMALL, num_micro_batches: int = 1, **more: int) -> Engine:
+    return Engine(limits, num_micro_batches, 100, VOCABULARY, (0,), **more)
 
 
 def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
@@ -28,13 +28,13 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert not group.idle
     first = group.next_step(0)
     assert first is not None
-    assert (first.epoch, first.lane, first.step) == (0, 0, 0)
+    assert (first.epoch, first.micro_batch, first.step) == (0, 0, 0)
     batch = first.batch
     assert batch.token_ids == [5, 6, 7, 8, 9]
     assert [len(table) for table in batch.page_tables] == [2]
     assert (batch.query_lengths, batch.kv_lengths, batch.sample_rows) == ([5], [5], [4])
     assert batch.samples == [SampleSpec(SamplingParams(), 3, token_index=0)]
-    assert group.next_step(0) is None, "a lane runs one step at a time"
+    assert group.next_step(0) is None, "a micro-batch runs one step at a time"
     assert group.step_done(0, 0, [11]) == [Emit(Token("a", 0, 0, (11,)))]
     second = group.next_step(0)
     assert second is not None
@@ -77,23 +77,23 @@ def test_decoding_rows_come_before_chunks_under_max_num_batched_tokens() -> None
     group.run()
 
 
-@pytest.mark.parametrize(("num_lanes", "shares"), [(1, [8]), (2, [4, 4]), (3, [3, 3, 2])])
-def test_lanes_get_fair_shares(num_lanes: int, shares: list[int]) -> None:
-    group = ToyGroup(ROOMY, num_lanes)
+@pytest.mark.parametrize(("num_micro_batches", "shares"), [(1, [8]), (2, [4, 4]), (3, [3, 3, 2])])
+def test_micro_batches_get_fair_shares(num_micro_batches: int, shares: list[int]) -> None:
+    group = ToyGroup(ROOMY, num_micro_batches)
     group.submit(*(request(f"r{n}", (n,), max_tokens=4) for n in range(8)))
     assert [step.batch.num_sequences for step in group.start()] == shares
     group.run()
 
 
-def test_lanes_are_balanced_again_when_one_runs_empty() -> None:
+def test_micro_batches_are_balanced_again_when_one_runs_empty() -> None:
     group = ToyGroup(ROOMY, 2)
-    group.submit(*(request(f"r{n}", (n,), max_tokens=2 if n % 2 else 30) for n in range(8)))  # every second one is in lane 1
+    group.submit(*(request(f"r{n}", (n,), max_tokens=2 if n % 2 else 30) for n in range(8)))  # every second one is in micro-batch 1
     group.start()
     for _ in range(2):
         group.finish(1)
         group.start()
     assert group.engine.statistics().num_running == 4
-    assert 1 not in group.running, "lane 0 has all four, and they are in its step"
+    assert 1 not in group.running, "micro-batch 0 has all four, and they are in its step"
     group.finish(0)
     assert [step.batch.num_sequences for step in group.start()] == [2, 2]
     group.run()
@@ -239,7 +239,7 @@ def test_a_cancelled_request_in_no_step_frees_its_pages_at_once() -> None:
 
 def test_rolling_back_drops_the_running_steps_only() -> None:
     requests = [request(f"r{n}", range(1, 4 + n), max_tokens=7, seed=n) for n in range(4)]
-    group = ToyGroup(SMALL, num_lanes=2)
+    group = ToyGroup(SMALL, num_micro_batches=2)
     group.submit(*requests)
     for _ in range(3):
         group.start()
@@ -249,12 +249,12 @@ def test_rolling_back_drops_the_running_steps_only() -> None:
     late = dict(group.running)
     group.roll_back()
     assert group.engine.epoch == 1
-    for lane, step in late.items():
-        assert group.engine.step_done(lane, step.step, [1] * len(step.batch.samples)) == [], "late answers to dropped steps"
+    for micro_batch, step in late.items():
+        assert group.engine.step_done(micro_batch, step.step, [1] * len(step.batch.samples)) == [], "late answers to dropped steps"
     for step in group.start():
         assert step.epoch == 1
-        assert step.step == late[step.lane].step + 1
-        assert group.engine.step_done(step.lane, late[step.lane].step, [1] * len(step.batch.samples)) == []
+        assert step.step == late[step.micro_batch].step + 1
+        assert group.engine.step_done(step.micro_batch, late[step.micro_batch].step, [1] * len(step.batch.samples)) == []
     group.run()
     for each in requests:
         if each.id != "r1":
@@ -265,9 +265,9 @@ def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
     group = engine()
     group.submit(request("a"))
     group.next_step(0)
-    with pytest.raises(ValueError, match="step 0 of lane 0 has 1 sample rows, 2 tokens were given"):
+    with pytest.raises(ValueError, match=r"expected 1 tokens, got 2 \(step 0 of micro-batch 0\)"):
         group.step_done(0, 0, [1, 2])
-    with pytest.raises(ValueError, match="step 0 of lane 0 has 0 samples with logprobs, 1 were given"):
+    with pytest.raises(ValueError, match=r"expected 0 logprobs, got 1 \(step 0 of micro-batch 0\)"):
         group.step_done(0, 0, [1], [Logprobs(-1.0)])
     assert group.step_done(0, 0, [1])
     assert group.step_done(0, 0, [1]) == []
@@ -290,7 +290,7 @@ def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
 def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
     limits = GraphLimits(max_num_seqs=4, kv_pages=8, page_size=2, max_tokens=16, max_num_batched_tokens=16)
     requests = [request(f"r{n}", (n, n + 1), max_tokens=15, seed=n) for n in range(4)]  # each alone needs all 8 pages
-    group = ToyGroup(limits, num_lanes=2)
+    group = ToyGroup(limits, num_micro_batches=2)
     group.submit(*requests)
     group.run()
     assert group.engine.statistics().num_preemptions > 0
@@ -300,9 +300,9 @@ def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
 
 
 def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
-    """The other lane is asked first, so without the claim a new request would have the pages, and another one the next time."""
+    """The other micro-batch is asked first, so without the claim a new request would have the pages, and another one the next time."""
     limits = GraphLimits(max_num_seqs=2, kv_pages=8, page_size=1, max_tokens=8, max_num_batched_tokens=8)
-    group = engine(limits, num_lanes=2)
+    group = engine(limits, num_micro_batches=2)
     group.submit(request("old", (1,), max_tokens=8))
     group.submit(request("young", (2,), max_tokens=8))
     for number in range(4):
@@ -327,7 +327,7 @@ def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
 
 def test_a_claim_ends_with_its_sequence() -> None:
     limits = GraphLimits(max_num_seqs=2, kv_pages=8, page_size=1, max_tokens=8, max_num_batched_tokens=8)
-    group = ToyGroup(limits, num_lanes=2)
+    group = ToyGroup(limits, num_micro_batches=2)
     requests = [request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)]
     group.submit(*requests)
     for _ in range(3):
@@ -372,9 +372,9 @@ def test_a_prompt_of_one_token_does_not_overtake_an_older_one() -> None:
 def test_strict_chunks_do_not_depend_on_the_neighbours() -> None:
     requests = [request(f"r{n}", range(1, 4 + 5 * n), max_tokens=9, seed=n) for n in range(5)]
     cuts: list[dict[str, list[tuple[int, int]]]] = []
-    for max_num_batched_tokens, num_lanes, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
+    for max_num_batched_tokens, num_micro_batches, kv_pages in ((32, 1, 64), (7, 2, 64), (4, 1, 12)):
         limits = GraphLimits(max_num_seqs=5, kv_pages=kv_pages, page_size=4, max_tokens=16, max_num_batched_tokens=max_num_batched_tokens)
-        group = ToyGroup(limits, num_lanes, chunk_tokens=4)
+        group = ToyGroup(limits, num_micro_batches, chunk_tokens=4)
         group.submit(*requests)
         group.run()
         assert all(group.tokens[(each.id, 0)] == expected_output(each) for each in requests)
@@ -409,7 +409,7 @@ def test_the_toy_model_tells_prefixes_apart() -> None:
 
 
 def test_a_step_that_fails_is_computed_once_more() -> None:
-    group = ToyGroup(ROOMY, num_lanes=2)
+    group = ToyGroup(ROOMY, num_micro_batches=2)
     requests = [request(f"r{n}", (n, n + 1), max_tokens=6, seed=n) for n in range(5)]
     group.submit(*requests)
     group.start()
@@ -422,26 +422,26 @@ def test_a_step_that_fails_is_computed_once_more() -> None:
 
 
 def test_sequences_of_a_failed_step_run_alone_and_only_the_one_that_fails_again_ends() -> None:
-    group = ToyGroup(ROOMY, num_lanes=2)
+    group = ToyGroup(ROOMY, num_micro_batches=2)
     requests = [request(f"r{n}", (n + 1, n + 2), max_tokens=6, seed=n) for n in range(6)]
     group.submit(*requests)
 
-    def sequences(lane: int) -> list[str]:
-        return group.running[lane].batch.sequence_names
+    def sequences(micro_batch: int) -> list[str]:
+        return group.running[micro_batch].batch.sequence_names
 
     for _ in range(200):
         group.start()
         if not group.running:
             break
-        lane = max(group.running)
-        if "r3/0" in sequences(lane):
-            alone = len(sequences(lane)) == 1
+        micro_batch = max(group.running)
+        if "r3/0" in sequences(micro_batch):
+            alone = len(sequences(micro_batch)) == 1
             if alone:
-                assert len(group.running) == 1, "no other lane runs a step meanwhile"
-                assert group.engine.is_suspect_step(lane, group.running[lane].step)
-            group.fail(lane)
+                assert len(group.running) == 1, "no other micro-batch runs a step meanwhile"
+                assert group.engine.is_suspect_step(micro_batch, group.running[micro_batch].step)
+            group.fail(micro_batch)
         else:
-            group.finish(lane)
+            group.finish(micro_batch)
     assert group.engine.idle
     assert group.ends[("r3", 0)] == Ended("r3", 0, "error", "it failed")
     for each in requests:

@@ -1,4 +1,4 @@
-"""Drawn requests, lanes, limits, cancels and roll-backs against what an engine promises whatever happens."""
+"""Drawn requests, micro-batches, limits, cancels and roll-backs against what an engine promises whatever happens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def drawn_limits(draw: st.DrawFn) -> GraphLimits:
 
 
 @settings(max_examples=120, deadline=None)
-@given(limits=drawn_limits(), num_lanes=st.integers(1, 4), strict=st.booleans(), data=st.data())
-def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits, num_lanes: int, strict: bool, data: st.DataObject) -> None:
+@given(limits=drawn_limits(), num_micro_batches=st.integers(1, 4), strict=st.booleans(), data=st.data())
+def test_every_schedule_gives_the_tokens_of_a_request_alone(
+    limits: GraphLimits, num_micro_batches: int, strict: bool, data: st.DataObject
+) -> None:
     chunk_tokens = data.draw(st.integers(1, limits.max_num_batched_tokens)) if strict else 0
-    group = ToyGroup(limits, num_lanes, EOS, chunk_tokens)
+    group = ToyGroup(limits, num_micro_batches, EOS, chunk_tokens)
     drawn = st.tuples(PROMPT, st.integers(1, 24), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 9))
     requests = [
         request(
@@ -93,12 +95,12 @@ def test_every_schedule_gives_the_tokens_of_a_request_alone(limits: GraphLimits,
 
 
 @settings(max_examples=40, deadline=None)
-@given(limits=drawn_limits(), num_lanes=st.integers(1, 3), data=st.data())
-def test_an_old_request_ends_while_new_ones_keep_coming(limits: GraphLimits, num_lanes: int, data: st.DataObject) -> None:
+@given(limits=drawn_limits(), num_micro_batches=st.integers(1, 3), data=st.data())
+def test_an_old_request_ends_while_new_ones_keep_coming(limits: GraphLimits, num_micro_batches: int, data: st.DataObject) -> None:
     """No starvation: with one new request per step, the first one still ends within a bound that only its elders set."""
     room = limits.kv_pages * limits.page_size
     first = request("first", [3] * data.draw(st.integers(1, max(1, min(room - 4, 30)))), max_tokens=min(5, room), ignore_eos=True)
-    group = ToyGroup(limits, num_lanes)
+    group = ToyGroup(limits, num_micro_batches)
     for number in range(data.draw(st.integers(0, 6))):
         group.submit(request(f"elder{number}", [number], max_tokens=min(8, room), seed=number))
     group.submit(first)

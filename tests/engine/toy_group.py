@@ -75,9 +75,9 @@ def request(
 class ToyGroup:
     """Feeds an engine with events and keeps what it says. Checks every batch against what a batch must be."""
 
-    def __init__(self, limits: GraphLimits, num_lanes: int = 1, eos_token_ids: Sequence[int] = (), chunk_tokens: int = 0) -> None:
+    def __init__(self, limits: GraphLimits, num_micro_batches: int = 1, eos_token_ids: Sequence[int] = (), chunk_tokens: int = 0) -> None:
         self.limits = limits
-        self.engine = Engine(limits, num_lanes, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens)
+        self.engine = Engine(limits, num_micro_batches, 100, VOCABULARY, eos_token_ids, chunk_tokens=chunk_tokens)
         self.memory: list[int | None] = [None] * (limits.kv_pages * limits.page_size)
         self.running: dict[int, StartStep] = {}
         self.batches: list[tuple[int, Batch]] = []
@@ -107,16 +107,16 @@ class ToyGroup:
     def start(self) -> list[StartStep]:
         steps = self.engine.next_steps()
         for step in steps:
-            assert step.lane not in self.running
-            self.running[step.lane] = step
-            self.batches.append((step.lane, step.batch))
+            assert step.micro_batch not in self.running
+            self.running[step.micro_batch] = step
+            self.batches.append((step.micro_batch, step.batch))
         self.check()
         return steps
 
     def check(self) -> None:
         """What must hold at every moment, over the batches running now."""
         names = [name for step in self.running.values() for name in step.batch.sequence_names]
-        if any(self.engine.is_suspect_step(lane, step.step) for lane, step in self.running.items()):
+        if any(self.engine.is_suspect_step(micro_batch, step.step) for micro_batch, step in self.running.items()):
             assert len(names) == 1, "a suspect runs alone"
         assert len(names) == len(set(names)) <= self.limits.max_num_seqs
         writers: dict[int, str] = {}
@@ -139,9 +139,9 @@ class ToyGroup:
         statistics = self.engine.statistics()
         assert statistics.num_running <= self.limits.max_num_seqs
 
-    def compute(self, lane: int) -> list[int]:
+    def compute(self, micro_batch: int) -> list[int]:
         """Write the batch's rows into the page memory and read the prefixes of the sample rows back from it."""
-        batch = self.running[lane].batch
+        batch = self.running[micro_batch].batch
         page_size = self.limits.page_size
         sampled: list[int] = []
         samples = iter(zip(batch.sample_rows, batch.samples, strict=True))
@@ -159,26 +159,26 @@ class ToyGroup:
         assert upcoming is None
         return sampled
 
-    def finish(self, lane: int) -> None:
-        sampled = self.compute(lane)
-        self.take(self.engine.step_done(lane, self.running.pop(lane).step, sampled))
+    def finish(self, micro_batch: int) -> None:
+        sampled = self.compute(micro_batch)
+        self.take(self.engine.step_done(micro_batch, self.running.pop(micro_batch).step, sampled))
 
-    def fail(self, lane: int) -> list[str]:
-        """The lane's step fails. Returns the requests that must end for it."""
-        step, suspects = self.running[lane], self.engine.is_suspect_step(lane, self.running[lane].step)
+    def fail(self, micro_batch: int) -> list[str]:
+        """The micro-batch's step fails. Returns the requests that must end for it."""
+        step, suspects = self.running[micro_batch], self.engine.is_suspect_step(micro_batch, self.running[micro_batch].step)
         self.running.clear()
-        self.take(self.engine.fail_step(lane, step.step, "it failed"))
+        self.take(self.engine.fail_step(micro_batch, step.step, "it failed"))
         return [name.split("/")[0] for name in step.batch.sequence_names] if suspects else []
 
     def roll_back(self, half_written: bool = True) -> None:
         if half_written:
-            for lane in self.running:
-                self.compute(lane)
+            for micro_batch in self.running:
+                self.compute(micro_batch)
         self.running.clear()
         self.take(self.engine.roll_back())
 
     def run(self, choose: Callable[[list[int]], int] = min, max_steps: int = 10_000) -> None:
-        """Until nothing is left to do; `choose` picks the lane that finishes next."""
+        """Until nothing is left to do; `choose` picks the micro-batch that finishes next."""
         for _ in range(max_steps):
             self.start()
             if not self.running:

@@ -407,7 +407,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         for start in engines[name].next_steps():
             # The token is a function of its place and of the seed, so a replay that goes wrong is seen.
             tokens = [(each.seed * 7 + each.token_index * 3 + each.choice) % 25 for each in start.batch.samples]
-            running[name].append((start.lane, start.step, tokens))
+            running[name].append((start.micro_batch, start.step, tokens))
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
 

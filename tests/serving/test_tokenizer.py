@@ -175,7 +175,7 @@ def test_without_tokenizer_json_there_are_only_token_ids(tmp_path: Path) -> None
 
 def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer.json is no tokenizer that can be read"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is not a readable tokenizer"):
         Tokenizer.open(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_files_that_must_not_be_read_are_refused(tmp_path: Path) -> None:
     for directory in (pipe, large, chat):
         directory.mkdir()
     os.mkfifo(pipe / "tokenizer.json")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is no regular file"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a regular file"):
         Tokenizer.open(pipe)
     with (large / "tokenizer.json").open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)  # a hole: nothing is written
@@ -236,7 +236,7 @@ def test_files_that_must_not_be_read_are_refused(tmp_path: Path) -> None:
         Tokenizer.open(large)
     byte_level().save(str(chat / "tokenizer.json"))
     os.mkfifo(chat / "chat_template.jinja")
-    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is no regular file"):
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not a regular file"):
         Tokenizer(chat).encode_chat([{"role": "user", "content": "hi"}])
     assert Tokenizer.open(tmp_path / "none") is None
 

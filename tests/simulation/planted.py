@@ -43,7 +43,7 @@ ENDPOINT = "flowrt.transports.channel.queued"
 
 BUGS: tuple[Bug, ...] = (
     # tags and matching
-    bug("lanes-mixed", "rows are matched without regard to the lane", (
+    bug("micro_batches-mixed", "rows are matched without regard to the micro_batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
     bug("layer-forgotten", "what a node needs is looked up without the layer", (
         MATCHING, "MatchingTable.arrive", "self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)",
@@ -228,10 +228,10 @@ BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._youngest_idle", "if not sequence.in_step:", "if True:")),
     bug("claim-kept", "a sequence that ends keeps its claim on pages", (
         SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
-    bug("moved-in-step", "a sequence changes its lane while its step runs", (
-        SCHEDULER, "Scheduler._balance", "sequence.lane == fullest and (not sequence.in_step)", "sequence.lane == fullest")),
-    bug("lane-starves", "only the first lane gets steps when something happens", (
-        ENGINE, "Engine.next_steps", "for lane in range(len(self._steps))", "for lane in range(1)")),
+    bug("moved-in-step", "a sequence changes its micro_batch while its step runs", (
+        SCHEDULER, "Scheduler._balance", "sequence.micro_batch == fullest and (not sequence.in_step)", "sequence.micro_batch == fullest")),
+    bug("micro_batch-starves", "only the first micro_batch gets steps when something happens", (
+        ENGINE, "Engine.next_steps", "for micro_batch in range(len(self._steps))", "for micro_batch in range(1)")),
     bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (
         ENGINE, "Engine.step_done", "sequence.in_step = False", "sequence.in_step = not produces_token(sequence, num_rows)")),
     bug("rollback-forgets-sequences", "a roll-back leaves the sequences marked as in a step", (
@@ -254,8 +254,8 @@ BUGS: tuple[Bug, ...] = (
     bug("end-before-tokens", "the end of a request is told before its last token", (
         GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tuple(tokens)))\n    for end in ends:\n        self._send(end)",
         "for end in ends:\n        self._send(end)\n    if tokens:\n        self._send(Tokens(tuple(tokens)))")),
-    bug("step-number-off", "the layout of a step is emitted for all layers but the last when lanes are busy", (
-        GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.lane > 0)]:")),
+    bug("step-number-off", "the layout of a step is emitted for all layers but the last when micro_batches are busy", (
+        GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.micro_batch > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
     bug("ended-twice", "the end of a request that its client cancelled is told again when the worker says so", (
