@@ -1,8 +1,7 @@
-"""The command line: `flowrt run`, `flowrt doctor`, `flowrt graph`, `flowrt bench`, `flowrt check`, `flowrt chaos`.
+"""The command line: `flowrt run|graph|bench|check|chaos|doctor`.
 
-Here: the options, their help texts, and what becomes of errors: one line on standard error, exit code 2. Not here: what the commands do
-(run.py, graph.py, bench.py, check.py, chaos.py, doctor); they load when they are called, so that `flowrt --help`
-is quick. `main` is the entry point.
+It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
+so that `flowrt --help` is fast. `main` is the entry point.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ app.command(chaos_app)
 
 
 def _number(kind: Any, tokens: Sequence[Token]) -> int | float:
-    """As JSON lines have it: the parser's own reading takes 1.5 and 0x10 for whole numbers."""
+    """Reads numbers as JSON does: the parser itself accepts 1.5 and 0x10 as whole numbers."""
     from flowrt.cli.prompts import option_number
 
     try:
@@ -54,7 +53,7 @@ def _number(kind: Any, tokens: Sequence[Token]) -> int | float:
 _SAMPLING = Group(
     "Sampling",
     default_parameter=Parameter(converter=_number),
-    help="For every prompt; a line of --prompts may say otherwise for its own.",
+    help="Apply to every prompt; a line of --prompts may override them.",
     sort_key=2,
 )
 _PROMPTS = Group("Prompts", sort_key=1)
@@ -68,50 +67,56 @@ def run(
     *,
     prompt: Annotated[
         list[str] | None,
-        Parameter(negative=(), group=_PROMPTS, help="A prompt; may be given several times. If it begins with a dash: --prompt=TEXT."),
+        Parameter(negative=(), group=_PROMPTS, help="Answer this prompt; repeatable. If it begins with a dash: --prompt=TEXT."),
     ] = None,
     prompts: Annotated[
         str | None,
         Parameter(
             group=_PROMPTS,
             allow_leading_hyphen=True,
-            help='JSON lines, "-" for standard input: {"prompt": text} or {"prompt_token_ids": [...]} each, with optional max_tokens, '
+            help='Read prompts from this JSON lines file ("-": standard input): {"prompt": text} or {"prompt_token_ids": [...]}, optional '
+            "max_tokens, "
             "temperature, top_p, top_k, seed, stop, ignore_eos and the other options of Sampling. With neither option, the graph "
             "file's own prompts are answered.",
         ),
     ] = None,
     chat: Annotated[
-        bool, Parameter(negative=(), group=_PROMPTS, help="Put each text through the model's chat template.", show_default=False)
+        bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
     ] = False,
     max_tokens: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="The most new tokens of an answer. [default: limits.max_tokens of the graph]")
+        int | None, Parameter(group=_SAMPLING, help="Maximum of new tokens per answer. [default: limits.max_tokens of the graph]")
     ] = None,
     temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="0 is greedy. [default: 0]")] = None,
     top_p: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Draw from the likeliest tokens that make up this probability. [default: 1, off]")
+        float | None, Parameter(group=_SAMPLING, help="Sample from the most likely tokens that make up this probability. [default: 1, off]")
     ] = None,
-    top_k: Annotated[int | None, Parameter(group=_SAMPLING, help="Draw from this many of the likeliest tokens. [default: 0, off]")] = None,
-    seed: Annotated[int | None, Parameter(group=_SAMPLING, help="The same seed gives the same answer. [default: a new one each]")] = None,
-    min_tokens: Annotated[int | None, Parameter(group=_SAMPLING, help="No answer ends before it has so many tokens. [default: 0]")] = None,
+    top_k: Annotated[
+        int | None, Parameter(group=_SAMPLING, help="Sample from this many of the most likely tokens. [default: 0, off]")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        Parameter(group=_SAMPLING, help="Seed of the sampling; the same seed gives the same answer. [default: a new one per request]"),
+    ] = None,
+    min_tokens: Annotated[int | None, Parameter(group=_SAMPLING, help="Minimum of new tokens per answer. [default: 0]")] = None,
     n: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="Answers to each prompt; the first is shown, all are in --json. [default: 1]")
+        int | None, Parameter(group=_SAMPLING, help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")
     ] = None,
     presence_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Taken off the logit of each token that the answer holds. [default: 0]")
+        float | None, Parameter(group=_SAMPLING, help="Subtract this from the logit of each token in the answer. [default: 0]")
     ] = None,
     frequency_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Taken off once for each time that the answer holds it. [default: 0]")
+        float | None, Parameter(group=_SAMPLING, help="Subtract this once per occurrence in the answer. [default: 0]")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Divides the logits of tokens in prompt and answer. [default: 1, off]")
+        float | None, Parameter(group=_SAMPLING, help="Divide the logits of tokens in prompt and answer by this. [default: 1, off]")
     ] = None,
     logprobs: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="For --json: each token's logprob, and so many of the likeliest, up to 20.")
+        int | None, Parameter(group=_SAMPLING, help="Write each token's logprob and those of the N most likely (up to 20) to --json.")
     ] = None,
-    model: Annotated[Path | None, Parameter(group=_OTHER, help="A Hugging Face model directory, instead of the graph's.")] = None,
+    model: Annotated[Path | None, Parameter(group=_OTHER, help="Use this Hugging Face model directory instead of the graph's.")] = None,
     overrides: Annotated[
         list[str] | None,
-        Parameter(name="--set", negative=(), group=_OTHER, help="path=value, as deploy.experts.servers=2; may be given several times."),
+        Parameter(name="--set", negative=(), group=_OTHER, help="Override a key, as deploy.experts.servers=2; may be given several times."),
     ] = None,
     json: Annotated[
         str | None,
@@ -119,10 +124,10 @@ def run(
     ] = None,
     chaos: Annotated[
         str | None,
-        Parameter(group=_OTHER, help='What is to befall whom when, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".'),
+        Parameter(group=_OTHER, help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".'),
     ] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="What processes write to standard error.")
+        Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="Log level of the processes on standard error.")
     ] = "warning",
 ) -> None:
     """Start a graph, answer all prompts at once, and show how it ran.
@@ -172,46 +177,46 @@ def run(
 @app.command
 def doctor(
     *,
-    model: Annotated[str | None, Parameter(help="A Hugging Face model directory: are strict numerics possible for it?")] = None,
-    dtype: Annotated[str | None, Parameter(help="Of that model. [default: the checkpoint's own]")] = None,
-    graph: Annotated[str | None, Parameter(help="A graph file: at what dilation can it be emulated here?")] = None,
+    model: Annotated[str | None, Parameter(help="Also check whether this model directory allows strict numerics.")] = None,
+    dtype: Annotated[str | None, Parameter(help="Dtype for --model. [default: the checkpoint's own]")] = None,
+    graph: Annotated[
+        str | None, Parameter(help="Also find the smallest dilation at which this machine can emulate this graph file.")
+    ] = None,
 ) -> None:
-    """Say what this machine can do, what is missing, and what would help. Nothing is changed.
+    """Report what this machine can do, what is missing, and what would help. It changes nothing.
 
-    With --model DIR (and --dtype) also whether strict numerics are possible
-    for that model, and in blocks of how many rows. With --graph FILE also the
-    smallest dilation at which this machine can emulate that graph.
+    Exit codes: 0 a run has all it needs, 1 it does not.
     """
     import asyncio
 
     from flowrt.doctor import collect, report
 
     if dtype is not None and model is None:
-        raise UserError("--dtype says how the model of --model is to be computed; give --model DIR too")
+        raise UserError("--dtype needs --model DIR")
     raise SystemExit(0 if report(asyncio.run(collect(model, dtype, graph))) else 1)
 
 
 def _plain(text: str) -> str:
-    """The parser's words in the user's."""
+    """The parser's message in the user's terms."""
     if text.startswith("Unused Tokens: ["):
         extra = text.removeprefix("Unused Tokens: [").rstrip("].")
         if sys.argv[1:2] == ["run"]:
             return f"unexpected {extra}; a prompt is given with --prompt TEXT, and a value with spaces needs quotes"
-        return f"unexpected {extra}; --help says what the command takes, and a value with spaces needs quotes"
+        return f"unexpected {extra}; see --help, and quote a value with spaces"
     if text.endswith(("parameter GRAPH requires an argument.", "parameter FILE requires an argument.")):
         return "a graph file is missing, such as examples/quickstart.yaml"
     return text
 
 
 def main() -> None:
-    """Parse sys.argv, run the command and exit. No traceback for what a user did wrong."""
+    """Parse sys.argv, run the command and exit. A user's mistake gives one line, never a traceback."""
     try:
         _fill_standard_descriptors()
         try:
             app(sys.argv[1:], exit_on_error=False, print_error=False)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where its failure can still be told
+                sys.stdout.flush()  # here, where its failure can still be reported
     except CycloptsError as error:
         _fail(_shortened(_plain(str(error))))
     except UserError as error:
@@ -234,14 +239,14 @@ def main() -> None:
 
 
 def _fill_standard_descriptors() -> None:
-    """A closed one would be given to the next file or socket that is opened, and whoever prints would write into that."""
+    """The kernel gives a closed descriptor to the next file or socket that is opened, and prints would go into that."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
 
 
 def _shortened(text: str) -> str:
-    """The parser repeats words of the command line at any length."""
+    """The parser's messages repeat arguments of any length."""
     for word in sys.argv[1:]:
         for part in (word, word.partition("=")[2]):
             if len(part) > 80:
@@ -259,6 +264,6 @@ def _fail(text: str, code: int = 2) -> None:
 
 
 def _silence() -> None:
-    """What is still buffered for a reader that has left must not raise at the interpreter's end."""
+    """Discards what is buffered for a reader that has left, so that it does not raise when the interpreter ends."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flowrt.bench.measure.benchmark import Result
     from flowrt.bench.report.report import BenchmarkReport
 
-bench_app = App(name="bench", help="Measure flowrt beside its peers, in alternating pairs. Close other programs first.")
+bench_app = App(name="bench", help="Measure flowrt and its peers in alternating pairs. Close other programs first.")
 
 Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pairs per figure; a claim takes 20 or more.")]
 JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
@@ -28,7 +28,7 @@ ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.
 
 
 def _check(json: str | None, plot: str | None = None, model: Path | None = None) -> None:
-    """Raises UserError before minutes of measuring."""
+    """Checks what the benchmark needs before it measures. Raises UserError."""
     from flowrt.bench.report.plots import check_plot
     from flowrt.cli.record import check_writable
     from flowrt.operators.families.registry import read_model_config
@@ -73,11 +73,11 @@ def hop(
     json: JsonFile = None,
     within: Annotated[bool, Parameter(negative=(), help="Only within one process.", show_default=False)] = False,
 ) -> None:
-    """Measure what a message costs: within one process beside asyncio queues, between two beside pyzmq."""
+    """Measure the cost of a message: within one process against asyncio queues, between two against pyzmq."""
     from flowrt.bench.cases.hop import measure
 
     _check(json)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing is computed: no pool of threads is needed
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing is computed
     _run("hop", measure(within), pairs, json)
 
 
@@ -142,7 +142,7 @@ def start(
     graph: Annotated[Path, Parameter(help="A graph file with prompts of its own.")],
     /,
     *,
-    runs: Annotated[Positive, Parameter(help="Counted runs; one more goes before.")] = 10,
+    runs: Annotated[Positive, Parameter(help="Counted runs, after one that is not counted.")] = 10,
     model: ModelOption = None,
     json: JsonFile = None,
 ) -> None:
@@ -156,14 +156,14 @@ def start(
 @bench_app.command
 def detector(
     *,
-    tries: Annotated[int, Parameter(validator=Number(gte=0), help="Of each kind of standstill, about three seconds each.")] = 20,
+    tries: Annotated[int, Parameter(validator=Number(gte=0), help="Tries per kind of stop, about three seconds each.")] = 20,
     seconds: Annotated[
-        float, Parameter(validator=Number(gte=0), help="How long slow processes are watched; the claim is for an hour.")
+        float, Parameter(validator=Number(gte=0), help="Seconds to watch slow processes; the claim is for an hour.")
     ] = 120.0,
     workers: Annotated[Positive | None, Parameter(validator=Number(gte=1), help="Watched processes. [default: eight per core]")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Measure how soon a process that stands still is marked dead, and how often one that is only slow is."""
+    """Measure how soon a stopped process is marked dead, and how often a slow one is."""
     from flowrt.bench.cases.detector import measure
 
     _check(json)

@@ -1,7 +1,4 @@
-"""`flowrt chaos GRAPH`: faults against the real processes of a graph under load, and what comes of them.
-
-Here: the options as a cyclopts App, which the main command line mounts. Not here: what they do (flowrt/chaos).
-"""
+"""`flowrt chaos GRAPH`: inject faults into a running graph under load and report their effect."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-chaos_app = App(name="chaos", help="Let faults befall the real processes of a graph while it answers, and count what comes of them.")
+chaos_app = App(name="chaos", help="Inject faults into a running graph and report their effect.")
 
 
 @chaos_app.default
@@ -18,16 +15,16 @@ def chaos(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
     /,
     *,
-    plan: Annotated[Path | None, Parameter(help="A scenario file, as for the simulation: which fault befalls whom when.")] = None,
-    kills: Annotated[int, Parameter(help="Instead of a plan: kill so many expert servers, each when the one before is back.")] = 0,
-    seed: Annotated[int, Parameter(help="Draws whom to kill.")] = 0,
+    plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file (the format of the simulation).")] = None,
+    kills: Annotated[int, Parameter(help="Instead of a plan: kill this many expert servers, each when the one before is back.")] = 0,
+    seed: Annotated[int, Parameter(help="Seed that chooses the servers to kill.")] = 0,
     apart: Annotated[float, Parameter(help="Seconds from a server's return to the next kill.")] = 1.0,
     spare: Annotated[
-        bool, Parameter(negative=(), help="The servers left can do all the work: hold throughput against that.", show_default=False)
+        bool, Parameter(negative=(), help="Judge throughput against servers with spare capacity.", show_default=False)
     ] = False,
-    requests: Annotated[int, Parameter(help="Different requests, asked again and again; every other one samples.")] = 16,
+    requests: Annotated[int, Parameter(help="Number of different requests, sent in a loop; every other one samples.")] = 16,
     concurrency: Annotated[int, Parameter(help="Requests at a time.")] = 8,
-    seconds: Annotated[float, Parameter(help="Of load without faults, and at least as many with them.")] = 10.0,
+    seconds: Annotated[float, Parameter(help="Seconds of load without faults, and at least as many with them.")] = 10.0,
     prompt_tokens: Annotated[int, Parameter(help="Tokens of the longest prompt.")] = 16,
     new_tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 32,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None,
@@ -37,7 +34,7 @@ def chaos(
     ] = None,
     plot: Annotated[str | None, Parameter(help="Draw throughput over time into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
-    """Ask a graph the same requests without faults and under them, and compare every token.
+    """Send a graph the same requests without and with faults, and compare every token.
 
     Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input, 130 interrupted (what
     was seen until then is told and written).

@@ -1,8 +1,4 @@
-"""`flowrt check transport SCHEME`: hold a transport, ours or another package's, to the contract's promises.
-
-Here: the subcommand as a cyclopts App, which the main command line mounts, and its table. Not here: the promises and the suite
-(transports/conformance/suite.py).
-"""
+"""`flowrt check transport SCHEME`: run the conformance suite on a transport, ours or another package's."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ if TYPE_CHECKING:
 
     from flowrt.transports.conformance.suite import Result
 
-check_app = App(name="check", help="Hold parts that may come from other packages to their contracts.")
+check_app = App(name="check", help="Check that plug-ins keep their contracts.")
 
 _MARKS = {"kept": "green", "broken": "bold red", "not promised": "dim", "left out": "yellow"}
 
@@ -33,7 +29,7 @@ def transport(
         bool, Parameter(negative=(), show_default=False, help="Leave out 1 GiB payloads, 100 000 messages and 10 000 connections.")
     ] = False,
     loop: Annotated[Literal["both", "asyncio", "uvloop"], Parameter(help="The event loops to run on; workers use uvloop.")] = "both",
-    only: Annotated[str, Parameter(help="Only the checks whose names contain this.", show_default=False)] = "",
+    only: Annotated[str, Parameter(help="Run only the checks whose names contain this.", show_default=False)] = "",
     verbose: Annotated[
         bool, Parameter(name=("--verbose", "-v"), negative=(), show_default=False, help="A line for every check, with its promise.")
     ] = False,
@@ -41,7 +37,7 @@ def transport(
         str | None, Parameter(allow_leading_hyphen=True, help='Write the results to this file; "-" for standard output.')
     ] = None,
 ) -> None:
-    """Run the suite of checks on a transport and show, by group and event loop, how many promises are kept, and what is broken.
+    """Run the conformance suite on a transport and report each check that fails.
 
     Without --quick it takes some minutes and 6 GiB of memory. Exit codes: 0
     every promise is kept, 1 one is broken, 2 bad input.

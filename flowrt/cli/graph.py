@@ -1,7 +1,4 @@
-"""`flowrt graph validate|show|expand|schema`: graph files on paper. No process is started, no torch is loaded.
-
-Here: the subcommands as a cyclopts App, which the main command line mounts. Not here: what they do (flowrt/graph).
-"""
+"""`flowrt graph validate|show|expand|schema`: work with graph files. It starts no process and loads no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from flowrt.graph.facts import ModelFacts
     from flowrt.graph.model import Graph
 
-graph_app = App(name="graph", help="Check, show, expand graph files. Nothing is started.")
+graph_app = App(name="graph", help="Check, draw and expand graph files without starting anything.")
 
 GraphPath = Annotated[Path, Parameter(help="A graph file.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, such as deploy.experts.servers=2.")]
@@ -34,7 +31,7 @@ def read_facts(directory: Path) -> ModelFacts:
 
 @graph_app.command
 def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Check a graph file; one line says what is wrong, or what the graph is made of."""
+    """Check a graph file and print one line: what is wrong, or what the graph consists of."""
     graph = _load(file, overrides, model)
     from flowrt.graph.show import valid_words
 
@@ -52,7 +49,7 @@ def show(
     overrides: Overrides = None,
     model: ModelDirectory = None,
 ) -> None:
-    """Draw the expanded graph: processes, what is fused, what travels between them."""
+    """Draw the expanded graph: processes, fused nodes, edges between processes."""
     graph = _load(file, overrides, model)
     if mermaid or dot:
         from flowrt.graph.diagrams import to_dot, to_mermaid
@@ -76,7 +73,7 @@ def show(
 
 @graph_app.command
 def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Print the explicit form: nodes, edges, every default filled in. It runs like the file itself."""
+    """Print the explicit form: nodes, edges and all defaults. It runs like the file itself."""
     from flowrt.graph.written import to_yaml
 
     print(to_yaml(_load(file, overrides, model), file.name), end="")

@@ -1,9 +1,4 @@
-"""What a person sees while a run goes on, on a terminal: the start as a table that moves, then all answers as they grow.
-
-Here: LiveView, which draws with rich. Not here: plain lines (cli_view.py), the tables at the end (cli_tables.py). Called by cli_run.py.
-It redraws when it is ticked and starts no thread. What fits on the screen is shown block by block; for more requests than that, finished
-answers scroll by and the live part holds counts and the last lines of those that run.
-"""
+"""What a run shows on a terminal: a table of the starting processes, then all answers as they grow."""
 
 from __future__ import annotations
 
@@ -116,7 +111,7 @@ class LiveView:
     # The live part.
 
     def _new_live(self) -> Live:
-        """Gone when it stops: what is to stay is printed."""
+        """The live part disappears when it stops; lines that are to stay are printed."""
         return Live(
             self._picture(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -135,7 +130,7 @@ class LiveView:
         return Group(*rows, "")  # the cursor rests on an empty line, where the terminal's echo of ^C moves nothing
 
     def _print(self, what: RenderableType) -> None:
-        """Above the live part. Long lines are the terminal's to break, so that they can be copied whole."""
+        """Prints above the live part. The terminal breaks long lines, so that they can be copied whole."""
         self._console.print(what, soft_wrap=True)
 
     # The start.
@@ -244,7 +239,7 @@ def _state(worker: _Worker) -> Text:
 
 
 def _bar(worker: _Worker) -> Text:
-    """How many of the worker's operators have their weights."""
+    """The number of the worker's operators that have their weights."""
     if not worker.total:
         return Text("")
     filled = _BAR_CELLS * worker.done // worker.total

@@ -1,8 +1,4 @@
-"""What a run of `flowrt run` leaves on record: each request's tokens and times, the figures made of them, and the --json file.
-
-Here: Record, Durations, `report` (the JSON value), and writing it whole or not at all. Not here: who fills the records (cli_run.py),
-what processes and edges did (cli_report.py), what is shown (cli_view.py).
-"""
+"""The record of a run: each request's tokens and times, the figures made of them, and the --json file, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True)
 class Durations:
-    """Mean, median and 99th percentile of some durations, in seconds; percentiles lie between neighbours, linearly."""
+    """Mean, median and 99th percentile of durations in seconds; percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -48,14 +44,14 @@ class Durations:
 
 @dataclass
 class Answer:
-    """One of a request's answers. With --logprobs: each token's own, and [token id, logprob] of the likeliest at its place."""
+    """One of a request's answers. With --logprobs: the logprob of each token, and [token id, logprob] of the most likely ones."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None  # None while it goes on
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    degraded_tokens: list[int] = field(default_factory=list)  # places of tokens that were computed without some expert
+    degraded_tokens: list[int] = field(default_factory=list)  # indices of tokens that were computed without some expert
 
     def note(self, event: TokenEvent | ChoiceEvent) -> None:
         self.text += event.text
@@ -78,7 +74,7 @@ class Answer:
 
 @dataclass
 class Record:
-    """One request: what was asked and what came of it. Times are Clock.now, in seconds, those of tokens of the first answer."""
+    """One request and its result. Times are Clock.now in seconds; those of tokens are of the first answer."""
 
     index: int
     request: PromptRequest
@@ -88,19 +84,19 @@ class Record:
     submitted_seconds: float | None = None
     token_seconds: list[float] = field(default_factory=list)
     ended_seconds: float | None = None
-    answers: list[Answer] = field(init=False)  # as many as were asked for
+    answers: list[Answer] = field(init=False)  # as many as the request has choices
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in range(self.request.params.n)]
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first answer, the one that people see."""
+        """Token ids of the first answer, the one that is shown."""
         return self.answers[0].token_ids
 
     @property
     def text(self) -> str:
-        """Of the first answer."""
+        """Text of the first answer."""
         return self.answers[0].text
 
     def note(self, event: ClientEvent, now: float) -> None:
@@ -114,7 +110,7 @@ class Record:
             self.token_seconds.append(now)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """It will get no event any more. Nothing when it has ended."""
+        """No more events will come. No-op after the end."""
         if self.finish_reason is None:
             self.finish_reason, self.error = reason, error
 
@@ -157,7 +153,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the records of a run amount to. `seconds` run from the first submission to the last event."""
+    """Totals of a run. `seconds` run from the first submission to the last event."""
 
     num_requests: int
     num_ended: dict[str, int]  # by finish_reason
@@ -202,7 +198,7 @@ class Figures:
 
 
 def degraded_sentence(records: Sequence[Record]) -> str | None:
-    """How many answers were computed without some expert, for people; None when none was."""
+    """A sentence on how many answers were computed without some expert; None when none was."""
     degraded = [record for record in records if record.degraded]
     if not degraded:
         return None

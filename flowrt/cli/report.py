@@ -1,8 +1,4 @@
-"""The graph as it ran: what each process held and did, and what went from process to process.
-
-Here: ProcessReport, EdgeReport, Account (both, with how the run began and ended) as data and as JSON. Not here: the requests
-(cli_record.py), tables (cli_tables.py). Called by cli_run.py.
-"""
+"""The account of a run as data: what each process held and did, and what travelled between processes."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _PLUMBING = ("source", "dispatch", "combine")  # operators that hold nothing: no
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """One worker. `busy_share` is the part of the time since the start in which it computed; None when it could not be asked."""
+    """One worker. `busy_share` is the part of the time since the start in which it computed; None without statistics of it."""
 
     name: str
     pid: int
@@ -47,7 +43,7 @@ class EdgeReport:
 
 @dataclass(frozen=True)
 class Account:
-    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when it never came to that.
+    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when the start failed.
     `strict_blocks`: with strict numerics, in which blocks rows are computed, by process."""
 
     processes: tuple[ProcessReport, ...]

@@ -1,7 +1,4 @@
-"""`flowrt run`: start a graph, answer the prompts at once, show it, account for it, end it.
-
-Here: Options, `run`, and the order of a run: what an interrupt does and which exit code follows. Not here: parsing of the command line
-(cli.py), prompts (cli_prompts.py), what is shown (cli_view.py, cli_live.py, cli_tables.py) or recorded (cli_record.py, cli_report.py).
+"""`flowrt run`: start a graph, answer prompts, report the run, end it.
 
 Exit codes: 0 all requests finished; 1 a request failed; 2 bad input; 3 a worker died; 130 interrupted; 141 the reader of stdout left.
 """
@@ -62,7 +59,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """The whole command; returns the exit code. Raises UserError for what is wrong before anything has started."""
+    """Run the command; returns the exit code. Raises UserError for mistakes that are found before anything has started."""
     set_log_level(options.log_level)
     requests = [PromptRequest(checked_text(prompt), options.params) for prompt in options.prompts]
     if options.prompt_file is not None:
@@ -125,14 +122,14 @@ class _Running:
         self._console = _console(self._people)
 
     async def run(self) -> None:
-        """Until nothing of the run is left. Raises only what is a fault of ours."""
+        """Run the graph until all its processes have ended. Raises only bugs."""
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
-        before = signal.signal(signal.SIGALRM, self._on_stuck)  # no handler of the loop's, which may be what is stuck
+        before = signal.signal(signal.SIGALRM, self._on_stuck)  # not a handler of the loop, which may itself be stuck
         self._stdout.on_broken = self._on_no_reader
         self._view = self._new_view()
         try:
@@ -153,7 +150,7 @@ class _Running:
             signal.signal(signal.SIGALRM, before)
 
     def finish(self) -> int:
-        """Write and print what there is to say; returns the exit code."""
+        """Write the record and print the tables; returns the exit code."""
         figures = Figures.of(self._records)
         told = account(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
         code = self._code()
@@ -196,7 +193,7 @@ class _Running:
             self._failure = self._failure or error
 
     async def _answer(self, graph: RunningGraph, record: Record, places: asyncio.Semaphore) -> None:
-        """One request from submission to its end, which comes in any case; a failure of the whole run is noted for `_serve`."""
+        """One request from submission to its end. A failure of the whole run is kept for `_serve`."""
         assert self._view is not None
         now = self._seams.clock.now
         async with places:
@@ -212,7 +209,7 @@ class _Running:
                         self._view.on_text(record, event.text)
             except (UserError, WorkerDiedError) as error:
                 self._failure = self._failure or error
-            except NotRunningError:  # the run's failure is told to somebody else
+            except NotRunningError:  # another call raises the run's failure
                 pass
 
     async def _tick(self) -> None:
@@ -245,7 +242,7 @@ class _Running:
     # Interrupts.
 
     def _on_signal(self, number: int) -> None:
-        """The first Ctrl-C lets what runs finish, if anything does; anything else ends the run at once."""
+        """The first Ctrl-C lets running requests finish; any other signal ends the run at once."""
         num_running = sum(record.submitted_seconds is not None and not record.is_ended for record in self._records)
         self._exit_code = INTERRUPTED
         if number == signal.SIGINT and not self._draining and num_running:
@@ -257,7 +254,7 @@ class _Running:
             self._end_now()
 
     def _on_no_reader(self) -> None:
-        """The answers cannot be written any more; a --json file may still be wanted."""
+        """Standard output is closed; a --json file may still be wanted."""
         if self._options.json is None and self._stdout.has_lost_words:
             self._failure = self._failure or _lost(self._stdout)
             self._end_now()
@@ -271,7 +268,7 @@ class _Running:
             signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS)
 
     def _on_stuck(self, number: int, frame: FrameType | None) -> None:
-        """A call in a compute thread of this process does not return, and no thread can be stopped: leave without it."""
+        """A call in a compute thread of this process does not return, and threads cannot be stopped: exit without it."""
         code = self._code()
         try:
             self._note(f"a computation has not returned for {STUCK_SECONDS:g} s; leaving without it")
@@ -292,7 +289,7 @@ class _Running:
         graph = self._graph.graph
         if not graph.prompts:
             raise UserError(
-                f"{self._options.graph}: there is nothing to answer; give --prompt TEXT or --prompts FILE, or write prompts: in the file"
+                f"{self._options.graph}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in the file"
             )
         return [PromptRequest(prompt, self._options.params) for prompt in graph.prompts]
 

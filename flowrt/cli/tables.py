@@ -1,7 +1,4 @@
-"""The graph as it ran, as tables: processes, what went between them, and how fast the answers came.
-
-Here: `print_tables`, with rich. Not here: the figures themselves (cli_report.py, cli_record.py). Called by cli_run.py.
-"""
+"""The tables at the end of a run: processes, traffic between them, and latencies."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _ENDED = {"stop": "finished", "length": "reached max_tokens", "abort": "aborted"
 
 
 def print_tables(account: Account, figures: Figures, console: Console) -> None:
-    """On a terminal with frames and colour, else as aligned plain text."""
+    """Prints with frames and colour on a terminal, else as aligned plain text."""
     _print("processes", _processes(account, console), console)
     if account.edges:
         _print("between processes", _edges(account.edges, console), console)
@@ -132,7 +129,7 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
 
 
 def _emulated(emulation: Emulated, figures: Figures) -> list[str]:
-    """The figures of the hardware that was emulated, and what speaks against them."""
+    """The figures of the emulated hardware, and whether they are void."""
     dilation = emulation.dilation
     words = [
         f"{name} {duration_text(durations.mean / dilation)}"

@@ -1,8 +1,4 @@
-"""Text that others wrote, made fit for a terminal: a model's words must not drive it, nor break a line that is ours.
-
-Here: `visible` and `one_line`, and Output, a text stream that outlives its reader. Not here: what is shown (cli_view.py, cli_report.py).
-Called by the other cli files.
-"""
+"""Makes untrusted text safe for a terminal (`visible`, `one_line`), and Output, a text stream that outlives its reader."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ class Output(io.TextIOBase):
 
     @property
     def has_lost_words(self) -> bool:
-        """Whether words were lost that somebody may still have wanted: not so when the reader left."""
+        """Whether output was lost for another reason than that the reader left."""
         return self.error is not None and not isinstance(self.error, NO_READER_ERRORS)
 
     @property
@@ -91,7 +87,7 @@ class Output(io.TextIOBase):
 
     def _break(self, error: Exception) -> None:
         self.error = error
-        with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere, without a word at the interpreter's end
+        with contextlib.suppress(OSError, ValueError):  # discards the buffer without a message at the interpreter's end
             number = self._stream.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)

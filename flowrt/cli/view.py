@@ -1,8 +1,4 @@
-"""What a person sees while a run goes on, in plain lines: for pipes, files, NO_COLOR and dumb terminals.
-
-Here: View (the contract), PlainView, and `answer_text`. Not here: the live display of a terminal (cli_live.py), the tables at the end
-(cli_tables.py), what is recorded (cli_record.py). Called by cli_run.py. All text of others goes through cli_text.
-"""
+"""What a run shows in plain lines: for pipes, files, NO_COLOR and dumb terminals."""
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ from flowrt.observe import duration_text, size_text
 
 
 class View(Protocol):
-    """Told what happens, in order: events of the start, `begin`, tokens and ends of requests, `end`. No call blocks or raises."""
+    """Receives, in order: events of the start, `begin`, tokens and ends of requests, `end`. No call blocks or raises."""
 
     def on_event(self, event: events.Event) -> None:
-        """What the launcher does."""
+        """An event of the launcher."""
         ...
 
     def on_line(self, process: str, line: str) -> None:
@@ -28,7 +24,7 @@ class View(Protocol):
         ...
 
     def begin(self, records: Sequence[Record]) -> None:
-        """All is up; the requests are about to be submitted."""
+        """The graph is up; the requests are about to be submitted."""
         ...
 
     def on_text(self, record: Record, new: str) -> None:
@@ -36,7 +32,7 @@ class View(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """What an interrupt will do."""
+        """A message on what an interrupt does."""
         ...
 
     def tick(self) -> None:
@@ -44,24 +40,24 @@ class View(Protocol):
         ...
 
     def end(self) -> None:
-        """The run is over, whichever way: leave the answers on the screen. Idempotent; comes also when nothing began."""
+        """The run is over: leave the answers on the screen. Idempotent; called also when nothing began."""
         ...
 
 
 def ending_text(record: Record) -> str:
-    """How a request ended when that must be said: "(error: the prompt is empty)", "(aborted)"; else ""."""
+    """How a request ended, unless it finished normally: "(error: the prompt is empty)", "(aborted)"; else ""."""
     if record.finish_reason == "error":
         return f"(error: {one_line(record.error or 'unknown')})"
     return "(aborted)" if record.finish_reason == "abort" else ""
 
 
 def answer_text(record: Record, has_tokenizer: bool) -> str:
-    """The answer so far, fit for a terminal; token ids where the model has no tokenizer."""
+    """The answer so far, safe for a terminal; token ids where the model has no tokenizer."""
     return visible(record.text).strip() if has_tokenizer else " ".join(str(token_id) for token_id in record.token_ids)
 
 
 def prompt_text(record: Record) -> str:
-    """What was asked, on one line."""
+    """The prompt, on one line."""
     prompt = record.request.prompt
     if isinstance(prompt, str):
         return one_line(prompt)

@@ -183,13 +183,9 @@ class Engine:
         if running is None or running.number != step:
             return []
         if len(token_ids) != running.num_samples:
-            raise ValueError(
-                f"expected {running.num_samples} tokens, got {len(token_ids)} (step {step} of micro-batch {micro_batch})"
-            )
+            raise ValueError(f"expected {running.num_samples} tokens, got {len(token_ids)} (step {step} of micro-batch {micro_batch})")
         if len(logprobs) != running.num_logprobs:
-            raise ValueError(
-                f"expected {running.num_logprobs} logprobs, got {len(logprobs)} (step {step} of micro-batch {micro_batch})"
-            )
+            raise ValueError(f"expected {running.num_logprobs} logprobs, got {len(logprobs)} (step {step} of micro-batch {micro_batch})")
         self._steps[micro_batch] = None
         self._num_steps += 1
         decisions: list[Decision] = []

@@ -162,9 +162,7 @@ class Inside:
         for micro_batch, step in enumerate(engine._steps):
             for sequence, _ in step.parts if step is not None else ():
                 if sequence not in scheduler.running or sequence.micro_batch != micro_batch:
-                    faults.append(
-                        f"{sequence.name} is in the step of micro-batch {micro_batch}, without pages or in another one"
-                    )
+                    faults.append(f"{sequence.name} is in the step of micro-batch {micro_batch}, without pages or in another one")
         if (claim := scheduler._claim) is not None and claim not in scheduler.running:
             faults.append(f"{claim.name} claims the next free page and does not run")
         return [f"{self.name}: {fault}" for fault in faults]
