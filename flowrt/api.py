@@ -1,7 +1,6 @@
-"""The Python API: open a graph, ask it, close it.
+"""The Python API: open a graph, send it requests, close it.
 
-Here: `open_graph` (flowrt.open), RunningGraph and the blocking `generate`. Not here: starting processes
-(flowrt/cluster), the command line (cli.py). No torch is imported here but for a user's own graph, whose tensors are torch's.
+It imports torch only for a user's own graph, whose tensors are torch's.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ def open_graph(
 ) -> RunningGraph:
     """`async with flowrt.open("graph.yaml") as graph:` starts its processes and ends them again.
 
-    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` is told of the start and of deaths
-    (flowrt.launcher.events; by default deaths go to stderr), `on_line` gets (process, line) of what processes write. Raises GraphError.
+    `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` receives events of the start and of
+    deaths (flowrt.launcher.events; by default deaths go to stderr), `on_line` (process, line) of each process's output. Raises GraphError.
     """
     loaded = graph if isinstance(graph, Graph) else read_graph(graph, overrides, model)
     return RunningGraph(loaded, seams or Seams(), log_level, on_event, on_line)
 
 
 class RunningGraph:
-    """A graph and its processes. `generate` for a model, a call or `stream` for a graph of your own operators. `launcher` leads the run."""
+    """A graph and its processes. Use `generate` for a model, a call or `stream` for a graph of your own operators."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class RunningGraph:
 
     @property
     def max_requests(self) -> int:
-        """How many requests may be unfinished at once; one more is refused."""
+        """The maximum of active requests; one more is refused."""
         return self._of_model().gateway.max_requests
 
     @property
@@ -117,7 +116,7 @@ class RunningGraph:
 
     async def __aenter__(self) -> Self:
         if self._opened:
-            raise UserError("this graph was opened before, and each opens once; call flowrt.open again for another run")
+            raise UserError("this graph was opened before; call flowrt.open again for another run")
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
         try:
@@ -167,11 +166,11 @@ class RunningGraph:
         logprobs: int | None = None,
         chat: bool = False,
     ) -> AsyncGenerator[ClientEvent, None]:
-        """Events of one request: a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then one EndEvent,
-        whatever happens. Leaving early cancels it.
+        """Events of one request: a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
+        Leaving early cancels the request.
 
-        `prompt` is text or token ids; `chat` puts text through the model's chat template. A request that cannot be served ends
-        with finish_reason "error" and the reason. Raises WorkerDiedError when a process dies that may not.
+        `prompt` is text or token ids; `chat` applies the model's chat template to text. A request that cannot be served ends with
+        finish_reason "error" and the reason. Raises WorkerDiedError when a process dies that the run cannot survive without.
         """
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -184,7 +183,7 @@ class RunningGraph:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=seed,
-            stop=cast(Any, stop),  # the gateway makes tuples of both
+            stop=cast(Any, stop),  # the gateway converts both to tuples
             stop_token_ids=cast(Any, stop_token_ids),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
@@ -200,15 +199,15 @@ class RunningGraph:
         return await requests.submit(params, partial(self._encode, prompt, chat))
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
-        """The prompt of a submitted request, as the model sees it; empty when its text could not be tokenised. KeyError once it is over."""
+        """The token ids of a submitted request's prompt; empty when it has none. KeyError after the request was followed to its end."""
         return self._of_model().gateway.log(index).prompt_token_ids
 
     def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """The events of a submitted request, from its first; UserError for a second reader. Leaving early cancels the request."""
+        """The events of a submitted request, from its first. Leaving early cancels the request. UserError for a second reader."""
         return self._of_model().follow(index)
 
     async def complete(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> Completion:
-        """As `generate`, all at once."""
+        """The whole output of one request."""
         index = await self.submit(prompt, params, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
         return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
@@ -216,7 +215,7 @@ class RunningGraph:
     # --- a graph of your own -----------------------------------------------------------------------------------------------------
 
     async def __call__(self, **tensors: Any) -> Any:
-        """Send one tag through the graph: a tensor per input. Returns the output tensor, or a dict when there are several."""
+        """Send one tensor per input through the graph. Returns the output tensor, or a dict when there are several."""
         if self._endpoint is None:
             raise UserError("this graph has no input of its own; use generate()")
         self._raise_failure()
@@ -228,9 +227,9 @@ class RunningGraph:
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
-        """Send many, keep limits.in_flight of them on the way, and give the outputs in order.
+        """Send many inputs, keep limits.in_flight of them in flight, and yield the outputs in order.
 
-        Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels what is on the way.
+        Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels those in flight.
         """
         window: list[asyncio.Task[Any]] = []
         try:
@@ -250,16 +249,16 @@ class RunningGraph:
     # --- the run -----------------------------------------------------------------------------------------------------------------
 
     async def statistics(self) -> dict[str, Statistics]:
-        """What every worker has done so far, by name."""
+        """Each worker's counters, by name."""
         return await self.launcher.statistics()
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
-        """Whether work progresses: not ok when requests are open and nothing has come of any for `stall_seconds`, when an expert has no
-        copy left, and when the run has ended. Never waits."""
+        """Whether work progresses: not ok when requests are open and none has progressed for `stall_seconds`, when an expert has no
+        replica, and when the run has ended. Never waits."""
         return self.launcher.standing.health(stall_seconds)
 
     async def drain(self) -> None:
-        """Admit nothing new and wait until everything running has ended."""
+        """Admit no new requests and wait until all running ones have ended."""
         await self.launcher.drain()
 
     # --- inside ------------------------------------------------------------------------------------------------------------------
@@ -339,10 +338,10 @@ def generate(
     chat: bool = False,
     **parameters: Any,
 ) -> list[Completion]:
-    """Start the graph, answer all prompts at once (as many as the gateway takes, the others after them), stop it. Blocks; works
-    inside a notebook's running loop too.
+    """Start the graph, answer all prompts, stop the graph. Blocks; works inside a notebook's running loop too.
 
-    `parameters` are those of RunningGraph.generate. Completions come in the order of the prompts.
+    All prompts are submitted at once, up to the gateway's limit. `parameters` are those of RunningGraph.generate. Completions are in the
+    order of the prompts.
     """
     if not isinstance(prompts, Sequence):
         raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")

@@ -64,7 +64,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--set", "deploy.experts.replicas=9"), "deploy.experts.replicas"),
         ((graph_file, "--model", tmp_path), f"--model {tmp_path}"),
         ((tmp_path / "none.yaml",), "none.yaml: no such file"),
-        ((empty,), "there is nothing to answer; give --prompt"),
+        ((empty,), "there is no prompt; give --prompt"),
         ((own,), "serves no model"),
     ):
         code, out, err = call(monkeypatch, capsys, "run", *words)
@@ -109,7 +109,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("bench nosuch", "nosuch"),
         ("doctor --model /nope", "--model /nope: "),
         (f"doctor --model {empty}", "model_type: is None"),
-        ("doctor x", "unexpected 'x'; --help says"),
+        ("doctor x", "unexpected 'x'; see --help"),
         ("doctor --dtype float32", "give --model DIR too"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),
         ("graph show", "a graph file is missing"),
