@@ -110,7 +110,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("doctor --model /nope", "--model /nope: "),
         (f"doctor --model {empty}", "model_type: is None"),
         ("doctor x", "unexpected 'x'; see --help"),
-        ("doctor --dtype float32", "give --model DIR too"),
+        ("doctor --dtype float32", "--dtype needs --model DIR"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),
         ("graph show", "a graph file is missing"),
         (f"graph show {graph_file} --svg {tmp_path}/no/x.svg", "cannot be written"),
