@@ -40,7 +40,7 @@ if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
 from flowrt.transports.channel import bulk_copy as bulk
-from flowrt.transports.native._words import Lane, Ledger, Memory, Records
+from flowrt.transports.native._words import CopyThread, Ledger, Memory, Records
 from flowrt.transports.shared_memory import ring_writer
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
@@ -103,7 +103,7 @@ def test_pieces_cover_everything_once(sizes: list[int], step: int) -> None:
 
 class TestChunks:
     @pytest.mark.parametrize("num_chunks", [2, 3, 4, 7])
-    def test_the_last_copy_of_every_lane_is_told(self, num_chunks: int) -> None:
+    def test_the_last_copy_of_every_thread_is_announced(self, num_chunks: int) -> None:
         """CopyThreads end in any order: who waits for all of them must hear of each one's end."""
         _, layout, writer, reader = ring(3, 1 << 16)
         told: dict[int, bool] = {}
@@ -230,7 +230,7 @@ class TestBulk:
         writer.close()
         reader.close()
 
-    def test_a_record_waits_for_its_lanes(self) -> None:
+    def test_a_record_waits_for_its_copy_threads(self) -> None:
         """The record is there at once; the message is not until every thread has said that its stripe is."""
         memory, _, writer, reader = ring(2)
         assert writer.send(numbered(0, 50_000), later=True)
@@ -312,7 +312,7 @@ class TestCopiers:
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
         wake = os.eventfd(0, os.EFD_NONBLOCK)
-        thread = Lane(0, memory, 0, 64, -1, wake)
+        thread = CopyThread(0, memory, 0, 64, -1, wake)
         for turn in range(1, 200):
             thread.copy(4096, pattern(20_000, turn), 5, 10_000, turn, 2 * turn, 3 * turn, True)
         thread.wait()
@@ -329,7 +329,7 @@ class TestCopiers:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
-        thread = Lane(0, memory, 0, 64, -1, -1)
+        thread = CopyThread(0, memory, 0, 64, -1, -1)
         source = bytearray(30_000)
         thread.copy(4096, source, 0, 30_000, 1, 0, 0, False)
         with pytest.raises(BufferError):
@@ -345,7 +345,7 @@ class TestCopiers:
         memfd = sealed_memory(1 << 16)
         memory = Memory(memfd, 1 << 16)
         os.close(memfd)
-        thread = Lane(0, memory, 0, 64, -1, -1)
+        thread = CopyThread(0, memory, 0, 64, -1, -1)
         with pytest.raises(ValueError):
             thread.copy(offset, bytes(100), begin, nbytes, 0, 0, 0, False)
         thread.close()

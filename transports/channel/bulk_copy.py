@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flowrt.transports.contract import MAX_COPY_THREADS
 
 if TYPE_CHECKING:
-    from flowrt.transports.native._words import Lane, Memory
+    from flowrt.transports.native._words import CopyThread, Memory
 
 MIN_BYTES, MAX_BYTES = 1 << 18, 1 << 22
 WORTH = 8  # a copy that occupies the loop this many times as long as queueing it goes to a thread
@@ -26,18 +26,18 @@ class CopyThreads:
 
     def __init__(self, memory: Memory, fields: int, field_bytes: int, flag: int, num_copy_threads: int, wake_fd: int, own_fd: int) -> None:
         self._arguments = [(thread, memory, fields + thread * field_bytes, flag, wake_fd, own_fd) for thread in range(num_copy_threads)]
-        self._copy_threads: list[Lane] = []
+        self._copy_threads: list[CopyThread] = []
         self.num_copy_threads = num_copy_threads
         self._queued = [0] * num_copy_threads
 
     def copy(
         self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, tell: bool = False
     ) -> None:
-        """Copies source[begin:][:nbytes] to `offset`, then announce (event, chunk, tail); see Lane.copy. OSError: no thread can start."""
+        """Copies source[begin:][:nbytes] to `offset`, then announce (event, chunk, tail). OSError: no thread can start."""
         if not self._copy_threads:
-            from flowrt.transports.native._words import Lane
+            from flowrt.transports.native._words import CopyThread
 
-            self._copy_threads = [Lane(*arguments) for arguments in self._arguments]
+            self._copy_threads = [CopyThread(*arguments) for arguments in self._arguments]
         self._copy_threads[thread].copy(offset, source, begin, nbytes, event, chunk, tail, tell)
         self._queued[thread] += 1
 
@@ -66,13 +66,13 @@ class CopyThreads:
 @cache
 def threshold_bytes() -> int:
     """The size from which a copy thread copies, on this machine: copying takes WORTH times as long as queueing the copy. Measured once."""
-    from flowrt.transports.native._words import Lane, Memory
+    from flowrt.transports.native._words import CopyThread, Memory
 
     memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(memfd, 0, _PROBE_BYTES)
         memory = Memory(memfd, _PROBE_BYTES)
-        thread = Lane(MAX_COPY_THREADS - 1, memory, 0, 64, -1, -1)
+        thread = CopyThread(MAX_COPY_THREADS - 1, memory, 0, 64, -1, -1)
     except OSError:
         return MAX_BYTES
     finally:

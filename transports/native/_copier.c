@@ -1,20 +1,20 @@
-/* Copies into shared memory that no event loop waits for: one thread per lane number and process, alive while any Lane uses it.
+/* Copies into shared memory that no event loop waits for: one thread per number and process, alive while any CopyThread uses it.
  *
- * Here: Lane, a queue of copies made in order, each announced to the peer in the lane's 32-byte field when it is done. Not here: what
- * is worth it (bulk.py), what the field means (ring.py). The threads never touch Python: they copy, store, and write to eventfds.
- * A source is kept alive by its buffer view, which the loop's thread lets go of in `collect` after the copy's completion was seen.
+ * A CopyThread is one user's queue of copies. They are made in order, and each is announced to the peer in the 32-byte field of the thread
+ * when it is done (ring.py says what the field means). The threads never touch Python: they copy, store, and write to eventfds. A buffer
+ * view keeps a source alive; the event loop's thread releases it in `collect`, after the copy is complete.
  */
 #include "_words.h"
 #include <pthread.h>
 #include <signal.h>
 
-#define MAX_LANES 16
+#define MAX_COPY_THREADS 16
 
-struct Lane;
+struct CopyThread;
 
 typedef struct Job {
     struct Job *next;
-    struct Lane *lane;
+    struct CopyThread *owner;
     char *to;
     size_t nbytes;
     const char *from;
@@ -32,7 +32,7 @@ typedef struct {
     pid_t process;
 } Worker;
 
-typedef struct Lane {
+typedef struct CopyThread {
     PyObject_HEAD
     Memory *memory;
     uint64_t *field, *flag;
@@ -40,9 +40,9 @@ typedef struct Lane {
     Worker *worker;
     Py_ssize_t pending; /* these two under the worker's mutex */
     Job *done;
-} Lane;
+} CopyThread;
 
-static Worker workers[MAX_LANES];
+static Worker workers[MAX_COPY_THREADS];
 
 static void *work(void *argument)
 {
@@ -58,20 +58,20 @@ static void *work(void *argument)
             self->last = &self->first;
         pthread_mutex_unlock(&self->mutex);
 
-        Lane *lane = job->lane;
+        CopyThread *owner = job->owner;
         if (job->nbytes)
             memcpy(job->to, job->from, job->nbytes);
-        flowrt_store(lane->field, job->event);
-        flowrt_store(lane->field + 1, job->chunk);
-        if (flowrt_publish(lane->field + 2, job->tail, lane->flag))
-            flowrt_wake(lane->wake_fd);
-        int tell = job->tell ? lane->own_fd : -1;
+        flowrt_store(owner->field, job->event);
+        flowrt_store(owner->field + 1, job->chunk);
+        if (flowrt_publish(owner->field + 2, job->tail, owner->flag))
+            flowrt_wake(owner->wake_fd);
+        int tell = job->tell ? owner->own_fd : -1;
 
         pthread_mutex_lock(&self->mutex);
-        job->next = lane->done;
-        lane->done = job;
-        lane->pending--;
-        flowrt_wake(tell); /* under the mutex: the lane, and so its descriptor, is not closed before this is over */
+        job->next = owner->done;
+        owner->done = job;
+        owner->pending--;
+        flowrt_wake(tell); /* under the mutex: the owner, and so its descriptor, stays open until this is over */
         pthread_cond_broadcast(&self->changed);
     }
     pthread_mutex_unlock(&self->mutex);
@@ -115,7 +115,7 @@ static void leave(Worker *self)
     pthread_join(self->thread, NULL);
 }
 
-static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *copy_thread_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"number", "memory", "field_offset", "flag_offset", "wake_fd", "own_fd", NULL};
     int number, wake_fd, own_fd;
@@ -123,11 +123,11 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t field, flag;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!nnii", names, &number, &MemoryType, &memory, &field, &flag, &wake_fd, &own_fd))
         return NULL;
-    if (number < 0 || number >= MAX_LANES)
-        return PyErr_Format(PyExc_ValueError, "lane %d; there are %d", number, MAX_LANES);
+    if (number < 0 || number >= MAX_COPY_THREADS)
+        return PyErr_Format(PyExc_ValueError, "copy thread %d of %d", number, MAX_COPY_THREADS);
     if (!flowrt_word(memory, field) || !flowrt_word(memory, field + 24) || !flowrt_word(memory, flag))
         return NULL;
-    Lane *self = (Lane *)type->tp_alloc(type, 0);
+    CopyThread *self = (CopyThread *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
     int failed = enter(&workers[number]);
@@ -147,7 +147,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 /* Let go of the sources of what is done; returns how many copies are not. */
-static Py_ssize_t collect(Lane *self)
+static Py_ssize_t collect(CopyThread *self)
 {
     pthread_mutex_lock(&self->worker->mutex);
     Job *job = self->done;
@@ -163,7 +163,7 @@ static Py_ssize_t collect(Lane *self)
     return pending;
 }
 
-static void wait_for_all(Lane *self)
+static void wait_for_all(CopyThread *self)
 {
     Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&self->worker->mutex);
@@ -174,12 +174,12 @@ static void wait_for_all(Lane *self)
     collect(self);
 }
 
-static PyObject *lane_copy(Lane *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *copy_thread_copy(CopyThread *self, PyObject *const *args, Py_ssize_t count)
 {
     if (!flowrt_expect(count, 8))
         return NULL;
     if (!self->worker)
-        return PyErr_Format(PyExc_ValueError, "a closed lane copies nothing");
+        return PyErr_Format(PyExc_ValueError, "this copy thread is closed");
     Py_ssize_t at = PyLong_AsSsize_t(args[0]), begin = PyLong_AsSsize_t(args[2]), nbytes = PyLong_AsSsize_t(args[3]);
     uint64_t event, chunk, tail;
     if (PyErr_Occurred() || !flowrt_uint64(args[4], &event) || !flowrt_uint64(args[5], &chunk) || !flowrt_uint64(args[6], &tail))
@@ -198,7 +198,7 @@ static PyObject *lane_copy(Lane *self, PyObject *const *args, Py_ssize_t count)
         return PyErr_Format(PyExc_ValueError, "no %zd bytes from %zd to %zd", nbytes, begin, at);
     }
     job->next = NULL;
-    job->lane = self;
+    job->owner = self;
     job->to = self->memory->base + at;
     job->from = (const char *)job->view.buf + begin;
     job->nbytes = (size_t)nbytes;
@@ -215,19 +215,19 @@ static PyObject *lane_copy(Lane *self, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-static PyObject *lane_collect(Lane *self, PyObject *unused)
+static PyObject *copy_thread_collect(CopyThread *self, PyObject *unused)
 {
     return PyLong_FromSsize_t(self->worker ? collect(self) : 0);
 }
 
-static PyObject *lane_wait(Lane *self, PyObject *unused)
+static PyObject *copy_thread_wait(CopyThread *self, PyObject *unused)
 {
     if (self->worker)
         wait_for_all(self);
     Py_RETURN_NONE;
 }
 
-static PyObject *lane_close(Lane *self, PyObject *unused)
+static PyObject *copy_thread_close(CopyThread *self, PyObject *unused)
 {
     Worker *worker = self->worker;
     if (worker && worker->process == getpid()) {
@@ -239,29 +239,29 @@ static PyObject *lane_close(Lane *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static void lane_dealloc(Lane *self)
+static void copy_thread_dealloc(CopyThread *self)
 {
-    Py_XDECREF(lane_close(self, NULL));
+    Py_XDECREF(copy_thread_close(self, NULL));
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMethodDef lane_methods[] = {
-    {"copy", (PyCFunction)(void (*)(void))lane_copy, METH_FASTCALL,
-     "copy(offset, source, begin, nbytes, event, chunk, tail, tell): later, on the lane's thread and in order: copy source[begin:][:nbytes] "
+static PyMethodDef copy_thread_methods[] = {
+    {"copy", (PyCFunction)(void (*)(void))copy_thread_copy, METH_FASTCALL,
+     "copy(offset, source, begin, nbytes, event, chunk, tail, tell): later, on the thread and in order: copy source[begin:][:nbytes] "
      "to `offset`, store the field's words, wake the peer if it sleeps; and our own eventfd, when `tell`. The source must not change."},
-    {"collect", (PyCFunction)lane_collect, METH_NOARGS, "collect() -> int: let go of the sources of finished copies; how many are not."},
-    {"wait", (PyCFunction)lane_wait, METH_NOARGS, "wait(): block until all copies are done."},
-    {"close", (PyCFunction)lane_close, METH_NOARGS, "close(): wait, and let go of everything. Idempotent."},
+    {"collect", (PyCFunction)copy_thread_collect, METH_NOARGS, "collect() -> int: let go of the sources of finished copies; how many are not."},
+    {"wait", (PyCFunction)copy_thread_wait, METH_NOARGS, "wait(): block until all copies are done."},
+    {"close", (PyCFunction)copy_thread_close, METH_NOARGS, "close(): wait, and let go of everything. Idempotent."},
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject LaneType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.Lane",
-    .tp_doc = "Lane(number, memory, field_offset, flag_offset, wake_fd, own_fd): copies into `memory` by thread `number` of this process. "
+PyTypeObject CopyThreadType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.CopyThread",
+    .tp_doc = "CopyThread(number, memory, field_offset, flag_offset, wake_fd, own_fd): copies into `memory` by thread `number` of this process. "
               "The field is three words: event, chunk, tail.",
-    .tp_basicsize = sizeof(Lane),
+    .tp_basicsize = sizeof(CopyThread),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = lane_new,
-    .tp_dealloc = (destructor)lane_dealloc,
-    .tp_methods = lane_methods,
+    .tp_new = copy_thread_new,
+    .tp_dealloc = (destructor)copy_thread_dealloc,
+    .tp_methods = copy_thread_methods,
 };

@@ -8,9 +8,9 @@
  * Lease                one range of a Ledger, a writable buffer; gone when the last view of it is, on whatever thread that happens
  *
  * Records(...)         the record ring: one call writes a record, one reads the next (_records.c)
- * Lane(...)            copies made in order by a thread of their own (_copier.c)
+ * CopyThread(...)            copies made in order by a thread of their own (_copier.c)
  *
- * All but the copies of a Lane runs under the interpreter's lock, which is what makes a Ledger safe to touch from several threads of one process.
+ * All but the copies of a CopyThread runs under the interpreter's lock, which is what makes a Ledger safe to touch from several threads of one process.
  */
 #include "_words.h"
 #include <sys/mman.h>
@@ -430,7 +430,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__words(void)
 {
-    PyTypeObject *types[] = {&MemoryType, &LedgerType, &LeaseType, &RecordsType, &LaneType, &LoanType};
+    PyTypeObject *types[] = {&MemoryType, &LedgerType, &LeaseType, &RecordsType, &CopyThreadType, &LoanType};
     PyObject *self = PyModule_Create(&module);
     for (size_t index = 0; self && index < sizeof types / sizeof *types; index++)
         if (PyModule_AddType(self, types[index]) < 0)

@@ -14,7 +14,7 @@ typedef struct {
     Py_ssize_t nbytes;
 } Memory;
 
-extern PyTypeObject MemoryType, RecordsType, LaneType, LoanType;
+extern PyTypeObject MemoryType, RecordsType, CopyThreadType, LoanType;
 
 /* The word at `offset`; NULL with IndexError set when there is none. */
 uint64_t *flowrt_word(Memory *memory, Py_ssize_t offset);
