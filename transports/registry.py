@@ -21,7 +21,7 @@ _BUILT_IN = {
     "ucx": "flowrt.transports.ucx.transport:UCXTransport",
     "cuda": "flowrt.transports.cuda.transport:CUDATransport",
 }
-_FAULTY = "faulty+"  # before any scheme: the same, misbehaving as the plan behind its "?" says (faulty.py)
+_FAULTY = "faulty+"  # before any scheme: the same with injected faults, by the plan behind its "?"
 
 
 def base_scheme(scheme: str) -> str:
@@ -30,7 +30,7 @@ def base_scheme(scheme: str) -> str:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Every scheme that can be asked for, whether or not it works here: our own first, then registered ones by name."""
+    """Every known scheme, whether or not it works here: built-in ones first, then registered ones by name."""
     registered = sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(_BUILT_IN))
     return (*_BUILT_IN, *registered)
 
@@ -53,7 +53,7 @@ def transport_class(scheme: str) -> type[Transport]:
 
 
 def unavailable_reason(scheme: str) -> str | None:
-    """None when `scheme` works here, else the sentence that says why not. Raises AddressError for an unknown scheme."""
+    """None when `scheme` works here, else the reason as a sentence. Raises AddressError for an unknown scheme."""
     try:
         return transport_class(scheme).unavailable_reason()
     except UnavailableError as error:

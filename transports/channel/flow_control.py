@@ -7,7 +7,7 @@ from flowrt.transports.wire.codec import WireError
 
 
 class SendWindow:
-    """The sender's half: what it has sent, and what the receiver has said to have taken."""
+    """The sender's half: what it has sent, and what the receiver has reported as taken."""
 
     __slots__ = ("capacity_bytes", "capacity_messages", "sent_bytes", "sent_messages", "taken_bytes", "taken_messages")
 
@@ -66,7 +66,7 @@ class ReceiveWindow:
             raise WireError("the peer sent more than the channel may hold")
 
     def took(self, payload_bytes: int) -> bool:
-        """The user took a message. True when the sender should be told now (and `told` called)."""
+        """The user took a message. True when a report to the sender is due."""
         self.taken_messages += 1
         self.taken_bytes += payload_bytes
         return (
@@ -76,7 +76,7 @@ class ReceiveWindow:
         )
 
     def told(self) -> tuple[int, int]:
-        """The totals to tell the sender, who from now on is taken to know them."""
+        """The totals to report to the sender, which count as reported from now on."""
         self.told_messages = self.taken_messages
         self.told_bytes = self.taken_bytes
         self.sender_waits = False

@@ -17,7 +17,7 @@ from flowrt.transports.wire.message import Message
 
 
 class FlowControlledChannel(QueuedChannel):
-    """An end that keeps an inbox of what has arrived; subclasses say and hear TAKEN and WAITING."""
+    """An end with an inbox of arrived messages; subclasses send and receive TAKEN and WAITING."""
 
     windows_by_message = True
 
@@ -31,11 +31,11 @@ class FlowControlledChannel(QueuedChannel):
 
     @abstractmethod
     def _say_taken(self, messages: int, payload_bytes: int) -> None:
-        """Tell the peer how much has been taken since the start."""
+        """Reports to the peer how much has been taken since the start."""
 
     @abstractmethod
     def _say_waiting(self) -> None:
-        """Ask the peer to tell as soon as something more is taken."""
+        """Requests a report from the peer as soon as more is taken."""
 
     def _count_sent(self, payload_bytes: int) -> None:
         self._sending.add(payload_bytes)

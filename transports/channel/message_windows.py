@@ -68,7 +68,7 @@ class MessageWindows:
         self._owned: dict[bytes, _MessageWindow] = {}
         self._attached: dict[bytes, _RemoteMessageWindow] = {}
         self._answers: deque[Message] = deque()
-        self._telling: set[tuple[bytes, int]] = set()  # flags whose new value the peer is not told yet
+        self._telling: set[tuple[bytes, int]] = set()  # flags whose new value the peer does not have yet
         self._answering: asyncio.Task[None] | None = None
         self._calls: dict[int, tuple[Call, memoryview] | None] = {}  # of ours: the answer, once it is there
         self._num_calls = 0
@@ -229,7 +229,7 @@ class MessageWindows:
                     self.num_posted += 1
                     self._answers.popleft()
         except TransportError:
-            pass  # those who wait hear of it too
+            pass  # waiting calls fail too
         finally:
             if self._answering is asyncio.current_task():
                 self._answering = None

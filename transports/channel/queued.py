@@ -60,7 +60,7 @@ class QueuedChannel(Channel):
 
     @abstractmethod
     async def _shut(self) -> None:
-        """Tell the peer that this is the end and let go of everything; called once, must not fail."""
+        """Notifies the peer of the end and releases everything; called once, must not fail."""
 
     def _num_sent(self) -> int:
         """How many messages have been sent, in the same count as `_num_taken`."""
@@ -92,7 +92,7 @@ class QueuedChannel(Channel):
         return False
 
     def abort(self, reason: str) -> None:
-        """End the channel as a fault of the world would, for both ends: `reason` is what BrokenChannelError says here."""
+        """Breaks the channel for both ends; `reason` is the text of BrokenChannelError here."""
         self._break(reason)
 
     # The contract.
@@ -349,7 +349,7 @@ class Backlog:
         raise ClosedChannelError("this listener was closed")
 
     async def aclose(self) -> None:
-        """Wake `accept` and close the channels that nobody has accepted."""
+        """Wakes `accept` and closes the channels that were not accepted."""
         self.closed = True
         self._wake()
         while self._channels:

@@ -41,7 +41,7 @@ _CONNECT_AGAIN_SECONDS = 0.005
 
 
 class Meeting(NamedTuple):
-    """Two processes have met: the socket between them, who the other is, the limits they agreed on, and what the connector brought."""
+    """Two connected processes: the socket, the peer's identity, the agreed limits, and what the connector passed."""
 
     line: socket.socket
     peer: Identity
@@ -71,7 +71,7 @@ def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, s
 
 
 def free_name() -> str:
-    """A name nobody uses."""
+    """An unused random name."""
     return secrets.token_hex(8) if sys.platform == "linux" else "127.0.0.1:0"
 
 
@@ -169,7 +169,7 @@ class SocketListener(Listener):
     def _on_call(self) -> None:
         try:
             line, _ = self._socket.accept()
-        except OSError as error:  # most are the caller's: it is gone again
+        except OSError as error:  # most are the caller's: it has disconnected
             if error.errno in _NO_DESCRIPTOR:  # the call stays readable, so the loop would spin
                 self._unwatch()
                 self._alarm = self._loop.call_later(self._pause_seconds, self._watch)
@@ -197,7 +197,7 @@ class SocketListener(Listener):
                 _close_all(meeting.descriptors)
                 meeting.line.close()
             else:
-                with contextlib.suppress(OSError):  # gone already: the channel will notice
+                with contextlib.suppress(OSError):  # disconnected already: the channel reports it
                     meeting.line.send(_READY)
                 self._backlog.put(channel)
         self._watch()
@@ -349,7 +349,7 @@ class Lifeline:
         self._watching = True
 
     def close(self) -> None:
-        """Let go of the socket, which tells the peer. Idempotent."""
+        """Closes the socket, which notifies the peer. Idempotent."""
         self._unwatch()
         self._line.close()
 
@@ -366,7 +366,7 @@ class Lifeline:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            pass  # reset: as gone as closed
+            pass  # a reset counts as closed
         self._unwatch()
         self._on_gone(reason)
 

@@ -15,7 +15,7 @@ _MOST = 1 << 64
 
 
 class WindowKey(NamedTuple):
-    """What a key says: who holds it may reach the window with this token, which has so many bytes and flags."""
+    """A decoded key: its holder may access the window with this token, which has so many bytes and flags."""
 
     token: bytes
     nbytes: int
@@ -23,7 +23,7 @@ class WindowKey(NamedTuple):
 
     @classmethod
     def new(cls, nbytes: int, num_flags: int, token: bytes | None = None) -> WindowKey:
-        """A key nobody can guess, unless the caller brings a `token`."""
+        """A random key, or one with the given `token`."""
         return cls(secrets.token_bytes(TOKEN_BYTES) if token is None else token, nbytes, num_flags)
 
     @classmethod

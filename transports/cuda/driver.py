@@ -27,7 +27,7 @@ class DriverError(Exception):
 
 
 class Driver(ABC):
-    """Memory of one device. A pointer is an int; `fence` and `passed` tell when everything asked for so far is done."""
+    """Memory of one device. A pointer is an int; `fence` and `passed` report when all work so far is done."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
@@ -47,7 +47,7 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self, pointer: int) -> None:
-        """Let go of what `open` returned."""
+        """Closes what `open` returned."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -63,15 +63,15 @@ class Driver(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when everything asked for so far, and everything torch has asked for on its default stream, is done."""
+        """Waits for all work so far, torch's on its default stream included."""
 
     @abstractmethod
     def fence(self) -> object:
-        """A mark after everything asked for so far."""
+        """A mark after all work so far."""
 
     @abstractmethod
     def passed(self, fence: object) -> bool:
-        """Whether everything before `fence` is done. It is not asked about again after True."""
+        """Whether all work before `fence` is done. Not called again after True."""
 
 
 class _Handle(ctypes.Structure):

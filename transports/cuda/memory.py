@@ -60,7 +60,7 @@ class Ranges:
 
 
 class Area:
-    """An allocation on the device, freed when nobody refers to it any more."""
+    """An allocation on the device, freed with its last reference."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.pointer = driver.allocate(nbytes)
@@ -69,7 +69,7 @@ class Area:
 
 
 class HeldRanges:
-    """A part of an area that received tensors lie in; `on_end` is called, perhaps on another thread, when the last of them is gone."""
+    """A part of an area that received tensors lie in; `on_end` is called, perhaps on another thread, when the last one is freed."""
 
     def __init__(self, area: Area, on_end: Callable[[], None]) -> None:
         self.area = area
@@ -93,7 +93,7 @@ class DeviceBuffer:
 
 
 def _free(driver: Driver, pointer: int) -> None:
-    with suppress(DriverError):  # the device, or all of CUDA, is gone: so is the memory
+    with suppress(DriverError):  # the device or CUDA ended, and the memory with it
         driver.free(pointer)
 
 

@@ -36,7 +36,7 @@ from flowrt.transports.wire.codec import Envelope, WireError, check_limits, enco
 from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
-GIVE_BACK_SECONDS = 0.001  # between two looks whether the device is done with what was let go of
+GIVE_BACK_SECONDS = 0.001  # between two checks whether the device has finished with freed ranges
 _FRAME = struct.Struct("<B3xI")  # as in stream.py
 _AREA_KIND, _GIVEN_BACK_KIND = 128, 129
 _AREA = struct.Struct(f"<Q{HANDLE_BYTES}s")
@@ -130,7 +130,7 @@ class CUDAChannel(StreamChannel):
             on_device = tuple(pointer is not None for pointer in pointers)
             described = _Placed(header, tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes))
             placed = Message(_MARK + message.kind, message.tag, message.edge, described, tuple(rest))
-            encode(placed, self._sending.sent_messages, self.limits)  # what would refuse it does so before the range is told
+            encode(placed, self._sending.sent_messages, self.limits)  # raises before the range is announced
         except BaseException:
             if start is not None:
                 self._ranges.give_back(start)
@@ -187,7 +187,7 @@ class CUDAChannel(StreamChannel):
         super()._deliver(own, tensors, total)
 
     def _check(self, placed: _Placed, envelope: Envelope) -> int:
-        """The payload's bytes, all told. Raises WireError when the message cannot be."""
+        """The total payload bytes. Raises WireError for an invalid message."""
         if len(placed.tensors) != len(placed.on_device) or len(placed.tensors) > self.limits.max_tensors:
             raise WireError(f"{len(placed.tensors)} tensors in a message on the device")
         over_host = placed.start < 0
@@ -229,13 +229,13 @@ class CUDAChannel(StreamChannel):
     # Giving back.
 
     def _on_dropped(self, start: int) -> None:
-        """The user has let go of a range, perhaps on another thread."""
+        """The user has freed a range, perhaps on another thread."""
         self._held.pop(start, None)
         with suppress(RuntimeError):  # the loop is closed, and so is the channel
             self._loop.call_soon_threadsafe(self._let_go_of, start)
 
     def _let_go_of(self, start: int, copied_to: Area | None = None) -> None:
-        """Give `start` back to the peer once the device is done with what it was asked before now."""
+        """Returns the range at `start` to the peer after the device has finished all earlier work."""
         if self._closed or self._broken is not None:
             return
         self._let_go.append((self._driver.fence(), start, copied_to))

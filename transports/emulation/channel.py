@@ -60,7 +60,7 @@ class EmulatedChannel(QueuedChannel):
         self._held: deque[HeldMessage] = deque()
         self._held_bytes = 0
         self._inbox: deque[HeldMessage] = deque()
-        self._taken_number = self._told_number = self._asked_number = -1  # of messages: taken; told as taken; asked after
+        self._taken_number = self._reported_number = self._requested_number = -1  # of messages: taken; reported as taken; requested
         self._taken: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
         self._final: str | None = None  # how `inner` ended: "" in order
@@ -177,7 +177,7 @@ class EmulatedChannel(QueuedChannel):
         self._wake_sender()
 
     def _tell(self) -> None:
-        """Send what is not told yet by a frame of its own, behind the message that it is about."""
+        """Sends unreported times in a frame of their own, behind their message."""
         if self._untold is not None and self._below is None and not self._closed:
             frame = Message(PASSED, header=Passed(self._number, self._untold))
             self._untold = None
@@ -185,7 +185,7 @@ class EmulatedChannel(QueuedChannel):
                 if self._unsent or not self._inner.send_nowait(frame):
                     self._queue(frame)
             except TransportError:
-                pass  # the reader hears of it too
+                pass  # the reader fails too
 
     def _queue(self, frame: Message) -> None:
         self._unsent.append(frame)
@@ -200,7 +200,7 @@ class EmulatedChannel(QueuedChannel):
                 self._unsent.popleft()
                 self._wake_sender()
         except TransportError:
-            pass  # the reader hears of it too
+            pass  # the reader fails too
         finally:
             self._unsent.clear()
             self._wake_sender()
@@ -214,7 +214,7 @@ class EmulatedChannel(QueuedChannel):
         head = self._inbox.popleft()
         self._let_go(head)
         self._taken_number = head.number
-        if self._asked_number > self._told_number:
+        if self._requested_number > self._reported_number:
             self._tell_taken()
         return head.message
 
@@ -226,9 +226,9 @@ class EmulatedChannel(QueuedChannel):
             self._taken.set_result(None)
 
     def _tell_taken(self) -> None:
-        if self._taken_number > self._told_number and self._final is None:
-            self._told_number = self._taken_number
-            self._queue(Message(TAKEN, header=Passed(self._told_number, self._nic.timer.now())))
+        if self._taken_number > self._reported_number and self._final is None:
+            self._reported_number = self._taken_number
+            self._queue(Message(TAKEN, header=Passed(self._reported_number, self._nic.timer.now())))
 
     def _on_acknowledged(self, number: int) -> None:
         self._acknowledged = max(self._acknowledged, number)
@@ -262,7 +262,7 @@ class EmulatedChannel(QueuedChannel):
             passed = frame.decode_header(Passed)
             self._has_passed(passed.number, passed.seconds)
         elif frame.kind == ASK:
-            self._asked_number = max(self._asked_number, frame.decode_header(Passed).number)
+            self._requested_number = max(self._requested_number, frame.decode_header(Passed).number)
             self._tell_taken()
         elif frame.kind == TAKEN:
             taken, latency = frame.decode_header(Passed), self._nic.latency_seconds

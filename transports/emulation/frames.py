@@ -9,14 +9,14 @@ import msgspec
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
-PASSED = "link.passed"  # the sender tells when a message had passed its NIC
+PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
 ASK = "link.ask"  # the sender wants to know when this message is taken
 TAKEN = "link.taken"  # the receiver's user has taken it
 _DISGUISE = "link"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """Wraps the header of a message: its number, when its service began, when that of the one before ended if that was not told yet."""
+    """Wraps the header of a message: its number, when its service began, when that of the one before ended, if not reported yet."""
 
     number: int
     start_seconds: float
@@ -33,7 +33,7 @@ class Passed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class HeldMessage:
-    """A message on its way in: who has let it pass, and when."""
+    """An arriving message: which NICs it has passed, and when."""
 
     message: Message
     number: int

@@ -28,7 +28,7 @@ Note = Callable[[float, float], None]  # of a message given out: how long it was
 class Nic:
     """What one process has of one kind of link: a direction out and a direction in, each shared by all its channels.
 
-    Times are the profile's times `dilation`. `note` is told of every message received. Close it after its channels.
+    Times are the profile's times `dilation`. `note` is called for every message received. Close it after its channels.
     """
 
     def __init__(self, profile: LinkProfile, timer: Timer, dilation: float = 1.0, note: Note | None = None) -> None:

@@ -105,7 +105,7 @@ class SharedLine:
         return time, flow
 
     def _enter(self, flow: Hashable) -> None:
-        """The head of `flow` has nobody before it any more."""
+        """The head of `flow` is first in line now."""
         begin = self._waiting[flow][0][0]
         if begin > self.time:
             self._count += 1

@@ -34,7 +34,7 @@ class LinkProfile:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def busy_seconds(self, num_bytes: int) -> float:
-        """How long a message has a direction of the NIC to itself, when nobody shares it."""
+        """How long a message occupies a direction of the NIC that it does not share."""
         return self.message_seconds + num_bytes / self.bandwidth_bytes_per_second
 
     def seconds(self, num_bytes: int) -> float:

@@ -24,7 +24,7 @@ _EXAMPLE = "drop@100,out.delay:0.005@1%,seed=3"
 
 
 class MessageFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule of a plan. It befalls message `at`, with `onward` all from there on, or, without `at`, a share `rate` of all.
+    """One rule of a plan. It applies to message `at`, with `onward` all from there on, or, without `at`, a share `rate` of all.
 
     delay      the message and what is behind it come `seconds` later
     stall      as delay, but nothing of its direction moves meanwhile, so a sender finds the channel full
@@ -53,7 +53,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         return any(fault.direction == direction for fault in self.faults)
 
     def faults_of(self, channel: int, direction: Direction, number: int) -> list[MessageFault]:
-        """What befalls message `number` of one direction of the `channel`-th channel of this process, in the plan's order."""
+        """The faults of message `number` of one direction of the `channel`-th channel of this process, in the plan's order."""
         return [
             fault
             for index, fault in enumerate(self.faults)

@@ -41,7 +41,7 @@ injected: deque[Injected] = deque(maxlen=_MAX_RECORDED)  # of this process, olde
 
 
 class FaultyChannel(Channel):
-    """One end over `inner`, which it owns. `number` tells the channels of a process apart in plan and record."""
+    """One end over `inner`, which it owns. `number` identifies the channel within its process in plan and record."""
 
     def __init__(self, inner: Channel, plan: FaultPlan, limits: Limits, scheme: str, number: int = 0) -> None:
         self.peer = inner.peer
@@ -144,7 +144,7 @@ class FaultyChannel(Channel):
             self._admit(message)
 
     def _admit(self, message: Message) -> None:
-        """Do to a received message what the plan says; 0, 1 or 2 messages are here then."""
+        """Applies the plan to a received message; 0, 1 or 2 messages result."""
         number, self._num_in = self._num_in, self._num_in + 1
         faults = self._plan.faults_of(self._number, "in", number)
         seconds = sum(fault.seconds for fault in faults)
@@ -162,7 +162,7 @@ class FaultyChannel(Channel):
             timer.cancel()
             self._sleeper = None
 
-    # Windows are those of `inner`: no plan befalls what goes through them, but the end of the channel is theirs.
+    # Windows are those of `inner`: faults do not apply to them, but the end of the channel closes them.
 
     def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
         self._raise_if_over()
@@ -299,7 +299,7 @@ class FaultyTransport(Transport):
 
 
 def faulty_transport(scheme: str, inner: type[Transport], plan: FaultPlan) -> type[FaultyTransport]:
-    """A transport of the name `scheme` that does to the channels of `inner` what `plan` says."""
+    """A transport of the name `scheme` that applies `plan` to the channels of `inner`."""
     members = {"scheme": scheme, "capabilities": inner.capabilities, "inner": inner, "plan": plan}
     return type("FaultyTransport", (FaultyTransport,), members)
 

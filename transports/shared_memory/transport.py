@@ -52,7 +52,7 @@ _CONNECTOR, _LISTENER = 0, 1
 
 
 class SharedMemoryChannel(QueuedChannel):
-    """One end. Owns the eventfds and the line; the mapping lives on under the received tensors that alias it."""
+    """One end. Owns the eventfds and the socket; the mapping stays valid for the received tensors that alias it."""
 
     scheme: ClassVar[str] = "shm"
 
@@ -73,7 +73,7 @@ class SharedMemoryChannel(QueuedChannel):
         self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, peer_wake)
         self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
         self._unreadable = False
-        self._looks = 0  # in a row at which something was there that nobody had woken us for
+        self._looks = 0  # in a row that found a message without a wake-up
         self._lifeline = WindowLine(meeting.line, self._on_gone)
         self._shared_windows = SharedWindows(
             self._lifeline,
@@ -223,7 +223,7 @@ class SharedMemoryChannel(QueuedChannel):
             if not future.done():
                 future.set_result(None)
         self._reader.close()
-        self._lifeline.close()  # after the ring says that this is the end
+        self._lifeline.close()  # after the ring has the mark of the end
         os.close(self._own_wake)
         os.close(self._peer_wake)
 
@@ -300,7 +300,7 @@ def _accepted(meeting: Meeting) -> Channel:
 
 @cache
 def can_populate() -> bool:
-    """Whether this kernel allocates mapped memory on demand and says no instead of killing who touches it (Linux 5.14)."""
+    """Whether this kernel allocates mapped memory on request and reports failure, instead of a signal at first use (Linux 5.14)."""
     memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)
     try:
         os.ftruncate(memfd, PAGE_BYTES)
@@ -312,12 +312,12 @@ def can_populate() -> bool:
 
 
 def sealed_memory(nbytes: int, *, by_parts: bool = False) -> int:
-    """A memfd of `nbytes` that nobody can shrink or grow, all of them allocated, unless the caller will do that `by_parts`.
+    """A memfd of `nbytes`, sealed against resizing, all of it allocated, unless the caller allocates `by_parts`.
 
     Raises UnavailableError when there is no memory.
     """
     available = _available_bytes()
-    if nbytes > available // 2:  # the kernel would take the machine's last page for it before it says no
+    if nbytes > available // 2:  # the kernel would use the machine's last page before it fails
         raise UnavailableError(
             f"no memory for {nbytes} bytes to share with another process, only {available} are available; lower the limits of the edges"
         )

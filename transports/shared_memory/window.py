@@ -35,15 +35,15 @@ assert _FLAGS + 8 * MAX_FLAGS <= PAGE_BYTES
 
 
 class WindowLine(Lifeline):
-    """A line that also carries the memory of windows. `on_gone` is told when the peer says anything else on it."""
+    """A line that also carries the memory of windows. `on_gone` is called when the peer sends anything else on it."""
 
     def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
-        self.offers: dict[bytes, tuple[WindowKey, int]] = {}  # of the peer: what it says of a window, and the descriptor
+        self.offers: dict[bytes, tuple[WindowKey, int]] = {}  # of the peer: a window's key and its descriptor
         self._unsaid: deque[WindowKey] = deque()  # withdrawn, and the line was full; no more than there were windows
         super().__init__(line, on_gone)
 
     def offer(self, key: WindowKey, memfd: int) -> bool:
-        """False when the line is full or gone."""
+        """False when the socket is full or closed."""
         return not self._unsaid and self._say(_OFFERED, key, [memfd])
 
     def withdraw(self, key: WindowKey) -> None:
@@ -63,7 +63,7 @@ class WindowLine(Lifeline):
             return socket.send_fds(self._line, [_OFFER.pack(kind, *key)], descriptors, socket.MSG_NOSIGNAL) == _OFFER.size
         except BlockingIOError:
             return False
-        except OSError:  # it is gone, and the peer with it: nobody needs to hear the rest
+        except OSError:  # closed, and the peer with it: the rest is not needed
             self._unsaid.clear()
             return kind == _WITHDRAWN
 
@@ -93,7 +93,7 @@ class WindowLine(Lifeline):
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            pass  # reset: as gone as closed
+            pass  # a reset counts as closed
         if reason is not None:
             for descriptor in found:
                 os.close(descriptor)
@@ -101,7 +101,7 @@ class WindowLine(Lifeline):
         self._on_gone(reason)
 
     def _hear(self, data: bytes, found: list[int], flags: int) -> str | None:
-        """What is wrong with what the peer said; None: nothing, and what it passed is kept or closed."""
+        """The error in what the peer sent; None when it is valid, and its descriptor was kept or closed."""
         if len(data) != _OFFER.size or flags & socket.MSG_CTRUNC:
             return "the peer spoke nonsense on the line of the windows"
         kind, *words = _OFFER.unpack(data)
@@ -228,7 +228,7 @@ class SharedWindows:
         return value
 
     def has_news(self) -> bool:
-        """Whether somebody waits for a flag that has changed: woken soon, or forgotten."""
+        """Whether a call waits for a flag that has changed."""
         return any([changed() for changed in self._asleep])
 
     def close(self) -> None:

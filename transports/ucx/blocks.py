@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_leases(self) -> int:
-        """Leases that somebody still looks at."""
+        """Leases in use."""
         return len(self._leases)
 
     def take(self, nbytes: int) -> Block:
@@ -60,7 +60,7 @@ class BlockPool:
             self._idle.setdefault(size, []).append(block)
 
     def lease(self, block: Block) -> memoryview:
-        """All of `block`, which is given back when the last view of what this returns is gone."""
+        """A lease of all of `block`, which returns to the pool when the last view of the lease is freed."""
         import numpy as np  # UCX's own Python package needs it too
 
         array = np.frombuffer(block, np.uint8)
@@ -75,7 +75,7 @@ class BlockPool:
         return view
 
     def close(self) -> None:
-        """Keep nothing from now on. What is leased lives until its last view is gone."""
+        """Keeps no blocks from now on. Leases stay valid until their last view is freed."""
         self._closed = True
         self._idle.clear()
         self._ended.clear()

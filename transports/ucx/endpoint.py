@@ -101,7 +101,7 @@ class UCXLink:
     `progress()` lets UCX work. `arm()` is True when nothing is left to do: then `descriptor` becomes readable when there is again.
     `send(array, tag)` starts to send memory, which must stay as it is until the request is completed. `receive(array, tag)` waits for
     the next message of `tag`. `receive_probed(array, probed)` starts to receive what `probe` has found into an array as long.
-    Requests have `status`: IN_PROGRESS, 0 when all is well, anything else when not (longer than the array, cancelled, peer gone).
+    Requests have `status`: IN_PROGRESS, 0 when all is well, anything else for a failure (longer than the array, cancelled, peer ended).
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class UCXLink:
 
 
 class LostError(WireError):
-    """The peer is gone: no nonsense of its own."""
+    """The peer ended; it did not send invalid data."""
 
 
 def check_status(status: int) -> None:

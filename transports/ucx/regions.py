@@ -18,7 +18,7 @@ from flowrt.transports.wire.codec import Envelope, Part, WireError
 
 PIECE_BYTES = 1 << 20
 PIECES_AHEAD = 32  # that the peer has not read yet; each takes a slot of UCX's ring, of which there are 256
-PIECES_AT_ONCE = 4  # asked for by a receiver
+PIECES_AT_ONCE = 4  # that a receiver reads at once
 ALIGNMENT = 64
 
 
@@ -58,7 +58,7 @@ class RegionSender:
         self._go_on()
 
     def look(self) -> None:
-        """Let go of what UCX has completed, and send more. Raises WireError."""
+        """Frees what UCX has completed, and sends more. Raises WireError."""
         sent = self.sent
         while sent and (status := sent[0][0].status) != IN_PROGRESS:
             check_status(status)
@@ -87,7 +87,7 @@ class RegionArrival:
         self.tensors = list(tensors)
         self.block: Block | None = None
         self.sizes: Sequence[int] = ()
-        self.pieces: deque[tuple[int, int]] = deque()  # of the block, that must still be asked for
+        self.pieces: deque[tuple[int, int]] = deque()  # of the block, not requested yet
         self.missing_bytes = 0
 
 
@@ -99,7 +99,7 @@ class RegionReceiver:
         self._pool = pool
         self._tag = tag
         self._line = line
-        self._announced: deque[RegionArrival] = deque()  # for which pieces must still be asked
+        self._announced: deque[RegionArrival] = deque()  # with pieces that are not requested yet
         self._asked: deque[tuple[Any, RegionArrival, int]] = deque()
 
     def expect(self, envelope: Envelope, sizes: Sequence[int]) -> RegionArrival:
@@ -149,7 +149,7 @@ class RegionReceiver:
             asked.append((self._link.receive_probed(target, probed), arrival, end - start))
 
     def open(self, arrival: RegionArrival, wanted: bool) -> None:
-        """Fill in the tensors of a whole region; its memory is let go of unless they are `wanted`."""
+        """Fills in the tensors of a complete region; frees its memory unless they are `wanted`."""
         block, arrival.block = arrival.block, None
         assert block is not None
         if wanted:

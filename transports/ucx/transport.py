@@ -37,8 +37,8 @@ from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
-FRAMES_AHEAD = 96  # that the peer has not said to have read; UCX's ring has 256 slots
-READ_EVERY = 32  # frames, then the peer is told
+FRAMES_AHEAD = 96  # that the peer has not reported as read; UCX's ring has 256 slots
+READ_EVERY = 32  # frames between two reports to the peer
 TURNS = 16  # of progress before the loop gets its turn
 _HEAD = struct.Struct("<B3xIQQQ")
 _HEAD_BYTES = _HEAD.size
@@ -63,14 +63,14 @@ class UCXChannel(FlowControlledChannel):
         bulk_tag = link.tag(int.from_bytes(secret[8:16], "little"))
         self._proof = meeting.handshake.session_key("ucx greeting")
         self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has everything, or ended
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
         self._arrivals: deque[RegionArrival] = deque()  # those that are not whole, and what came after them
         self._envelope = b""  # what came ahead of a region's frame
         self._outbox: deque[bytes] = deque()  # frames for which there is no slot yet; bounded by the window
-        self._frames_sent = self._frames_told = 0  # told: how many the peer has said to have read
+        self._frames_sent = self._frames_confirmed = 0  # confirmed: reported as read by the peer
         self._frames_read = self._frames_acknowledged = 0
         self._sent_frames: deque[tuple[Any, bytearray]] = deque()  # whose bytes UCX still needs
         self._out = bytearray(FRAME_BYTES)
@@ -116,7 +116,7 @@ class UCXChannel(FlowControlledChannel):
         """Send a frame, or put it into the line of those that wait for a slot in the peer's ring."""
         if not self._open:
             return
-        if self._outbox or self._frames_sent - self._frames_told >= FRAMES_AHEAD:
+        if self._outbox or self._frames_sent - self._frames_confirmed >= FRAMES_AHEAD:
             self._outbox.append(_HEAD.pack(kind, envelope_bytes, a, b, 0) + body)
             return
         self._frames_sent += 1
@@ -144,7 +144,7 @@ class UCXChannel(FlowControlledChannel):
             self._fail(f"UCX could not send (status {int(status)})")
 
     def _empty_outbox(self) -> None:
-        while self._outbox and self._frames_sent - self._frames_told < FRAMES_AHEAD:
+        while self._outbox and self._frames_sent - self._frames_confirmed < FRAMES_AHEAD:
             frame = self._outbox.popleft()
             self._frames_sent += 1
             self._out[: len(frame)] = frame
@@ -165,7 +165,7 @@ class UCXChannel(FlowControlledChannel):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Let UCX work and take what has come, until nothing is left to do and its descriptor will tell of more."""
+        """Lets UCX work and takes what arrived, until no work is left and UCX's descriptor is armed."""
         self._scheduled = True
         link = self._link
         try:
@@ -174,7 +174,7 @@ class UCXChannel(FlowControlledChannel):
                     return
                 link.progress()
                 self._look()
-                if self._open and link.arm():  # False may mean only that a signal was taken: UCX must work before it is asked again
+                if self._open and link.arm():  # False may mean only that a signal was taken: UCX must work before the next attempt
                     self._scheduled = False
                     return
         except WireError as error:
@@ -205,9 +205,9 @@ class UCXChannel(FlowControlledChannel):
 
     def _read_frame(self) -> None:
         kind, envelope_bytes, a, b, read = _HEAD.unpack_from(self._in)
-        if not self._frames_told <= read <= self._frames_sent:
+        if not self._frames_confirmed <= read <= self._frames_sent:
             raise WireError(f"the peer says it has read {read} frames of {self._frames_sent} sent")
-        self._frames_told = read
+        self._frames_confirmed = read
         if kind == _MESSAGE:
             self._frames_read += 1
             self._read_message(envelope_bytes)
@@ -306,7 +306,7 @@ class UCXChannel(FlowControlledChannel):
         self._finish()
         if not self.greeted.done():
             self.greeted.set_exception(HandshakeError(reason))
-            self.greeted.exception()  # seen, even if nobody waits
+            self.greeted.exception()  # retrieved, even if no task waits
 
     def _finish(self) -> None:
         if not self._finished.done():
@@ -383,7 +383,7 @@ class UCXTransport(Transport):
 
 
 def _accepted(meeting: Meeting) -> Channel:
-    """The listener's end: connects to the worker whose address the connector told under its proof."""
+    """The listener's end: connects to the worker whose address the connector sent under its proof."""
     link = UCXLink()
     try:
         link.connect(meeting.payload)

@@ -189,7 +189,7 @@ class Handshake:
 
 
 class RefusedError(HandshakeError):
-    """A HandshakeError with what may still be told to the peer before hanging up."""
+    """A HandshakeError with what may still be sent to the peer before closing."""
 
     def __init__(self, text: str, reply: bytes = b"") -> None:
         super().__init__(text)

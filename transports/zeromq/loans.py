@@ -53,7 +53,7 @@ class Lender:
                 raise zmq.Again(number) if number == errno.EAGAIN else zmq.ZMQError(number)
 
     def collect(self) -> None:
-        """Let go of what has come back."""
+        """Frees returned loans."""
         lent = self._lent
         while lent and lent[0].returned:
             lent.popleft()

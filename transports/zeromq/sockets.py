@@ -30,7 +30,7 @@ else:
 
 FRAME_BYTES = 8  # before the envelope, in the first frame of a message
 INLINE_BYTES = 8192
-_NEVER = 7 * 24 * 3600 * 1000  # ms; told not to reconnect at all (-1), libzmq throws away what it has read when the connection is lost
+_NEVER = 7 * 24 * 3600 * 1000  # ms; with -1 (never) libzmq discards what it has read when the connection is lost
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"this key belongs to no peer of this process")
 _FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -72,7 +72,7 @@ def _text(key: bytes) -> bytes:
 
 
 class Authenticator:
-    """Answers libzmq whether a key may connect to a domain. Bound while any encrypted server socket of the process lives."""
+    """The ZAP handler: whether a key may connect to a domain. Bound while any encrypted server socket of the process is open."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.admitted: dict[bytes, bytes] = {}  # domain -> the one public key, as raw bytes
@@ -147,7 +147,7 @@ class SharedContext:
             self.lender = None
 
     def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """`pair`, not bound yet, serves the client of `keys` and nobody else."""
+        """Makes `pair`, not bound yet, serve only the client of `keys`."""
         assert self._context is not None
         if self.authenticator is None:
             self.authenticator = Authenticator(self._context)
@@ -161,7 +161,7 @@ class SharedContext:
         pair.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def encrypt_client(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """`pair`, not connected yet, speaks to the server of `keys` and nobody else."""
+        """Makes `pair`, not connected yet, connect only to the server of `keys`."""
         pair.set(zmq.CURVE_SERVERKEY, public_key(keys.server))
         pair.set(zmq.CURVE_SECRETKEY, _text(keys.client))
         pair.set(zmq.CURVE_PUBLICKEY, public_key(keys.client))
@@ -180,7 +180,7 @@ shared_context = SharedContext()
 
 
 def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
-    """A PAIR for a channel, and what libzmq tells about its connection."""
+    """A PAIR for a channel, and the monitor of its connection."""
     pair = shared_context.socket(limits)
     events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
     refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -43,7 +43,7 @@ if missing is None:
 
 _missing = missing
 LENT_BYTES = 1 << 17  # from here on a frame is lent and not copied: below, lending takes longer
-DEATH_SECONDS = 0.5  # after the end of the line, or of libzmq's connection, how long the other one's end may take to be told
+DEATH_SECONDS = 0.5  # between the end of the socket and that of libzmq's connection, in any order
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
@@ -68,7 +68,7 @@ class ZeroMQChannel(FlowControlledChannel):
         self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
         self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
         self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has all, or is gone
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has everything, or ended
         self._reading_soon = False
         self._connections: set[int] = set()  # libzmq's descriptors, as the monitor names them
         self._disconnected = self._line_gone = False
@@ -80,7 +80,7 @@ class ZeroMQChannel(FlowControlledChannel):
         if side == _LISTENER:
             self._write(_GREETING_KIND, self._own_greeting)
         self._read_soon()
-        self._loop.call_soon(self._read_monitor)  # its descriptor, too, tells of changes only
+        self._loop.call_soon(self._read_monitor)  # its descriptor, too, reports changes only
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
@@ -134,7 +134,7 @@ class ZeroMQChannel(FlowControlledChannel):
     # Receiving.
 
     def _read_soon(self) -> None:
-        """Look at the socket in the loop's next turn. Its descriptor tells of changes only, and any call on it may eat one."""
+        """Checks the socket in the next turn of the loop. Its descriptor reports changes only, and any call on it may consume one."""
         self._reading_soon = True
         self._loop.call_soon(self._read)
 
@@ -283,7 +283,7 @@ class ZeroMQChannel(FlowControlledChannel):
         self._finish()
         if not self.greeted.done():
             self.greeted.set_exception(HandshakeError(reason))
-            self.greeted.exception()  # seen, even if nobody waits
+            self.greeted.exception()  # retrieved, even if no task waits
 
     def _finish(self) -> None:
         if not self._finished.done():
