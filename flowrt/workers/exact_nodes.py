@@ -5,7 +5,7 @@ without pages, batches, parts or processes. Not here: dispatch, combine, the exp
 Used by the simulation: whatever is lost, doubled, stale or in a wrong place changes a number, a changed number changes all behind it, and
 a step costs microseconds. Nothing is read from disk but the model's config.json.
 
-Legend: as in operators/; H = WIDTH. Numbers are float64 and stay below 2**53, so that sums are the same in every order.
+Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums are the same in every order.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from flowrt.operators.sampling_inputs import SamplingInputs
 from flowrt.operators.step_layout import StepLayout
 from flowrt.workers.model_nodes import draw_of, expert_client
 
-WIDTH = 4
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
 _LOGITS = 10_007.0
-_FACTORS_H = np.array([1.0, 31.0, 997.0, 7.0])
-_SHIFTS_H = np.array([3.0, 1009.0, 77.0, 500_009.0])
+_FACTORS = np.array([1.0, 31.0, 997.0, 7.0])
+_SHIFTS = np.array([3.0, 1009.0, 77.0, 500_009.0])
 
 Numbers = NDArray[Any]
 
@@ -50,10 +49,11 @@ class ExactModel:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._moe = frozenset(config.moe_layers)
+        self._factors_H, self._shifts_H = np.resize(_FACTORS, config.hidden_size), np.resize(_SHIFTS, config.hidden_size)
         self._multipliers_V = (np.arange(config.vocab_size) * 7919.0 + 1) % _LOGITS
 
     def embed(self, tokens_T: Numbers) -> Numbers:
-        return np.asarray((tokens_T[:, None] * 7919.0 + 17) * _FACTORS_H % MODULUS + _SHIFTS_H)
+        return np.asarray((tokens_T[:, None] * 7919.0 + 17) * self._factors_H % MODULUS + self._shifts_H)
 
     def key(self, x_TH: Numbers) -> Numbers:
         """What a row leaves in the pages."""
@@ -82,7 +82,7 @@ class ExactModel:
         return np.asarray((normed_TH * 5 + layer) % MODULUS)
 
     def logits(self, x_SH: Numbers) -> Numbers:
-        sums_S = ((x_SH % MODULUS) * _FACTORS_H).sum(axis=1) % _LOGITS
+        sums_S = ((x_SH % MODULUS) * self._factors_H).sum(axis=1) % _LOGITS
         return np.asarray(sums_S[:, None] * self._multipliers_V % _LOGITS / 1000)
 
     def layer(self, layer: int, x_TH: Numbers, shared: bool) -> Numbers:
@@ -175,7 +175,7 @@ class _Attention:
     def __init__(self, model: ExactModel, num_pages: int, page_size: int) -> None:
         self._model = model
         self._page_size = page_size
-        self._keys = np.zeros((model.config.num_layers, num_pages * page_size, WIDTH))
+        self._keys = np.zeros((model.config.num_layers, num_pages * page_size, model.config.hidden_size))
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:
         layer, model, page_size = firing.tag.layer, self._model, self._page_size
