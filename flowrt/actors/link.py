@@ -1,10 +1,7 @@
 """One link: a channel to one process, its reader and its outbox.
 
-Here: Link, and LinkLostError. Not here: who is linked with whom, and which life of a peer counts (links.py), what a message means
-(flowrt/dataflow). Used by links.py, and by flowrt/workers for the control connection.
-
-Posting to a link never waits: every message either holds a credit of its edge or gives one back, so the outbox is bounded by
-the graph. A peer that stops reading fills its own outbox and delays nobody else.
+Posting to a link never waits. Every message holds a credit of its edge or returns one, so the graph bounds the outbox. A peer that stops
+reading fills its own outbox and delays no other peer.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from flowrt.transports.contract import Channel, ChannelStatistics, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel is over; any other error is the message's
-_OVER = (None,)  # of a link that has ended: something waits in it, so nothing is sent at once
+LOST = (BrokenChannelError, ClosedChannelError, EndOfChannel)  # the channel has ended; any other error concerns one message
+_OVER = (None,)  # stands for the outbox of a link that has ended: it is not empty, so `post` sends nothing directly
 
 
 class LinkLostError(Exception):
-    """The peer of a link is gone or broke its word. `peer` is its process name."""
+    """A link has ended: its peer is gone or sent a bad message. `peer` is the name of its process."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"lost {peer}: {reason}")
@@ -35,8 +32,8 @@ class BadMessageError(Exception):
 
 
 class Link:
-    """One channel to one process. `on_message` is called for each message, in order, and must not wait; `on_pause` after the last
-    of those that are here.
+    """One channel to one process. `on_message` is called for each message, in order, and must not wait. `on_pause` is called after the
+    last message that has arrived.
 
     `run` reads and sends until the peer ends (returns) or breaks (LinkLostError).
     """
@@ -62,21 +59,21 @@ class Link:
         return self._channel.statistics()
 
     def fallback_text(self) -> str:
-        """What became of this link when its transport broke; empty when none did."""
+        """How another transport took over, for people; empty while the first one works."""
         return self._channel.text() if isinstance(self._channel, FallbackChannel) else ""
 
     def post(self, message: Message) -> None:
-        """Send soon, in order. Raises OverflowError for one more message than the graph's credits allow, and LimitError or
-        InvalidMessageError for one that this channel cannot carry.
+        """Send soon, in order. Raises OverflowError for more messages than the graph's credits allow, and LimitError or
+        InvalidMessageError for a message that this channel cannot carry.
 
-        A link that is broken swallows what is posted: its `run` has told, or is about to tell, its owner.
+        A broken link drops the message: its `run` has raised the error, or is about to.
         """
         if not self._waiting:
             try:
                 if self._channel.send_nowait(message):
                     return
             except LOST:
-                return  # `run` sees the same and says so
+                return  # `run` raises the same
         try:
             self._outbox.post(message)
         except MailboxClosedError:
@@ -101,10 +98,10 @@ class Link:
         await self._outbox.wait_empty()
 
     def end(self) -> None:
-        """The peer's life is over: what waits is forgotten, what is posted from now on is swallowed. `aclose` must follow."""
+        """The peer's incarnation has ended: drop the messages that wait, and all that are posted later. `aclose` must follow."""
         self._outbox.close()
         self._outbox.items.clear()
-        self._outbox.take_nowait()  # whoever waits for it to be empty
+        self._outbox.take_nowait()  # wakes `flush`
         self._waiting = _OVER
 
     async def aclose(self) -> None:
@@ -120,7 +117,7 @@ class Link:
                     while (message := channel.recv_nowait()) is not None:
                         on_message(message)
                 finally:
-                    on_pause()  # also before the channel's end is told
+                    on_pause()  # also before the end of the channel is raised
         except EndOfChannel:
             return
 

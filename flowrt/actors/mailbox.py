@@ -1,7 +1,6 @@
-"""A bounded queue with one reader: where an actor's messages wait.
+"""A bounded queue with one reader, in which an actor's messages wait.
 
-Here: Mailbox. Not here: what an actor does with a message, channels (links.py). `post` never waits: whoever posts holds a credit
-for it, so an overfull mailbox is a fault of ours and not load.
+`post` never waits: the sender of each message holds a credit for it, so an overfull mailbox is a bug and not load.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ T = TypeVar("T")
 
 
 class MailboxClosedError(Exception):
-    """The mailbox was closed; nothing more goes in, and nothing is left to take out."""
+    """The mailbox is closed: it takes no more items, and none are left."""
 
 
 class Mailbox(Generic[T]):
-    """First in, first out; at most `capacity` items. One task takes, any task or callback of the same loop posts."""
+    """A FIFO queue of at most `capacity` items. One task takes items; any task or callback of the same loop posts them."""
 
     __slots__ = ("_capacity", "_closed", "_emptied", "_waiter", "high_water", "items")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.items: deque[T] = deque()  # to be looked at only; the same deque for ever
+        self.items: deque[T] = deque()  # read-only for others; always the same deque
         self._waiter: asyncio.Future[None] | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._closed = False
@@ -34,11 +33,11 @@ class Mailbox(Generic[T]):
         return len(self.items)
 
     def post(self, item: T) -> None:
-        """Raises OverflowError when it is full (a credit was counted twice) and MailboxClosedError after `close`."""
+        """Add an item. Raises OverflowError when the mailbox is full (a credit was counted twice) and MailboxClosedError after `close`."""
         if self._closed:
             raise MailboxClosedError
         if len(self.items) >= self._capacity:
-            raise OverflowError(f"a mailbox of {self._capacity} is full: somebody posts without a credit")
+            raise OverflowError(f"a mailbox of {self._capacity} is full: a message was posted without a credit")
         self.items.append(item)
         self.high_water = max(self.high_water, len(self.items))
         self._wake()
@@ -51,7 +50,7 @@ class Mailbox(Generic[T]):
         return item
 
     async def wait_item(self) -> T:
-        """The oldest item, which stays in the box until `take_nowait`: cancelling loses nothing.
+        """The oldest item. It stays in the mailbox until `take_nowait`, so that a cancelled wait loses nothing.
 
         Raises MailboxClosedError once closed and empty.
         """
@@ -66,7 +65,7 @@ class Mailbox(Generic[T]):
         return self.items[0]
 
     async def wait_empty(self) -> None:
-        """Until everything posted so far has been taken. One task at a time."""
+        """Wait until every item has been taken. One task at a time."""
         if self.items:
             self._emptied = asyncio.get_running_loop().create_future()
             try:
@@ -75,7 +74,7 @@ class Mailbox(Generic[T]):
                 self._emptied = None
 
     def close(self) -> None:
-        """Nothing more goes in; what is inside can still be taken. Idempotent."""
+        """Refuse further items; those in the mailbox can still be taken. Idempotent."""
         self._closed = True
         self._wake()
 

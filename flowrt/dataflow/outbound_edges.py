@@ -1,8 +1,4 @@
-"""What leaves a process for other workers: edge by edge, as far as credits go.
-
-Here: OutboundEdges. Not here: who fires and when (runner.py), credits that are given back (credits.py), channels (flowrt/actors). One per
-runner, which asks it before a firing whether there is room, and hands it every output for somebody else.
-"""
+"""Edges that lead to other workers: sends each output as soon as its edge has a credit, and takes credits back."""
 
 from __future__ import annotations
 
@@ -70,7 +66,7 @@ class OutboundEdges:
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
     def take(self, output: Output) -> bool:
-        """Send it as soon as there is a credit. False for what stays in this process. Raises OperatorError for what cannot be sent."""
+        """Send an output as soon as there is a credit. False for an edge within the process. Raises OperatorError if it cannot be sent."""
         outbound = self.edges.get(output.edge.id)
         if outbound is None:
             return False
@@ -110,7 +106,7 @@ class OutboundEdges:
             self._send(self.edges[edge_id], window.pending.popleft())
 
     def renew(self, edges: Iterable[int], closed: bool) -> None:
-        """Whoever is at the other end is gone (closed), or somebody new is there: nothing is out, and nothing waits."""
+        """The process at the other end is gone (`closed`), or a new incarnation is there: forget all messages and credits on the way."""
         for edge in edges:
             if (window := self.windows.get(edge)) is not None:
                 window.renew(closed)
