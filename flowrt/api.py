@@ -272,7 +272,7 @@ class RunningGraph:
         groups = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
         return Gateway(
             groups,
-            graph.limits,
+            graph.group_limits(),
             config.max_position_embeddings,
             config.vocab_size,
             draw_seed=seams.new_seed,

@@ -39,7 +39,7 @@ def plan_links(graph: Graph, worker: str) -> list[LinkPlan]:
 
 def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
     return Limits(
-        max_message_bytes=graph.limits.max_message_bytes,
+        max_message_bytes=max(graph.limits_of(process).max_message_bytes for edge in edges for process in graph.ends_of(edge)),
         capacity_messages=max(16, 2 * sum(credits_of(graph, edge) for edge in edges)),
         capacity_bytes=RING_BYTES,
     )

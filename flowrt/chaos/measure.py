@@ -123,13 +123,13 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
         raise UserError(f"{options.graph}: no process of it may die, so there is none to kill; {hint}")
     vocab_size = read_model_config(Path(graph.model.path)).vocab_size
-    most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.limits.kv_pages * graph.limits.page_size)
+    most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.group_limits().kv_pages * graph.limits.page_size)
     if options.new_tokens <= graph.limits.max_tokens and options.prompt_tokens + options.new_tokens > most:
         raise UserError(
             f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {most} (the model's "
             "context, or limits.kv_pages x page_size); ask for fewer"
         )
-    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.limits)
+    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.group_limits())
     return graph, load_plan(options.plan, graph) if options.plan is not None else None, asked
 
 

@@ -1,10 +1,11 @@
-"""`flowrt graph validate|show|expand|schema`: work with graph files. It starts no process and loads no torch."""
+"""`flowrt graph validate|show|expand|schema`: reads graph files without starting a process or loading torch."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import App, Parameter
 
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from flowrt.graph.facts import ModelFacts
     from flowrt.graph.model import Graph
 
-graph_app = App(name="graph", help="Check, draw and expand graph files without starting anything.")
+graph_app = App(name="graph", help="Check, show and expand graph files without starting anything.")
 
 GraphPath = Annotated[Path, Parameter(help="A graph file.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, such as deploy.experts.servers=2.")]
-ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Another model directory than the file's.")]
+ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model directory to use instead of the file's.")]
 
 
 def read_facts(directory: Path) -> ModelFacts:
@@ -31,11 +32,11 @@ def read_facts(directory: Path) -> ModelFacts:
 
 @graph_app.command
 def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Check a graph file and print one line: what is wrong, or what the graph consists of."""
+    """Check a graph file; print one line with the first error, or with the size of the graph."""
     graph = _load(file, overrides, model)
-    from flowrt.graph.show import valid_words
+    from flowrt.graph.show import summary_of_valid
 
-    print(f"{file}: valid; {valid_words(graph)}")
+    print(f"{file}: valid; {summary_of_valid(graph)}")
 
 
 @graph_app.command
@@ -45,35 +46,41 @@ def show(
     *,
     mermaid: Annotated[bool, Parameter(negative=(), help="Print Mermaid text instead.")] = False,
     dot: Annotated[bool, Parameter(negative=(), help="Print Graphviz text instead.")] = False,
-    svg: Annotated[Path | None, Parameter(help="Write an SVG picture to this file instead.")] = None,
+    svg: Annotated[Path | None, Parameter(help="Write an SVG picture to this file with Graphviz instead.")] = None,
     overrides: Overrides = None,
     model: ModelDirectory = None,
 ) -> None:
-    """Draw the expanded graph: processes, fused nodes, edges between processes."""
+    """Show the expanded graph: processes, fused chains, recovery, and the edges between processes."""
     graph = _load(file, overrides, model)
-    if mermaid or dot:
+    if mermaid or dot or svg:
         from flowrt.graph.diagrams import to_dot, to_mermaid
 
-        print(to_mermaid(graph) if mermaid else to_dot(graph), end="")
-    if svg is not None:
-        from flowrt.graph.drawing import to_svg
+        if mermaid or dot:
+            print(to_mermaid(graph) if mermaid else to_dot(graph), end="")
+        if svg is not None:
+            _draw(to_dot(graph), svg)
+        return
+    from rich.console import Console
 
-        try:
-            svg.write_text(to_svg(graph, file.name), encoding="utf-8")
-        except OSError as error:
-            _end(UserError(f"--svg {svg}: cannot be written ({error.strerror}); give a path in a folder that is there"))
-        print(f"wrote {svg}")
-    if not (mermaid or dot or svg):
-        from rich.console import Console
+    from flowrt.graph.show import print_graph
 
-        from flowrt.graph.show import print_graph
+    print_graph(graph, file.name, Console())
 
-        print_graph(graph, file.name, Console())
+
+def _draw(dot: str, path: Path) -> None:
+    """Writes an SVG picture with Graphviz."""
+    try:
+        done = subprocess.run(["dot", "-Tsvg", "-o", str(path)], input=dot, text=True, capture_output=True, check=False)
+    except FileNotFoundError:
+        _end(UserError("--svg needs the program `dot`; install Graphviz, or use --mermaid, whose text many pages draw"))
+    if done.returncode:
+        _end(UserError(f"--svg {path}: dot failed ({' '.join(done.stderr.split())})"))
+    print(f"wrote {path}")
 
 
 @graph_app.command
 def expand(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDirectory = None) -> None:
-    """Print the explicit form: nodes, edges and all defaults. It runs like the file itself."""
+    """Print the explicit form with every default. It runs like the file itself."""
     from flowrt.graph.written import to_yaml
 
     print(to_yaml(_load(file, overrides, model), file.name), end="")
@@ -96,9 +103,8 @@ def _load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
         return load_graph(file, overrides or (), model, read_facts)
     except UserError as error:
         _end(error)
-        raise
 
 
-def _end(error: UserError) -> None:
+def _end(error: UserError) -> NoReturn:
     print(f"flowrt: error: {error}", file=sys.stderr)
     raise SystemExit(error.exit_code)

@@ -1,32 +1,32 @@
-"""What must hold of a graph before any process starts. Pure: a Graph in, problems out.
-
-Here: ports and specs, what feeds what at which layer, cycles, credits, answers, transports, experts. Not here: the types of single keys
-(schema.py), names that do not exist (explicit.py), texts with file and line (file.py). Called by file.py for both forms.
-"""
+"""What must hold of a graph before any process starts: a graph in, problems out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node
-from flowrt.graph.notation import specs_disagree
+from flowrt.graph.notation import LINK_PROFILES, specs_disagree
 from flowrt.graph.placement import Held, check_ids, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
+
+_EMULATED_KEYS = {"attention": "attention_seconds", "experts": "expert_seconds"}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`path` is the key in the explicit form that is at fault; `text` says what is wrong and what would be right."""
+    """`path` is the key in the explicit form; `text` says what is wrong and what to do."""
 
     path: Path_
     text: str
 
 
 def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
-    """All problems, the most basic first; later ones may follow from earlier ones."""
+    """All problems, the most basic first. A later one may follow from an earlier one."""
     yield from _check_ports(graph)
     yield from _check_responses(graph)
     yield from _check_transports(graph)
@@ -35,6 +35,7 @@ def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
     yield from _check_feeding(graph, flow)
     yield from _check_credits(graph)
     yield from _check_model(graph, facts)
+    yield from _check_emulation(graph)
 
 
 def _check_ports(graph: Graph) -> Iterator[Problem]:
@@ -43,7 +44,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
     for node in graph.nodes.values():
         path = ("nodes", node.name)
         if not node.inputs and not emits(node.operator):
-            yield Problem(path, "nothing leads here; connect an input of it")
+            yield Problem(path, "no edge leads here; connect an input")
         for port in node.inputs.values():
             here = (*path, "inputs", port.name)
             if (node.name, port.name) not in fed:
@@ -51,7 +52,7 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
             if port.takes == "gather":
                 count = None if port.count is None else node.inputs.get(port.count)
                 if count is None or count.takes != "one" or count is port:
-                    yield Problem(here, "gather needs the port that says how many messages to wait for; write count: PORT, another input")
+                    yield Problem(here, "gather needs the port that gives the number of messages; write count: PORT, another input")
             elif port.count is not None:
                 yield Problem(here, "count belongs to takes: gather; remove it, or write takes: gather")
         for port in node.outputs.values():
@@ -61,15 +62,15 @@ def _check_ports(graph: Graph) -> Iterator[Problem]:
         given = graph.nodes[edge.source].outputs[edge.source_port].tensors
         taken = graph.nodes[edge.target].inputs[edge.target_port].tensors
         if given and taken:
-            why = f"{len(given)} tensors are not {len(taken)}" if len(given) != len(taken) else None
+            why = f"expected {len(taken)} tensors, got {len(given)}" if len(given) != len(taken) else None
             why = why or next((text for a, b in zip(given, taken, strict=True) if (text := specs_disagree(a, b))), None)
             if why is not None:
-                text = f"{edge} connects {', '.join(given)} to {', '.join(taken)}: {why}; make both ends agree"
+                text = f"{why} ({', '.join(given)} to {', '.join(taken)}); make both ends agree"
                 yield Problem(("edges", edge.name), text)
     if not any(emits(node.operator) for node in graph.nodes.values()):
-        yield Problem(("edges",), f"nothing begins the work; connect {INPUT}.NAME to a node")
+        yield Problem(("edges",), f"no node emits tags; connect {INPUT}.NAME to a node")
     if INPUT in graph.nodes and OUTPUT not in graph.nodes:
-        yield Problem(("edges",), f"nothing leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
+        yield Problem(("edges",), f"no edge leads to {OUTPUT}; connect a result to {OUTPUT}.NAME")
 
 
 def _check_responses(graph: Graph) -> Iterator[Problem]:
@@ -98,7 +99,7 @@ def _check_transports(graph: Graph) -> Iterator[Problem]:
     for edge in graph.edges.values():
         ends = graph.nodes[edge.source].process, graph.nodes[edge.target].process
         if edge.transport == "inproc" and ends[0] != ends[1]:
-            text = f"inproc stays inside one process, {edge} leads from {ends[0]} to {ends[1]}; write auto, or processes: one"
+            text = f"inproc stays inside one process, {edge} leads from process {ends[0]} to {ends[1]}; write auto, or processes: one"
             yield Problem(("edges", edge.name, "transport"), text)
 
 
@@ -110,7 +111,7 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
             if port.takes == "one":
                 yield from _fed_twice(graph, flow, node, port.name)
         if node.inputs and not flow.fires[node.name]:
-            yield Problem(("nodes", node.name), f"it never fires: {_never(flow, node)}")
+            yield Problem(("nodes", node.name), f"the node never fires: {_never(flow, node)}")
             continue
         yield from _left_waiting(flow, node)
 
@@ -133,7 +134,7 @@ def _never(flow: Flow, node: Node) -> str:
         if port.takes == "one" and not flow.at(node.name, port.name):
             return f"no message can reach its port {port.name}; feed it from {INPUT} or from a node that fires"
     ports = ", ".join(port.name for port in node.inputs.values() if port.takes == "one")
-    return f"its ports {ports} get nothing at the same step and layer; let their edges' tag and layers agree"
+    return f"its ports {ports} get no messages of the same step and layer; make the tag and layers of their edges agree"
 
 
 def _left_waiting(flow: Flow, node: Node) -> Iterator[Problem]:
@@ -144,8 +145,8 @@ def _left_waiting(flow: Flow, node: Node) -> Iterator[Problem]:
                 continue
             empty = [p.name for p in node.inputs.values() if p.takes == "one" and (later, layer) not in flow.at(node.name, p.name)]
             text = (
-                f"what comes to {port.name} {_at(later, layer)} would wait for ever, since nothing comes to {', '.join(empty)} there; "
-                "let the edges' tag and layers agree"
+                f"messages for port {port.name} {_at(later, layer)} wait for ever, because none arrive at {', '.join(empty)}; "
+                "make the tag and layers of the edges agree"
             )
             yield Problem(("nodes", node.name), text)
             return
@@ -157,55 +158,27 @@ def _at(later: bool, layer: int) -> str:
 
 def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
     """Without the edges that advance the tag, no (node, layer) may lead back to itself."""
-    onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]] = {}
+    into: dict[tuple[str, int], dict[tuple[str, int], Edge]] = {}  # (node, layer) -> what feeds it, by which edge
     for edge in graph.edges.values():
         if edge.tag.advances or emits(graph.nodes[edge.target].operator):
             continue
         for layer in {layer for _, layer in flow.fires[edge.source]} or flow.layers:
             if layer in edge.layers:
                 target = edge.tag.layer if edge.tag.kind == "to_layer" else layer
-                onward.setdefault((edge.source, layer), []).append(((edge.target, target), edge))
-    done: set[tuple[str, int]] = set()
-    for start in onward:
-        cycle = _cycle_from(start, onward, done)
-        if cycle:
-            edge = max(cycle, key=lambda edge: list(graph.edges).index(edge.name))
-            names = " -> ".join([edge.source for edge in cycle] + [cycle[0].source])
-            text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on an edge of it"
-            yield Problem(("edges", edge.name), text)
-            return
-
-
-def _cycle_from(
-    start: tuple[str, int], onward: dict[tuple[str, int], list[tuple[tuple[str, int], Edge]]], done: set[tuple[str, int]]
-) -> list[Edge]:
-    """The edges of a cycle that can be reached from `start`, or nothing. Marks what it has been through as done."""
-    if start in done:
-        return []
-    way: list[tuple[tuple[str, int], Edge | None]] = [(start, None)]
-    on_way = {start}
-    left = [iter(onward.get(start, ()))]
-    while way:
-        step = next(left[-1], None)
-        if step is None:
-            place, _ = way.pop()
-            left.pop()
-            on_way.discard(place)
-            done.add(place)
-            continue
-        place, edge = step
-        if place in on_way:
-            first = next(index for index, (other, _) in enumerate(way) if other == place)
-            return [taken for _, taken in way[first + 1 :] if taken is not None] + [edge]
-        if place not in done:
-            way.append((place, edge))
-            on_way.add(place)
-            left.append(iter(onward.get(place, ())))
-    return []
+                into.setdefault((edge.target, target), {})[edge.source, layer] = edge
+    try:
+        TopologicalSorter(into).prepare()
+    except CycleError as error:
+        cycle = error.args[1]
+        edges = [into[target][source] for source, target in pairwise(cycle)]
+        edge = max(edges, key=lambda edge: list(graph.edges).index(edge.name))
+        names = " -> ".join(name for name, _ in cycle)
+        text = f"the cycle {names} does not advance the tag: it waits for itself; write tag: layer+1 or step+1 on an edge of it"
+        yield Problem(("edges", edge.name), text)
 
 
 def _check_credits(graph: Graph) -> Iterator[Problem]:
-    """On a cycle, an edge between processes must hold all that may be on the way: a message per tag in flight."""
+    """On a cycle, an edge between processes needs a credit for each message in flight: one per tag."""
     is_model = any(node.operator == "source" for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
     component = _components(graph)
@@ -216,11 +189,11 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
         if edge.credits < 1:
             yield Problem(path, "an edge between processes needs credits; write at least 1")
         elif component[edge.source] == component[edge.target] and edge.credits < tags:
-            yield Problem(path, f"{edge.credits} is too few: {tags} {what} keep {tags} messages on the way; write at least {tags}")
+            yield Problem(path, f"{edge.credits} is too few: {tags} {what} keep {tags} messages in flight; write at least {tags}")
 
 
 def _components(graph: Graph) -> dict[str, int]:
-    """node -> the number of its strongly connected component: two nodes of one lie on a common cycle."""
+    """node -> the number of its strongly connected component; two nodes of one component share a cycle."""
     onward: dict[str, list[str]] = {name: [] for name in graph.nodes}
     backward: dict[str, list[str]] = {name: [] for name in graph.nodes}
     for edge in graph.edges.values():
@@ -250,7 +223,7 @@ def _components(graph: Graph) -> dict[str, int]:
 
 
 def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
-    """The options of built-in nodes against the model: layers, who holds which experts, who is asked for which."""
+    """The options of built-in nodes against the model: layers, held experts, and the servers of each dispatch."""
     built_in = [node for node in graph.nodes.values() if ":" not in node.operator and node.name not in (INPUT, OUTPUT)]
     if built_in and facts is None:
         yield Problem(("nodes", built_in[0].name, "operator"), "a built-in operator needs a model; write model: {path: DIRECTORY}")
@@ -262,7 +235,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
         path: Path_ = ("nodes", node.name, "options")
         layers = node.options.get("num_layers", facts.num_layers)
         if layers != facts.num_layers:
-            text = f"the graph was made for {layers} layers, the model has {facts.num_layers}; expand it again for this model"
+            text = f"expected {facts.num_layers} layers, got {layers}; expand the graph again for this model"
             yield Problem((*path, "num_layers"), text)
         if node.operator == "combine" and facts.shared_experts != _adds_shared_experts(graph, node):
             has, lacks = ("model", "graph has no node for them") if facts.shared_experts else ("graph", "model has none")
@@ -280,7 +253,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
 
 
 def _adds_shared_experts(graph: Graph, combine: Node) -> bool:
-    """Whether what `combine` adds to comes from a node of shared experts."""
+    """Whether the residual of `combine` comes from a node of shared experts."""
     into = [edge for edge in graph.edges.values() if edge.target == combine.name and edge.target_port == "residual"]
     return any(graph.nodes[edge.source].operator == "shared" for edge in into)
 
@@ -289,24 +262,24 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
     path: Path_ = ("nodes", node.name, "options", "servers")
     servers = node.options["servers"]
     if not isinstance(servers, dict) or not servers or not all(key.isascii() and key.isdigit() and str(int(key)) == key for key in servers):
-        yield Problem(path, "names no servers; write {'0': '0-5', '1': ...}: what the node behind each port server0, server1 holds")
+        yield Problem(path, "names no servers; write {'0': '0-5', '1': ...}: the experts behind each port server0, server1")
         return
-    asked: dict[int, Held] = {}
+    wanted: dict[int, Held] = {}
     leading = graph.edges_from(node.name)
     for key, option in servers.items():
         here = (*path, key)
         try:
-            asked[int(key)] = held_experts(option, facts.moe_layers)
-            check_ids(asked[int(key)], facts.num_experts)
+            wanted[int(key)] = held_experts(option, facts.moe_layers)
+            check_ids(wanted[int(key)], facts.num_experts)
         except ValueError as error:
             yield Problem(here, str(error))
             return
         edges = [edge for edge in leading if edge.source_port == f"server{key}"]
         if len(edges) != 1:
-            yield Problem(here, f"{len(edges)} edges lead from {node.name}.server{key}; one must lead to the node that holds these experts")
+            yield Problem(here, f"{len(edges)} edges lead from {node.name}.server{key}; connect one to the node that holds these experts")
             return
         there = held.get(edges[0].target)
-        for layer, experts in asked[int(key)].items():
+        for layer, experts in wanted[int(key)].items():
             absent = [] if there is None else sorted(set(experts) - set(there[layer]))
             if absent:
                 text = f"{edges[0].target} does not hold expert {absent[0]} in layer {layer}; place it there, or leave it out here"
@@ -315,11 +288,49 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
     for edge in leading:
         if edge.source_port.startswith("server") and edge.source_port.removeprefix("server") not in servers:
             server = edge.source_port.removeprefix("server")
-            yield Problem(path, f"{node.name}.{edge.source_port} leads to a server that holds nothing here; add {server!r}: its experts")
+            yield Problem(path, f"{node.name}.{edge.source_port} leads to a server without experts here; add {server!r}: its experts")
             return
-    placement = experts_map(asked, facts.num_experts)
+    placement = experts_map(wanted, facts.num_experts)
     for layer in facts.moe_layers:
         missing = placement.missing(layer)
         if missing:
             yield Problem(path, f"expert {missing[0]} has no replica in layer {layer}; place it on at least one server")
             return
+
+
+def _check_emulation(graph: Graph) -> Iterator[Problem]:
+    emulation = graph.emulation
+    if emulation is None:
+        return
+    charges = emulation.charges()
+    for operator in charges:
+        if not any(node.operator == operator for node in graph.nodes.values()):
+            path = ("emulate", "compute", _EMULATED_KEYS[operator])
+            yield Problem(path, f"no node of this graph has the operator {operator!r}; remove the key")
+    crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
+    linked = [edge for edge in crossing if edge.link is not None]
+    if not linked and not charges:
+        text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
+        yield Problem(("emulate",), text)
+    for edge in linked:
+        if edge.link not in LINK_PROFILES and _is_instant(edge.link or ""):
+            text = f"the link of {edge} takes no time for an empty message; give it latency_seconds or message_seconds above 0"
+            yield Problem(("edges", edge.name, "link"), text)
+    yield from _check_links_of_pairs(graph, crossing)
+
+
+def _is_instant(link: str) -> bool:
+    numbers = dict(part.partition("=")[::2] for part in link.split(","))
+    return not any(float(numbers[key]) for key in ("latency_seconds", "message_seconds"))
+
+
+def _check_links_of_pairs(graph: Graph, crossing: list[Edge]) -> Iterator[Problem]:
+    """Messages between two processes keep their order, so all edges between them have one link."""
+    first: dict[frozenset[str], Edge] = {}
+    for edge in crossing:
+        ends = frozenset((graph.nodes[edge.source].process, graph.nodes[edge.target].process))
+        other = first.setdefault(ends, edge)
+        if other.link != edge.link:
+            one, two = (f"{each} has {f'link {each.link}' if each.link else 'no link'}" for each in (other, edge))
+            text = f"{one}, {two}, between the same two processes; emulated edges between two processes need one link"
+            yield Problem(("edges", edge.name, "link"), f"{text}: write the same on both")

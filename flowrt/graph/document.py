@@ -1,7 +1,7 @@
-"""A graph file as plain values that remember their lines. Nothing is believed yet: meaning comes later (schema.py, file.py).
+"""A graph file as plain values that remember their lines; `--set` overrides write into them.
 
-Here: reading the YAML, `--set` overrides, and where a key stands. Refused: duplicate keys, tags, anchors and aliases (so no
-small file can become a large one), deep nesting, large files, several documents. Called by file.py.
+Refused are duplicate keys, tags, anchors and aliases (so that no small file becomes a large one), deep nesting, large files, and several
+documents. The values are not checked: schema.py does that.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ruamel.yaml.reader import ReaderError
 
 from flowrt.errors import GraphError
 
-Path_ = tuple[str | int, ...]  # the way from the top of the file to a key
+Path_ = tuple[str | int, ...]  # the keys from the top of the file
 
 MAX_FILE_BYTES = 8 << 20
 MAX_DEPTH = 24
-MAX_PATH_CHARACTERS = 1000  # of an override's path
+MAX_PATH_CHARACTERS = 1000
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -50,7 +50,7 @@ class Document:
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def where(self, path: Path_) -> str:
-        """Where the key at `path` stands, as "FILE:LINE", or where the nearest key above it does; "--set ..." for an override."""
+        """ "FILE:LINE" of the key at `path`, or of the nearest key above it; "--set ..." for an override."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.overrides:
                 return f"--set {self.overrides[path[:end]]}"
@@ -59,7 +59,7 @@ class Document:
         return f"{self.name}:1"
 
     def line(self, path: Path_) -> int:
-        """The line number alone; 0 for what an override wrote."""
+        """The line number alone; 0 for a value of an override."""
         where = self.where(path)
         return 0 if where.startswith("--set ") else int(where.rpartition(":")[2])
 
@@ -67,14 +67,21 @@ class Document:
         raise GraphError(self.where(path), dotted(path), text)
 
     def has(self, path: Path_) -> bool:
-        """Whether the file, or an override, says anything at `path`."""
+        """Whether the file or an override has the key at `path`."""
+        try:
+            self.at(path)
+        except (LookupError, TypeError):
+            return False
+        return True
+
+    def at(self, path: Path_) -> Any:
+        """The value at `path`. Raises LookupError or TypeError when there is none."""
         value = self.value
         for key in path:
-            there = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int) and key < len(value)
-            if not there:
-                return False
+            if isinstance(value, str):
+                raise LookupError(key)
             value = value[key]
-        return True
+        return value
 
 
 def dotted(path: Path_) -> str:
@@ -82,7 +89,7 @@ def dotted(path: Path_) -> str:
 
 
 def read_document(path: Path, name: str | None = None) -> Document:
-    """The file at `path`. Raises GraphError: not there, too large, not UTF-8, or not the YAML that graph files may use."""
+    """The file at `path`. Raises GraphError when it is missing, too large, not UTF-8, or not the YAML of graph files."""
     name = name or str(path)
     try:
         with path.open("rb") as file:
@@ -94,7 +101,7 @@ def read_document(path: Path, name: str | None = None) -> Document:
     except OSError as error:
         raise GraphError(name, "", f"cannot be read ({error.strerror}); give a file that you may read") from None
     if len(content) > MAX_FILE_BYTES:
-        raise GraphError(name, "", f"is larger than {MAX_FILE_BYTES >> 20} MiB, the most a graph file may have; is it one?")
+        raise GraphError(name, "", f"is larger than {MAX_FILE_BYTES >> 20} MiB; give a graph file")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,7 +111,7 @@ def read_document(path: Path, name: str | None = None) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """As `read_document`, of text. `name` stands for the file in error texts."""
+    """As `read_document`, for a text. `name` stands for the file in errors."""
     document = Document(name=name, value=None)
     try:
         reader = YAML(typ="safe", pure=True)
@@ -113,17 +120,17 @@ def parse_document(text: str, name: str) -> Document:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        raise GraphError(f"{name}:{line}", "", f"is not YAML: {_one_line(error.problem or str(error))}; mend this line") from None
+        raise GraphError(f"{name}:{line}", "", f"is not YAML: {_one_line(error.problem or str(error))}; correct this line") from None
     except ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise GraphError(f"{name}:{line}", "", f"holds the character {error.character!r}; remove it") from None
     except YAMLError as error:
-        raise GraphError(f"{name}:1", "", f"is not YAML: {_one_line(str(error))}; mend it") from None
+        raise GraphError(f"{name}:1", "", f"is not YAML: {_one_line(str(error))}; correct it") from None
     return document
 
 
 class _Reader:
-    """Turns parse events into values. Own code, because a loader would already have followed aliases and tags."""
+    """Turns parse events into values. A loader would already have followed aliases and tags."""
 
     def __init__(self, document: Document, events: Iterator[Any]) -> None:
         self._document, self._events = document, events
@@ -143,9 +150,9 @@ class _Reader:
         if len(path) > MAX_DEPTH:
             self._fail(event, path[:4], f"is nested more than {MAX_DEPTH} deep; graph files need less than 8")
         if isinstance(event, AliasEvent):
-            self._fail(event, path, f"'*{event.anchor}' refers to an anchor; graph files have none: write the value out")
+            self._fail(event, path, f"'*{event.anchor}' refers to an anchor; write the value out")
         if event.anchor is not None:
-            self._fail(event, path, f"'&{event.anchor}' is an anchor; graph files have none: write the value out where it is needed")
+            self._fail(event, path, f"'&{event.anchor}' is an anchor; write the value out where it is needed")
         if event.tag is not None:
             self._fail(event, path, f"the YAML tag {event.tag} is refused; write the plain value")
         if isinstance(event, ScalarEvent):
@@ -166,11 +173,11 @@ class _Reader:
         while not isinstance(event := next(self._events), MappingEndEvent):
             if not isinstance(event, ScalarEvent):
                 self._fail(event, path, "a key must be a word, not a list or mapping; write key: value")
-            self._value(event, path)  # for its checks: no tag, no anchor
+            self._value(event, path)  # refuses tags and anchors
             key = str(event.value)
             here = (*path, key)
             if key in values:
-                self._fail(event, here, f"the key is there twice, first on line {self._document.lines[here]}; keep one")
+                self._fail(event, here, f"the key exists twice, first on line {self._document.lines[here]}; keep one")
             self._document.lines[here] = event.start_mark.line + 1
             values[key] = self._value(next(self._events), here)
         return values
@@ -189,7 +196,7 @@ class _Reader:
 
 
 def plain_value(text: str) -> Any:
-    """What `text` without quotes means: null, a truth value, a number, or itself. Raises ValueError for a number of many digits."""
+    """The value of `text` without quotes: null, a truth value, a number, or the text. Raises ValueError for too many digits."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -203,9 +210,9 @@ def plain_value(text: str) -> Any:
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
-    """A copy of `document` with each "path=value" written in. The value is read as YAML; "path=" empties it.
+    """A copy of `document` with each "path=value" written in. The value is YAML; "path=" empties the key.
 
-    Names with dots are found: at each step the longest key that is there wins. Errors later name the override.
+    At each step of a path the longest existing key wins, so that names may contain dots. Later errors name the override.
     """
     result = Document(document.name, copy.deepcopy(document.value), dict(document.lines), dict(document.overrides))
     for override in overrides:
@@ -213,11 +220,9 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         name, equals, text = override.partition("=")
         words = name.strip().split(".")
         if len(name) > MAX_PATH_CHARACTERS:
-            raise GraphError(
-                where, "", f"is no path of a graph file: it has {len(name)} characters, at most {MAX_PATH_CHARACTERS}; shorten it"
-            )
+            raise GraphError(where, "", f"the path has {len(name)} characters, at most {MAX_PATH_CHARACTERS} are possible; shorten it")
         if not equals or "" in words:
-            raise GraphError(where, "", "is no override; write path=value, such as deploy.experts.servers=2")
+            raise GraphError(where, "", "is not an override; write path=value, such as deploy.experts.servers=2")
         try:
             value = parse_document(text, where).value
         except GraphError as error:
@@ -240,7 +245,7 @@ def _set(document: Document, words: list[str], value: Any, override: str) -> Non
         if not rest:
             parent[key] = value
             for known in [known for known in document.lines if known[: len(path)] == path and len(known) > len(path)]:
-                del document.lines[known]  # the old value's keys are gone
+                del document.lines[known]  # keys of the old value
             document.overrides[path] = override
             return
         if isinstance(parent, dict) and parent.get(key) is None:
@@ -250,7 +255,7 @@ def _set(document: Document, words: list[str], value: Any, override: str) -> Non
 
 
 def _match(parent: Any, words: list[str]) -> tuple[str | int | None, int]:
-    """The key of `parent` that the first words name, and how many words that took."""
+    """The key of `parent` that the first words name, and the number of these words."""
     if isinstance(parent, dict):
         for used in range(len(words), 0, -1):
             if ".".join(words[:used]) in parent:

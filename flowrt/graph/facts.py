@@ -1,21 +1,17 @@
-"""The few facts about a model that a graph depends on, as plain values, so that this room needs no model code.
-
-Here: ModelFacts. Not here: reading config.json (operators/model_config.py); callers of `load_graph` bring a function that does.
-"""
+"""The facts of a model that a graph depends on, as plain values, so that the graph package needs no model code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from flowrt.transports.wire.message import DTYPE_BYTES
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """`moe_layers` are the indices of the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's.
+    """`moe_layers` are the layers with routed experts, in order; the others are dense. `dtype` is the checkpoint's.
 
-    `shared_experts`: layers with routed experts also have experts that every row goes through."""
+    `shared_experts`: MoE layers also have experts that every row passes through.
+    """
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -43,7 +39,3 @@ class ModelFacts:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.num_layers) if layer not in set(self.moe_layers))
-
-    def row_bytes(self, dtype: str) -> int:
-        """Bytes of one row of hidden states in `dtype`."""
-        return self.hidden_size * DTYPE_BYTES[dtype]

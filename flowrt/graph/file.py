@@ -1,17 +1,14 @@
-"""From a graph file to a checked Graph: the one door into this room.
-
-Here: `load_graph`, which reads, overrides, validates, finds the model and the prompts, expands, and checks. Not here: each of these
-steps (document.py, schema.py, problems.py, expand.py, explicit.py, checks.py). Called by the command line and the Python API.
-"""
+"""From a graph file to a checked graph: read, override, validate, find the model and the prompts, expand, check."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +17,37 @@ from pydantic import ValidationError
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.document import Document, Path_, apply_overrides, read_document
-from flowrt.graph.emulated import check_emulation, emulation_of
-from flowrt.graph.expand import deploy_roles, expand_deploy
+from flowrt.graph.expand import expand_deploy, sections_by_process
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import GATEWAY, Graph, GraphLimits, ModelPart, ReliabilitySettings
-from flowrt.graph.notation import shown_value
-from flowrt.graph.problems import raise_first, refuse_what_is_not_built
-from flowrt.graph.schema import DeploySection, GraphFile
+from flowrt.graph.links import apply_links, check_links, role_pair
+from flowrt.graph.model import Emulation, Graph, GraphLimits, ModelPart, ReliabilitySettings, role_of
+from flowrt.graph.notation import nearest, shown_value
+from flowrt.graph.problems import raise_first, refuse_unbuilt
+from flowrt.graph.schema import DeploySection, GraphFile, LimitsSection, LinkSection
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
-MIN_SUSPECT_SECONDS = 0.2  # two beats
+MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
 
 _EXPLICIT_ONLY = {
+    "links": "the short form has deploy.links; write it there",
     "processes": "the short form has deploy.processes; write it there",
     "micro_batches": "the short form has deploy.attention.micro_batches; write it there",
     "devices": "the short form has deploy.attention.device and deploy.experts.device; write it there",
     "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
     "folder": "the short form has no functions to find; remove the key",
 }
-_FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm, misbehaving as planned
+_FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
 
 
 def known_schemes() -> tuple[str, ...]:
-    """The transports that can be named: those of flowrt, and those that installed packages bring. Imports none of them."""
-    brought = {entry.name for entry in entry_points(group=TRANSPORT_ENTRY_POINTS)}
-    return (*BUILT_IN_SCHEMES, *sorted(brought - set(BUILT_IN_SCHEMES)))
+    """The transports that a file may name: those of flowrt and those of installed packages. Imports none of them."""
+    provided = {entry.name for entry in entry_points(group=TRANSPORT_ENTRY_POINTS)}
+    return (*BUILT_IN_SCHEMES, *sorted(provided - set(BUILT_IN_SCHEMES)))
 
 
 def load_graph(
@@ -61,16 +59,16 @@ def load_graph(
 ) -> Graph:
     """The graph that the file at `path` describes, expanded and checked.
 
-    `overrides` are "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of the model directory it
-    is given (ValueError: no such model); it is needed only for files with a model. `schemes` are the transports that may be named.
+    `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory
+    (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
 
-    Raises GraphError, one line with file, line, key, what is wrong and what would be right. Starts nothing, imports no operator.
+    Raises GraphError: one line with file, line, key, what is wrong and what to do. Starts nothing and imports no operator.
     """
     path = Path(path)
     document = apply_overrides(read_document(path), overrides)
     try:
         folder = path.absolute().parent
-    except OSError:  # read from a working directory that somebody has removed
+    except OSError:  # the working directory was removed
         raise GraphError(str(path), "", "the working directory is gone; go to another, or give the whole path") from None
     return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
 
@@ -78,61 +76,82 @@ def load_graph(
 def build_graph(
     document: Document, folder: Path, model_dir: Path | str | None, facts_of: FactsOf | None, schemes: Collection[str]
 ) -> Graph:
-    """As `load_graph`, of a document already read from `folder`."""
+    """As `load_graph`, for a document that was read from `folder`."""
     file = _validate(document)
     explicit = file.nodes is not None
     model, facts = _model(file, document, folder, model_dir, facts_of)
-    limits = GraphLimits(**file.limits.model_dump())
-    common: dict[str, Any] = {"model": model, "limits": limits, "numerics": file.numerics, "prompts": _prompts(file, document, folder)}
-    common["emulation"] = emulation_of(file.emulate)
-    common["reliability"] = _reliability(file, document)
+    emulate = file.emulate
+    limits, role_limits = _limits(file.limits)
+    common: dict[str, Any] = {
+        "model": model,
+        "limits": limits,
+        "role_limits": role_limits,
+        "numerics": file.numerics,
+        "prompts": _prompts(file, document, folder),
+        "emulation": emulate and Emulation(emulate.dilation, processes_per_nic=emulate.processes_per_nic, **emulate.compute.model_dump()),
+        "reliability": _reliability(file, document),
+    }
     if explicit:
-        micro_batches = file.micro_batches or 1
-        nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, micro_batches, limits.in_flight, document)
+        nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, document)
+        home = str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder))
         graph = Graph(
-            nodes=nodes,
-            edges=edges,
-            processes=file.processes or "many",
-            micro_batches=micro_batches,
-            devices=_per_process(file.devices, "devices", nodes, document),
-            threads=_per_process(file.threads, "threads", nodes, document),
-            folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
-            **common,
-        )
+            nodes, edges, processes=file.processes or "many", micro_batches=file.micro_batches or 1, folder=home,
+            devices=file.devices, threads=file.threads, **common,
+        )  # fmt: skip
+        links: Mapping[str, LinkSection] = file.links
+        own = file.edges or {}
+        for key, values in (("devices", file.devices), ("threads", file.threads)):
+            for process in values:
+                if process not in graph.process_names():
+                    document.fail((key, process), f"no node is in a process {process!r}; {nearest(process, graph.process_names())}")
+        check_links(graph, links, ("links",), document)
     else:
-        deploy = file.deploy or DeploySection()
         assert facts is not None  # _validate asks for a model where there are no nodes
-        nodes, edges = expand_deploy(deploy, file.limits, facts, document)
-        roles = deploy_roles(deploy)
+        deploy = file.deploy or DeploySection()
+        nodes, edges = expand_deploy(deploy, role_limits.get("attention", limits), facts, document)
+        sections = sections_by_process(deploy)
         graph = Graph(
-            nodes=nodes,
-            edges=edges,
-            processes=deploy.processes,
-            micro_batches=deploy.attention.micro_batches,
-            devices={process: role.device for process, role in roles.items()},
-            threads={process: role.threads for process, role in roles.items()},
-            folder=str(folder),
-            **common,
-        )
+            nodes, edges, processes=deploy.processes, micro_batches=deploy.attention.micro_batches, folder=str(folder),
+            devices={process: section.device for process, section in sections.items()},
+            threads={process: section.threads for process, section in sections.items()}, **common,
+        )  # fmt: skip
+        links, own = {"attention-experts": deploy.links.attention_experts}, {}
+    graph = apply_links(graph, links, own)
+    roles = {role_of(process) for process in graph.process_names()}
+    for role in role_limits:
+        if role not in roles:
+            document.fail(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
     if graph.numerics == "strict":
         graph = _strict(graph, explicit, document)
     _check_schemes(graph, explicit, schemes, document)
     _check_message_size(graph, facts, document)
-    problem = next(check(graph, facts), None)
-    if problem is not None:
-        document.fail(problem.path if explicit else _short_path(problem.path), problem.text)
-    problem = next(check_emulation(graph), None)
-    if problem is not None:
-        document.fail(problem.path if explicit or problem.path[0] == "emulate" else _short_path(problem.path), problem.text)
+    for problem in check(graph, facts):
+        document.fail(problem.path if explicit else _short_path(problem.path, graph, document), problem.text)
     return graph
+
+
+def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]]:
+    """The limits of the graph, and those of the roles that differ."""
+    limits = GraphLimits(**section.model_dump(exclude={"roles"}))
+    return limits, {role: replace(limits, **given.model_dump(exclude_none=True)) for role, given in section.roles.items()}
+
+
+def _short_path(path: Path_, graph: Graph, document: Document) -> Path_:
+    """The key of the short form that a node or edge of the expanded graph comes from."""
+    if path[0] == "nodes":
+        return ("deploy", role_of(graph.nodes[str(path[1])].process)) if len(path) > 1 else ("deploy",)
+    if path[0] != "edges" or len(path) < 2:
+        return path
+    section: Path_ = ("deploy", "links", "-".join(role_pair(graph, graph.edges[str(path[1])])))
+    return (*section, *path[2:]) if document.has((*section, *path[2:])) else section
 
 
 def _validate(document: Document) -> GraphFile:
     if document.value is None:
         raise GraphError(document.where(()), "", "is empty; begin the file with flowrt: 1")
     if not isinstance(document.value, dict):
-        raise GraphError(document.where(()), "", "is no mapping; begin the file with flowrt: 1")
-    refuse_what_is_not_built(document)
+        raise GraphError(document.where(()), "", "is not a mapping; begin the file with flowrt: 1")
+    refuse_unbuilt(document)
     try:
         file = GraphFile.model_validate(document.value)
     except ValidationError as error:
@@ -140,7 +159,7 @@ def _validate(document: Document) -> GraphFile:
         raise AssertionError from error
     if file.nodes is None:
         if file.edges is not None:
-            document.fail(("edges",), "edges without nodes; write nodes: too")
+            document.fail(("edges",), "edges need nodes; write nodes: too")
         for key, text in _EXPLICIT_ONLY.items():
             if document.has((key,)):
                 document.fail((key,), text)
@@ -154,11 +173,11 @@ def _validate(document: Document) -> GraphFile:
 def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
     settings = ReliabilitySettings(**file.reliability.model_dump())
     if settings.suspect_seconds < MIN_SUSPECT_SECONDS:
-        text = f"suspected after {settings.suspect_seconds:g} s; a sign of work comes every 0.1 s, write at least {MIN_SUSPECT_SECONDS:g}"
+        text = f"{settings.suspect_seconds:g} s is less than two heartbeats of 0.1 s; write at least {MIN_SUSPECT_SECONDS:g}"
         document.fail(("reliability", "suspect_seconds"), text)
     if settings.dead_seconds <= settings.suspect_seconds:
         key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
-        text = f"dead after {settings.dead_seconds:g} s and suspected after {settings.suspect_seconds:g} s; dead_seconds must be the longer"
+        text = f"dead_seconds {settings.dead_seconds:g} is not longer than suspect_seconds {settings.suspect_seconds:g}; raise dead_seconds"
         document.fail(("reliability", key), text)
     if settings.unavailable_expert == "degrade" and settings.recovery == "off":
         document.fail(("reliability", "unavailable_expert"), "degrade needs a run that continues when a server dies; write recovery: fine")
@@ -170,7 +189,7 @@ def _model(
 ) -> tuple[ModelPart | None, ModelFacts | None]:
     if file.model is None:
         if model_dir is not None:
-            document.fail((), "the graph has no model that --model could replace; remove the option, or write model: {path: DIRECTORY}")
+            document.fail((), "the graph has no model to replace; remove --model, or write model: {path: DIRECTORY}")
         return None, None
     where: Path_ = ("model", "path")
     if model_dir is not None:
@@ -179,7 +198,7 @@ def _model(
             path = Path(model_dir).absolute()
             there = path.is_dir()
         except OSError as error:
-            raise GraphError(f"--model {model_dir}", "", f"cannot be looked at ({error.strerror}); give another path") from None
+            raise GraphError(f"--model {model_dir}", "", f"cannot be read ({error.strerror}); give another path") from None
         if not there:
             raise GraphError(f"--model {model_dir}", "", "no such folder; give a Hugging Face model directory")
     else:
@@ -196,32 +215,26 @@ def _model(
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:
-    """The file or folder called `text`: beside the graph file, then in the working directory. Links are kept as they are."""
+    """The file or folder at `text`: beside the graph file, then in the working directory. Does not resolve symbolic links."""
     kind = "file" if is_file else "folder"
     try:
         path = Path(text).expanduser()
         beside = here = folder / path
-        with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
             here = Path.cwd() / path
         for candidate in (beside, here):
             if candidate.is_file() if is_file else candidate.is_dir():
-                return Path(_normal(candidate))
-    except RuntimeError as error:  # ~nobody
+                return Path(normpath(candidate))
+    except RuntimeError as error:  # an unknown user in "~user"
         document.fail(key, f"{shown_value(text)}: {str(error).rstrip('.')}; write the path out")
     except (OSError, ValueError) as error:
-        document.fail(key, f"{shown_value(text)} cannot be looked at ({_reason(error)}); give the path of a {kind}")
+        document.fail(key, f"{shown_value(text)} cannot be read ({_reason(error)}); give the path of a {kind}")
     looked = f"{beside} and {here}" if beside != here else str(beside)
     document.fail(key, f"there is no {kind} {shown_value(text)} (looked for {looked}); give the path of one")
 
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _normal(path: Path) -> str:
-    from os.path import normpath
-
-    return normpath(path)
 
 
 def _prompts(file: GraphFile, document: Document, folder: Path) -> tuple[str, ...]:
@@ -255,58 +268,48 @@ def _prompt(line: str, where: str, document: Document) -> str:
     document.fail(("prompts",), f'{where} has no text under "prompt"; {hint}')
 
 
-def _per_process(values: dict[str, Any] | None, key: str, nodes: Any, document: Document) -> dict[str, Any]:
-    processes = {node.process for node in nodes.values()} - {GATEWAY}
-    for process in values or {}:
-        if process not in processes:
-            from flowrt.graph.notation import nearest
-
-            document.fail((key, process), f"no node lies in a process {process!r}; {nearest(process, processes)}")
-    return dict(values or {})
-
-
 def _strict(graph: Graph, explicit: bool, document: Document) -> Graph:
-    """What strict numerics ask for: one number of compute threads everywhere (`auto` depends on how many processes there are, and
-    bits on the number of threads), CPUs, and chunks that fit into a step."""
-    numbers = sorted({wish for wish in graph.threads.values() if wish != "auto"})
+    """Checks and settings of strict numerics: CPUs only, chunks that fit into a step, and one number of compute threads everywhere.
+
+    Bits depend on the number of threads, and `auto` depends on the number of processes.
+    """
+
+    numbers: dict[int, str] = {}
+    for process, wish in graph.threads.items():
+        if wish != "auto":
+            numbers.setdefault(wish, process)
     if len(numbers) > 1:
-        path: Path_ = ("threads",) if explicit else ("deploy", "experts", "threads")
-        text = f"strict numerics need the same threads everywhere, here are {' and '.join(map(str, numbers))}; write one number"
-        document.fail(path, text)
+        found = " and ".join(str(number) for number in sorted(numbers))
+        text = f"strict numerics need the same number of threads everywhere, got {found}; write one number"
+        process = list(numbers.values())[1]
+        document.fail(("threads", process) if explicit else ("deploy", role_of(process), "threads"), text)
     for process, device in graph.devices.items():
         if device != "cpu":
-            role = "experts" if process.startswith("experts.") else "attention"
-            path = ("devices", process) if explicit else ("deploy", role, "device")
-            document.fail(path, f"strict numerics are for CPUs, {process} computes on {device}; write cpu, or numerics: fast")
-    limits = graph.limits
-    if limits.chunk_tokens > limits.max_num_batched_tokens:
-        text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
-        document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
-    return replace(graph, threads=dict.fromkeys(graph.process_names(), numbers[0] if numbers else 1))
+            text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
+            document.fail(("devices", process) if explicit else ("deploy", role_of(process), "device"), text)
+    for limits in (graph.limits, *graph.role_limits.values()):
+        if limits.chunk_tokens > limits.max_num_batched_tokens:
+            text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
+            document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
+    return replace(graph, threads=dict.fromkeys(graph.process_names(), next(iter(numbers), 1)))
 
 
 def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], document: Document) -> None:
-    from flowrt.graph.notation import nearest
-
     for edge in graph.edges.values():
-        path: Path_ = ("edges", edge.name, "transport") if explicit else ("deploy", "links", "attention-experts", "transport")
-        if _FAULT_PLAN.sub("", edge.transport) in ("auto", *schemes):
-            continue
-        document.fail(path, f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}")
+        if _FAULT_PLAN.sub("", edge.transport) not in ("auto", *schemes):
+            path: Path_ = ("edges", edge.name, "transport")
+            text = f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}"
+            document.fail(path if explicit else _short_path(path, graph, document), text)
 
 
 def _check_message_size(graph: Graph, facts: ModelFacts | None, document: Document) -> None:
-    """A part carries at most one row per (row, slot) pair of a step; answers carry no more."""
-    if facts is None or graph.model is None or not any(node.operator == "dispatch" for node in graph.nodes.values()):
+    """A part carries at most one row per (row, slot) pair of a step; a response carries no more."""
+    if facts is None or graph.model is None:
         return
     pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
-    needed = graph.limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
-    if needed > graph.limits.max_message_bytes:
-        tokens = graph.limits.max_num_batched_tokens
-        text = f"a step of {tokens} tokens can need {needed} bytes; write at least {needed}, or lower limits.max_num_batched_tokens"
-        document.fail(("limits", "max_message_bytes"), text)
-
-
-def _short_path(path: Path_) -> Path_:
-    """Where a problem of an expanded edge or node comes from in the short form."""
-    return ("deploy", "links", "attention-experts") if path[:1] == ("edges",) else ("deploy",)
+    for node in graph.nodes.values():
+        limits = graph.limits_of(node.process)
+        needed = limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
+        if node.operator == "dispatch" and needed > limits.max_message_bytes:
+            text = f"a step of {limits.max_num_batched_tokens} tokens can need {needed} bytes; write at least {needed}"
+            document.fail(("limits", "max_message_bytes"), f"{text}, or lower limits.max_num_batched_tokens")

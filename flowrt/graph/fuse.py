@@ -1,16 +1,14 @@
-"""Which nodes of a process continue within the firing that fed them, so that they cost no waiting and no hand-over.
+"""Which nodes of a process continue the firing that feeds them, without waiting in the matching table.
 
-Here: `fuse`, pure, a function of the graph alone. Not here: running a fused chain (flowrt/dataflow/region.py). Called by the runner
-and by `flowrt graph show|expand`.
-
-A node is *fused* when, at any tag, all that it waits for comes from one earlier firing of the same process: from one node, or from
-several that certainly fired in that same firing. Otherwise it is an *entry*, matched by the runner. Messages of the process's
-source are minted at the start of a step, before any firing of it, and never stand in the way.
+A node is *fused* when, at any tag, all its inputs come from one earlier firing of the same process: from one node, or from several that
+certainly fired in that firing. Otherwise it is an *entry*, which the runner matches. The process's source emits its messages before any
+firing of a step, so they never separate nodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
@@ -21,7 +19,7 @@ from flowrt.graph.reach import Flow, Point, emits, follow
 class Fusion:
     """The nodes of one process: `entries` wait in the matching table, `fused` continue a firing. Sources are neither.
 
-    `chains` has one list per entry: the entry and what can fire behind it, in order; a node may be in several.
+    `chains` has a tuple per entry: the entry and the nodes that can fire after it, in order. A node may be in several chains.
     """
 
     entries: tuple[str, ...]
@@ -30,7 +28,7 @@ class Fusion:
 
 
 def fuse(graph: Graph, process: str) -> Fusion:
-    """What runs together in `process`."""
+    """The fusion of one process."""
     return _Process(graph, process, follow(graph)).fusion()
 
 
@@ -56,7 +54,7 @@ class _Process:
                 self._from[edge.source].append(edge)
         self._before: dict[str, frozenset[str]] = {}
         self._order = self._topological()
-        for name in self._order:  # in this order no call of `_certain` goes deep
+        for name in self._order:  # in this order `_certain` never recurses deeply
             self._certain(name)
 
     def fusion(self) -> Fusion:
@@ -70,18 +68,18 @@ class _Process:
             return False
         edges = [edge for edge in edges if edge.source not in self._sources]
         if not edges:
-            return False  # the source alone feeds it: here a firing begins
+            return False  # only the source feeds it: a firing begins here
         return all(self._one_firing(needed) for needed in self._alternatives(name, edges))
 
     def _alternatives(self, name: str, edges: list[Edge]) -> list[list[Edge]]:
-        """For each point at which the node can fire, the edges whose messages it then waits for."""
+        """For each point at which the node can fire, the edges whose messages it waits for there."""
         node, ids = self._graph.nodes[name], {edge.name: edge for edge in edges}
         found: dict[frozenset[str], list[Edge]] = {}
         for point in sorted(self._flow.fires[name]):
             arriving = self._arriving(name, point)
             needed = frozenset(arriving & ids.keys())
             if any(port.takes == "one" and len(self._flow.at(name, port.name).get(point, ())) > 1 for port in node.inputs.values()):
-                return [edges]  # several edges may feed a port at once: no firing is certain, take them all as needed
+                return [edges]  # several edges may feed a port at once: no firing is certain
             if needed:
                 found[needed] = [ids[edge] for edge in sorted(needed)]
         return list(found.values()) or [edges]
@@ -91,7 +89,7 @@ class _Process:
         return {edge for port in ports for edge in self._flow.at(name, port).get(point, ())}
 
     def _one_firing(self, edges: list[Edge]) -> bool:
-        """Whether one firing certainly gives all these messages, at one tag."""
+        """Whether one firing certainly produces all these messages, at one tag."""
         producers = {edge.source for edge in edges}
         if len(edges) == 1:
             return True
@@ -100,7 +98,7 @@ class _Process:
         return bool(frozenset.intersection(*(self._fired_by(name) for name in producers)))
 
     def _fired_by(self, name: str) -> frozenset[str]:
-        """The node itself, and all that certainly fired before it in the same firing, at the same tag."""
+        """The node itself, and the nodes that certainly fired before it in the same firing, at the same tag."""
         return self._certain(name) | {name}
 
     def _certain(self, name: str) -> frozenset[str]:
@@ -108,7 +106,7 @@ class _Process:
         if known is not None:
             return known
         result: frozenset[str] = frozenset()
-        self._before[name] = result  # what holds while a cycle at one tag is followed; checks.py refuses those
+        self._before[name] = result  # while a cycle at one tag is followed; checks.py refuses these
         edges = [edge for edge in self._into.get(name, ()) if edge.source not in self._sources]
         if all(edge.tag.kind == "same" for edge in edges) and self._is_fused(name):
             given = [frozenset().union(*(self._fired_by(edge.source) for edge in needed)) for needed in self._alternatives(name, edges)]
@@ -126,15 +124,6 @@ class _Process:
         return (entry, *sorted(chain[1:], key=self._order.index))
 
     def _topological(self) -> list[str]:
-        """The nodes so that at one tag each comes after what feeds it, otherwise as written."""
-        feeding = {name: {e.source for e in self._into[name] if e.tag.kind == "same" and e.source in self._into} for name in self._names}
-        order: dict[str, None] = {}
-        for start in self._names:
-            way = [start]
-            while way:
-                left = [source for source in feeding[way[-1]] if source not in order and source not in way]
-                if left:
-                    way.append(min(left, key=self._names.index))
-                else:
-                    order[way.pop()] = None
-        return list(order)
+        """The nodes in an order in which, at one tag, each comes after the nodes that feed it."""
+        feeding = {name: [e.source for e in self._into[name] if e.tag.kind == "same" and e.source in self._into] for name in self._names}
+        return list(TopologicalSorter(feeding).static_order())

@@ -7,7 +7,7 @@ advance the tag, not copies of its nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -261,6 +261,12 @@ class Graph:
     def limits_of(self, process: str) -> GraphLimits:
         """The limits of the process's role."""
         return self.role_limits.get(role_of(process), self.limits)
+
+    def group_limits(self, widest: bool = False) -> GraphLimits:
+        """The limits that every group grants (or, `widest`, that no group exceeds): with several roles, the smallest (largest) of each."""
+        roles = [asdict(self.limits_of(node.process)) for node in self.nodes.values() if node.operator == "source"]
+        pick = max if widest else min
+        return GraphLimits(**{key: pick(limits[key] for limits in roles) for key in roles[0]}) if roles else self.limits
 
     def tags_in_flight(self) -> int:
         """The most tags on the way at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""

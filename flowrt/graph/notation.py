@@ -1,6 +1,6 @@
 """The small notations inside graph files: "0-5,7" for ids, "layer+1" for tags, "float32[rows,64]" for tensors, links, names.
 
-Here: reading and writing them as text. Not here: YAML (document.py). Every reader raises ValueError with a text for the user.
+Every parser raises ValueError with a text for the user.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OPERATOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a node or a process: letters, digits, "_" and "-", in parts divided by single dots."""
+    """Whether `text` may name a node or a process: letters, digits, "_" and "-", in parts separated by single dots."""
     return len(text) <= 200 and _NAME.fullmatch(text) is not None
 
 
 def is_port_name(text: str) -> bool:
-    """Whether `text` may name a port: as a node's name, without dots."""
+    """Whether `text` may name a port: as for a node, without dots."""
     return len(text) <= 100 and _PORT.fullmatch(text) is not None
 
 
@@ -46,14 +46,14 @@ def is_user_operator(text: str) -> bool:
 
 
 def parse_ids(text: str | int) -> tuple[int, ...]:
-    """Sorted ids of "0-5,7" or 3; "" is none. An id given twice is an error."""
+    """The sorted ids of "0-5,7" or 3; "" gives none. Raises ValueError for an id given twice."""
     if isinstance(text, int):
         text = str(text)
     ids: set[int] = set()
     for part in text.replace(" ", "").split(",") if text.strip() else []:
         match = _RUN.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no id or range; write ids as '0-5,7'")
+            raise ValueError(f"{part!r} is not an id or range; write ids as '0-5,7'")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part} runs backwards; write {last}-{first}")
@@ -73,7 +73,7 @@ def format_ids(ids: Iterable[int]) -> str:
 
 
 def parse_layers(text: str | int | None) -> LayerSet:
-    """Of "0-2,5", 3, or nothing, which is every layer."""
+    """The layers of "0-2,5" or 3; None and "" give every layer."""
     if text is None or text == "":
         return LayerSet()
     layers = parse_ids(text)
@@ -83,7 +83,7 @@ def parse_layers(text: str | int | None) -> LayerSet:
 
 
 def parse_tag(text: str) -> TagStep:
-    """Of "layer+1", "step+1", "layer=3", or "", which changes nothing."""
+    """The change of "layer+1", "step+1" or "layer=3"; "" changes nothing."""
     if text == "":
         return TagStep()
     if text == "layer+1":
@@ -92,39 +92,39 @@ def parse_tag(text: str) -> TagStep:
         return TagStep("next_step")
     match = re.fullmatch(r"layer=(\d{1,5})", text)
     if match is None:
-        raise ValueError(f"{text!r} is no change of a tag; write layer+1, step+1, or layer=N")
+        raise ValueError(f"{text!r} is not a change of a tag; write layer+1, step+1, or layer=N")
     if int(match[1]) > MAX_LAYER:
         raise ValueError(f"layer {match[1]} is too large; layers end at {MAX_LAYER}")
     return TagStep("to_layer", int(match[1]))
 
 
 def parse_tensor_spec(text: str) -> tuple[str, tuple[str | int, ...]]:
-    """dtype and dimensions of "float32[rows,64]": a number is fixed, a word is free. "int64[]" is a scalar."""
+    """dtype and dimensions of "float32[rows,64]": numbers are fixed, words are free. "int64[]" is a scalar."""
     match = _SPEC.fullmatch(text.replace(" ", ""))
     if match is None:
-        raise ValueError(f"{text!r} is no tensor; write it as 'float32[rows,64]'")
+        raise ValueError(f"{text!r} is not a tensor; write it as 'float32[rows,64]'")
     dtype, body = match[1], match[2]
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"unknown dtype {dtype!r} in {text!r}; {nearest(dtype, DTYPE_BYTES)}")
     parts = body.split(",") if body else []
     if len(parts) > MAX_DIMENSIONS:
-        raise ValueError(f"{text!r} has {len(parts)} dimensions; at most {MAX_DIMENSIONS} are possible")
+        raise ValueError(f"{text!r} has {len(parts)} dimensions; write at most {MAX_DIMENSIONS}")
     for part in parts:
         if _DIMENSION.fullmatch(part) is None:
-            raise ValueError(f"{part!r} in {text!r} is no dimension; write a number or a word")
+            raise ValueError(f"{part!r} in {text!r} is not a dimension; write a number or a word")
     return dtype, tuple(int(part) if part.isdigit() else part for part in parts)
 
 
 def specs_disagree(given: str, taken: str) -> str | None:
-    """Why a tensor declared `given` cannot go where `taken` is declared, or None when it can."""
+    """Why a port that takes `taken` cannot receive a tensor of `given`; None when it can."""
     (dtype_a, dims_a), (dtype_b, dims_b) = parse_tensor_spec(given), parse_tensor_spec(taken)
     if dtype_a != dtype_b:
-        return f"{dtype_a} is not {dtype_b}"
+        return f"expected {dtype_b}, got {dtype_a}"
     if len(dims_a) != len(dims_b):
-        return f"{len(dims_a)} dimensions are not {len(dims_b)}"
+        return f"expected {len(dims_b)} dimensions, got {len(dims_a)}"
     for a, b in zip(dims_a, dims_b, strict=True):
         if isinstance(a, int) and isinstance(b, int) and a != b:
-            return f"dimension {a} is not {b}"
+            return f"expected dimension {b}, got {a}"
     return None
 
 
@@ -139,20 +139,20 @@ def parse_link(link: str | Mapping[str, float]) -> str:
         try:
             link = {name: float(number) for name, _, number in pairs}
         except ValueError:
-            raise ValueError(f"{link!r} is no link; write a profile's name or {'=..,'.join(LINK_NUMBERS)}=..") from None
+            raise ValueError(f"{link!r} is not a link; write a profile's name or {'=..,'.join(LINK_NUMBERS)}=..") from None
     for name, number in link.items():
         if name not in LINK_NUMBERS:
             raise ValueError(f"unknown number {name!r} of a link; {nearest(name, LINK_NUMBERS)}")
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
-            raise ValueError(f"{name}: {number!r} is no number of a link; write 0 or more")
+            raise ValueError(f"{name}: {number!r} is not a number of a link; write 0 or more")
     if not link.get("bandwidth_bytes_per_second"):
         raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
     return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
-    from difflib import get_close_matches  # only on the way to an error
+    """A hint for errors: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
+    from difflib import get_close_matches  # only errors need it
 
     words = sorted(known)
     close = get_close_matches(word, words, n=1, cutoff=0.6)
@@ -160,7 +160,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A value of a file in an error text, short and in the words of YAML."""
+    """A value of a file for an error text: short, in YAML's words."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

@@ -1,9 +1,6 @@
-"""Which expert server holds which experts: the even default, an uneven `placement:`, and how nodes write it in their options.
+"""Which expert server holds which experts: the even default, an uneven `placement:`, and the options of nodes.
 
-Here: pure functions over ids. Not here: the expert map at run time (flowrt/reliability/expert_map.py). Called by expand.py,
-checks.py, and the workers, which read their own options through `held_experts` and `expert_map_of`.
-
-In a node's options, held experts are "0-5" (alike in every MoE layer) or {"0-2": "0-5", "3": "1-7"} (by layer; a layer left out: none).
+In a node's options, held experts are "0-5" (alike in every MoE layer) or {"0-2": "0-5", "3": "1-7"} by layer (a layer left out: none).
 """
 
 from __future__ import annotations
@@ -19,10 +16,10 @@ Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
 
 
 def even_placement(num_experts: int, num_servers: int, replicas: int) -> list[tuple[int, ...]]:
-    """Per server the experts it holds: every expert on `replicas` servers, servers differing by one expert at most.
+    """The experts of each server: every expert on `replicas` servers, with counts that differ by at most one.
 
-    The list of experts, repeated `replicas` times, is cut into one run per server; no run is longer than the list, so no server gets
-    an expert twice. Needs replicas <= num_servers <= num_experts * replicas.
+    The list of experts, repeated `replicas` times, is cut into one run per server. No run is longer than the list, so no server
+    holds an expert twice. Needs replicas <= num_servers <= num_experts * replicas.
     """
     if not 1 <= replicas <= num_servers <= num_experts * replicas:
         raise ValueError(f"{num_servers} servers cannot hold {replicas} replicas of {num_experts} experts evenly")
@@ -73,7 +70,7 @@ def check_ids(held: Held, num_experts: int) -> None:
 def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:
     """The map of server -> held experts by layer. Raises ValueError for an expert id that is too large."""
     tables: dict[int, Copies] = {}
-    made: dict[tuple[tuple[int, ...], ...], Copies] = {}  # most layers are alike
+    made: dict[tuple[tuple[int, ...], ...], Copies] = {}  # most layers are equal
     for layer in sorted({layer for by_layer in held.values() for layer in by_layer}):
         servers = {server: by_layer[layer] for server, by_layer in held.items()}
         key = tuple(servers.values())
@@ -86,6 +83,6 @@ def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) ->
 
 
 def expert_map_of(graph: Graph, dispatch: str, moe_layers: Sequence[int], num_experts: int) -> ExpertMap:
-    """The map that the dispatch node named `dispatch` starts with: server s is what its port "server<s>" leads to."""
+    """The first map of the node named `dispatch`: its port "server<s>" leads to server s."""
     servers: Mapping[str, Any] = graph.nodes[dispatch].options["servers"]
     return experts_map({int(server): held_experts(option, moe_layers) for server, option in servers.items()}, num_experts)

@@ -1,8 +1,4 @@
-"""Failures of validation in a user's words, each at the line it comes from.
-
-Here: keys that are known but not built yet, and pydantic's errors turned into one GraphError. Not here: the rules themselves
-(schema.py). Called by file.py.
-"""
+"""Errors of validation in a user's words, each at the line that it comes from."""
 
 from __future__ import annotations
 
@@ -15,47 +11,62 @@ from flowrt.graph.document import Document, Path_
 from flowrt.graph.notation import LINK_NUMBERS, nearest, shown_value
 from flowrt.graph.schema import GraphFile
 
-_Test = Callable[[Any], bool]
-
 
 def _above_one(value: Any) -> bool:
     return type(value) is int and value > 1
 
 
-def _restarts(value: Any) -> bool:
-    return value in ("restart_role", "restart_all")
+def _is(*words: str) -> Callable[[Any], bool]:
+    return lambda value: value in words
 
 
-def _present(value: Any) -> bool:
+def _is_given(value: Any) -> bool:
     return True
 
 
-_ATTENTION, _EXPERTS = ("deploy", "attention"), ("deploy", "experts")
-_NOT_BUILT: tuple[tuple[Path_, _Test, str], ...] = (
-    ((*_ATTENTION, "domains"), _above_one, "more than one domain is not built yet; write domains: 1"),
-    ((*_ATTENTION, "tensor_parallel"), _above_one, "tensor parallelism is not built yet; write tensor_parallel: 1 and more groups instead"),
-    ((*_EXPERTS, "servers"), lambda value: value == "colocated", "colocated servers are not built yet; write servers: 0 or a number"),
-    (("hosts",), _present, "several machines are not built yet; remove the key: all processes run on this one"),
-    (("deploy", "hosts"), _present, "several machines are not built yet; remove the key: all processes run on this one"),
-    (
-        ("reliability", "recovery"),
+_HOSTS = "several machines are not built yet; remove the key: all processes run on this one"
+_PREFILL = "separate prefill is not built yet; remove the key: every group does its own prefill"
+_UNBUILT: dict[Path_, tuple[Callable[[Any], bool], str]] = {
+    ("deploy", "attention", "domains"): (_above_one, "more than one domain is not built yet; write domains: 1"),
+    ("deploy", "attention", "tensor_parallel"): (_above_one, "tensor parallelism is not built yet; write tensor_parallel: 1"),
+    ("deploy", "experts", "servers"): (
+        lambda value: value == "colocated",
+        "colocated servers are not built yet; write servers: 0 or a number",
+    ),
+    ("deploy", "experts", "trampoline"): (_is_given, "the trampoline is not built yet; remove the key"),
+    ("deploy", "links", "prefill-attention"): (_is_given, _PREFILL),
+    ("deploy", "prefill"): (_is_given, _PREFILL),
+    ("deploy", "hosts"): (_is_given, _HOSTS),
+    ("prefill",): (_is_given, _PREFILL),
+    ("hosts",): (_is_given, _HOSTS),
+    ("reliability", "recovery"): (
         lambda value: value in ("restart_role", "restart_all"),
         "this recovery is not built yet; write fine or off",
     ),
-    (("prefill",), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
-    (("deploy", "prefill"), _present, "separate prefill is not built yet; remove the key: every group does its own prefill"),
+}
+_WORDINGS = {  # pydantic's kind of error -> its text
+    "value_error": "{error}",
+    "int_type": "{shown} is not a whole number; write one",
+    "float_type": "{shown} is not a number; write one",
+    "finite_number": "{shown} is not a finite number; write one",
+    "bool_type": "{shown} is neither true nor false; write one of them",
+    "string_type": "{shown} is not a text; write a word, in quotes if it looks like a number",
+    "string_too_short": "is empty; write a value",
+    "list_type": "{shown} is not a list; write '- ...' lines or [..., ...]",
+    "literal_error": "{shown} is not possible; write {expected}",
+    "greater_than_equal": "{shown} is too small; write {ge:g} or more",
+    "less_than_equal": "{shown} is too large; write {le:g} or less",
+}
+_WORDINGS |= dict.fromkeys(
+    ("dict_type", "model_type", "model_attributes_type"), "{shown} is not a mapping; write key: value lines below it"
 )
 
 
-def refuse_what_is_not_built(document: Document) -> None:
-    """Raises GraphError for the first key whose meaning is settled but not there yet."""
-    for path, test, text in _NOT_BUILT:
-        if document.has(path):
-            value = document.value
-            for key in path:
-                value = value[key]
-            if test(value):
-                document.fail(path, text)
+def refuse_unbuilt(document: Document) -> None:
+    """Raises GraphError for the first key whose meaning is settled but that is not built yet."""
+    for path, (test, text) in _UNBUILT.items():
+        if document.has(path) and test(document.at(path)):
+            document.fail(path, text)
 
 
 def raise_first(document: Document, error: ValidationError) -> None:
@@ -67,44 +78,18 @@ def raise_first(document: Document, error: ValidationError) -> None:
 
 def _problem(document: Document, item: Any) -> tuple[Path_, str]:
     path: Path_ = tuple(item["loc"])
-    kind, value, context = item["type"], item["input"], item.get("ctx", {})
-    if path and path[-1] == "[key]":
-        path = path[:-1]
-    path = _real_path(document, path)
-    if kind == "extra_forbidden":
+    path = _real_path(document, path[:-1] if path and path[-1] == "[key]" else path)
+    if item["type"] == "extra_forbidden":
         return path, _unknown_key(path)
-    if kind == "missing":
-        return path, _missing(path)
-    return path, _wording(kind, value, context, item["msg"])
-
-
-def _wording(kind: str, value: Any, context: dict[str, Any], message: str) -> str:
-    shown = shown_value(value)
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "int_type":
-        return f"{shown} is no whole number; write one"
-    if kind == "bool_type":
-        return f"{shown} is neither true nor false; write one of them"
-    if kind == "string_type":
-        return f"{shown} is no text; write a word, in quotes if it looks like a number"
-    if kind == "string_too_short":
-        return "is empty; write a value"
-    if kind == "list_type":
-        return f"{shown} is no list; write '- ...' lines or [..., ...]"
-    if kind in ("dict_type", "model_type", "model_attributes_type", "dataclass_type"):
-        return f"{shown} is no mapping; write key: value lines below it"
-    if kind == "literal_error":
-        return f"{shown} is not possible; write {context['expected'].replace(chr(39), '')}"
-    if kind == "greater_than_equal":
-        return f"{shown} is too small; write {context['ge']} or more"
-    if kind == "less_than_equal":
-        return f"{shown} is too large; write {context['le']} or less"
-    return f"{shown}: {message}"
+    if item["type"] == "missing":
+        return path, "is missing; begin the file with flowrt: 1" if path == ("flowrt",) else "is missing; write it"
+    context = {key: value.replace("'", "") if key == "expected" else value for key, value in item.get("ctx", {}).items()}
+    wording = _WORDINGS.get(item["type"], "{shown} is not possible; {message}")
+    return path, wording.format(shown=shown_value(item["input"]), message=item["msg"], **context)
 
 
 def _real_path(document: Document, path: Path_) -> Path_:
-    """Without the names of union members that pydantic puts into a path, which are no keys of the file."""
+    """The path without the names of union members that pydantic adds, which are not keys of the file."""
     real: list[str | int] = []
     value = document.value
     for index, key in enumerate(path):
@@ -116,12 +101,6 @@ def _real_path(document: Document, path: Path_) -> Path_:
 
 def _holds(value: dict[str, Any] | list[Any], key: str | int) -> bool:
     return key in value if isinstance(value, dict) else isinstance(key, int) and key < len(value)
-
-
-def _missing(path: Path_) -> str:
-    if path == ("flowrt",):
-        return "is missing; begin the file with flowrt: 1"
-    return "is missing; write it"
 
 
 def _unknown_key(path: Path_) -> str:
@@ -138,7 +117,7 @@ def _unknown_key(path: Path_) -> str:
 
 
 def _section(path: Path_) -> type[BaseModel] | None:
-    """The model that validates the mapping at `path`."""
+    """The model of the mapping at `path`."""
     section: type[BaseModel] | None = GraphFile
     index = 0
     while section is not None and index < len(path):
@@ -151,7 +130,7 @@ def _section(path: Path_) -> type[BaseModel] | None:
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model inside an annotation, and whether it lies in a list or dict there."""
+    """The model inside an annotation, and whether a list or dict holds it there."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     container = getattr(annotation, "__origin__", None) in (list, dict)
@@ -163,7 +142,7 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _find(key: str, section: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Where in the short form a key of this name belongs: the path of its section."""
+    """The path of the section of the short form that has a key of this name."""
     for name, field in section.model_fields.items():
         word = field.alias or name
         if word == key:

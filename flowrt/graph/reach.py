@@ -1,10 +1,7 @@
-"""Which layers' messages can reach which port: the flow of tags through a graph, followed on paper.
+"""The flow of tags through a graph: which layers' messages can reach which port.
 
-Here: `follow`, a fixpoint over (node, first or later step, layer). Not here: what is wrong with the result (checks.py), what it
-means for fusion (fuse.py).
-
-Layers that no edge tells apart behave alike, so the first of each such run of layers stands for all of it: a model of 61 layers costs
-no more to follow than one of six.
+`follow` is a fixpoint over (node, first or later step, layer). Layers that no edge tells apart behave alike, so the first layer of each run
+of such layers stands for the run: a model of 61 layers costs no more than one of six.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from flowrt.graph.model import INPUT, Edge, Graph, Node
 
 Point = tuple[bool, int]  # (a later step than the first, first layer of a run)
 
-_SINGLE_LAYERS = 8  # so many first layers are never put together: graphs that mention no layer count on them
+_SINGLE_LAYERS = 8  # first layers that are never merged, for graphs that mention no layer
 
 
 @dataclass
 class Flow:
     """`arrivals`: port -> point -> the edges that can bring a message there. `fires`: node -> points at which it can fire.
 
-    `origins`: node -> the minting nodes whose tags reach it; an edge that answers brings only those of its request.
+    `origins`: node -> the emitting nodes whose tags reach it; a response brings only those of its request.
     """
 
     layers: tuple[int, ...]  # the first layer of each run, ascending; the last run has no end
@@ -35,7 +32,7 @@ class Flow:
     edge_origins: dict[str, set[str]] = field(default_factory=dict)
 
     def after(self, layer: int) -> tuple[int, ...]:
-        """The runs that hold the layers after those of the run that begins at `layer`."""
+        """The runs of the layers that follow those of the run at `layer`."""
         place = bisect_right(self.layers, layer)
         if place == len(self.layers):
             return (layer,)
@@ -47,7 +44,7 @@ class Flow:
 
 
 def follow(graph: Graph) -> Flow:
-    """Every point that any message can reach, if each firing gave a message on every port."""
+    """Every point that a message can reach, if each firing produced a message on every port."""
     flow = Flow(_runs(graph))
     edges_from: dict[str, list[Edge]] = {}
     for edge in graph.edges.values():
@@ -81,7 +78,7 @@ def follow(graph: Graph) -> Flow:
 
 
 def emits(operator: str) -> bool:
-    """Whether a node of this operator makes tags instead of waiting for them."""
+    """Whether a node of this operator emits tags instead of waiting for them."""
     return operator in (SOURCE, INPUT)
 
 
@@ -91,7 +88,7 @@ def _emitted_layers(node: Node) -> int:
 
 
 def _runs(graph: Graph) -> tuple[int, ...]:
-    """Where runs of layers begin: at every layer at which some edge begins or stops to carry or to bring messages."""
+    """The first layer of each run: every layer at which some edge begins or stops to carry or to bring messages."""
     starts = set(range(_SINGLE_LAYERS + 1))
     for layers in {edge.layers for edge in graph.edges.values() if edge.layers.layers is not None}:
         members = layers.layers or frozenset()
@@ -121,10 +118,10 @@ def _step(edge: Edge, point: Point, flow: Flow) -> list[Point]:
 
 
 def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
-    """Whether all that the node waits for can be there; a gather port may stay empty."""
+    """Whether all inputs of the node can be there; a gather port may stay empty."""
     node = graph.nodes[name]
     if emits(node.operator):
-        return False  # it is there from the start
+        return False  # follow() adds it
     return all(port.takes == "gather" or point in flow.at(name, port.name) for port in node.inputs.values())
 
 
@@ -135,15 +132,15 @@ def _follow_origins(graph: Graph, flow: Flow) -> None:
         flow.edge_origins[edge.name] = set()
         edges_from.setdefault(edge.source, []).append(edge)
         if edge.response_to is not None:
-            asking = graph.edges[edge.response_to].source
-            if asking != edge.source:
-                edges_from.setdefault(asking, []).append(edge)
+            client = graph.edges[edge.response_to].source
+            if client != edge.source:
+                edges_from.setdefault(client, []).append(edge)
     waiting = [name for name, origins in flow.origins.items() if origins]
     while waiting:
         name = waiting.pop()
         for edge in edges_from.get(name, ()):
-            giver = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
-            if giver != name:
+            client = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
+            if client != name:
                 continue
             flow.edge_origins[edge.name] |= flow.origins[name]
             target = flow.origins[edge.target]

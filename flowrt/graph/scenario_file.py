@@ -1,7 +1,4 @@
-"""Reading a scenario file with the reader of graph files: the same plain YAML, the same one-line errors with their line.
-
-Here: `load_scenario`. Not here: what a scenario may say (flowrt/reliability/scenario.py). Called by the simulation's command line.
-"""
+"""Reads a scenario file with the reader of graph files: the same plain YAML and the same one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from flowrt.reliability.scenario import Scenario, scenario_of
 
 
 def load_scenario(path: Path, graph: Graph) -> Scenario:
-    """The scenario in the file at `path`, its processes checked against the graph's. Raises UserError, one line."""
+    """The scenario in the file at `path`, for the processes of `graph`. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the path of a scenario file")
     document = read_document(path)

@@ -187,7 +187,7 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     if key not in _known:
         if case.exact:
             path = case.graph.model.path
-            gateway = Gateway(["any"], case.graph.limits, _positions(path), _vocabulary(path), draw_seed=lambda: 0)
+            gateway = Gateway(["any"], case.graph.group_limits(), _positions(path), _vocabulary(path), draw_seed=lambda: 0)
             placed = gateway.admit(request.prompt_token_ids, request.params)
             assert isinstance(placed, Placed), placed
             module = import_module(EXACT_MODEL)
@@ -211,7 +211,7 @@ def _vocabulary(path: str) -> int:
 def _pool(graph: Graph) -> list[SimulatedRequest]:
     """The requests that seeds choose from: lengths from one token to several chunks and pages, and each way to ask."""
     assert graph.model is not None
-    vocabulary, limits, chance = _vocabulary(graph.model.path), graph.limits, random.Random("pool")
+    vocabulary, limits, chance = _vocabulary(graph.model.path), graph.group_limits(), random.Random("pool")
     room = min(limits.kv_pages * limits.page_size, _positions(graph.model.path))
     max_new = min(limits.max_tokens, 8)
     pool = []

@@ -123,7 +123,7 @@ class _Run:
         config = _config_of(graph.model.path)
         self._gateway = Gateway(
             [node.process for node in graph.nodes.values() if node.operator == SOURCE],
-            graph.limits,
+            graph.group_limits(),
             config.max_position_embeddings,
             config.vocab_size,
             draw_seed=self._seams.new_seed,

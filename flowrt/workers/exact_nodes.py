@@ -134,7 +134,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
             case "embed":
                 functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
             case "attention":
-                functions[node.name] = _each(_Attention(model, graph.limits.kv_pages, graph.limits.page_size))
+                functions[node.name] = _each(_Attention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
             case "gate":
                 functions[node.name] = _each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
             case "mlp" | "shared":

@@ -66,7 +66,7 @@ def build_model_nodes(
     config = read_model_config(directory).with_dtype(graph.model.dtype)
     checkpoint = Checkpoint(directory)
     pages = (
-        KvPages.for_model(config, graph.limits.kv_pages, graph.limits.page_size, device)
+        KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device)
         if any(node.operator == "attention" for node in nodes)
         else None
     )
@@ -102,7 +102,9 @@ def build_model_nodes(
             case "experts":
                 held = held_experts(node.options["experts"], config.moe_layers)
                 functions[node.name] = ExpertService(
-                    proven(Experts(config, checkpoint, held, device, blocks, now)), strict, **pair_bounds(config, graph.limits)
+                    proven(Experts(config, checkpoint, held, device, blocks, now)),
+                    strict,
+                    **pair_bounds(config, graph.group_limits(widest=True)),
                 )
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)

@@ -288,7 +288,7 @@ class Worker:
         if sources and graph.model is not None:
             config = read_model_config(Path(graph.model.path))
             engine = Engine(
-                graph.limits,
+                graph.limits_of(name),
                 graph.micro_batches,
                 config.max_position_embeddings,
                 config.vocab_size,

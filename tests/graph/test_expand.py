@@ -11,6 +11,8 @@ from graph.model_facts import FACTS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowrt.actors.link_plan import plan_links
+from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph, LayerSet, TagStep, from_json, to_json
 from flowrt.graph.placement import expert_map_of, held_experts
@@ -114,7 +116,7 @@ def test_roles_have_devices_and_threads(load) -> None:
 
 def test_uneven_placement(load) -> None:
     text = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts:\n    servers: 2\n    placement:\n"
-    text += "      experts.0: '0-5'\n      1: {0-1: '6-7,0', 2-3: '0-7'}\n"
+    text += "      experts.0: '0-5'\n      experts.1: {0-1: '6-7,0', 2-3: '0-7'}\n"
     graph = load(text)
     assert graph.nodes["experts.0"].options == {"experts": "0-5"}
     assert graph.nodes["experts.1"].options == {"experts": {"0-1": "0,6-7", "2-3": "0-7"}}
@@ -143,7 +145,7 @@ def test_the_written_form_says_what_is_fused(load) -> None:
 
 def test_an_expanded_file_is_refused_for_another_model(load) -> None:
     text = to_yaml(load(QUICK))
-    with pytest.raises(Exception, match=r"num_layers: the graph was made for 4 layers, the model has 6; expand it again"):
+    with pytest.raises(Exception, match=r"num_layers: expected 6 layers, got 4; expand the graph again"):
         load(text, num_layers=6, moe_layers=(0, 1, 2, 3, 4, 5))
 
 
@@ -152,17 +154,17 @@ def test_an_expanded_file_is_checked_like_any_other(load) -> None:
     for old, new, message in (
         ("credits: 3}", "credits: 2}", r"server0 -> experts\.0\.rows\.credits: 2 is too few: 3 micro-batches keep 3 messages"),
         ('experts.1, options: {experts: "0-1,5-7"}', 'experts.1, options: {experts: "1,5-7"}', "experts.1 does not hold expert 0"),
-        ('servers: {"0": "0-4", "1": "0-1,5-7"', 'servers: {"0": "0-4", "1": "0-1,5-9"', "there is no expert 9"),
-        ('servers: {"0": "0-4", "1": "0-1,5-7", "2": "2-7"}', 'servers: {"0": "0-4", "1": "0-1", "2": "2-6"}', "expert 7 has no replica"),
-        (', "2": "2-7"}', "}", "server2 leads to a server that holds nothing"),
-        (', "2": "2-7"}', ', "2": "2-7", "3": "0"}', "0 edges lead from attention.0.dispatch.server3"),
+        ('"1": "0-1,5-7"', '"1": "0-1,5-9"', "there is no expert 9"),
+        ('{"0": 0-4, "1": "0-1,5-7", "2": 2-7}', '{"0": 0-4, "1": "0-1", "2": 2-6}', "expert 7 has no replica"),
+        (', "2": 2-7}', "}", "server2 leads to a server without experts"),
+        (', "2": 2-7}', ', "2": 2-7, "3": "0"}', "0 edges lead from attention.0.dispatch.server3"),
         ("operator: gate,", "operator: gate, stateful: true,", "'gate' is built in"),
         ("options: {num_layers: 4}", "options: {layers: 4}", "has no option 'layers'"),
         (", options: {num_layers: 4}", "", "needs the option 'num_layers'"),
-        ("{num_layers: 4}", "{num_layers: 1000000000}", "is no number of layers"),
-        ("attention.0.gate.routing", "attention.0.gate.route", "'gate' gives nothing on 'route'; did you mean 'routing'"),
-        ("-> attention.0.gate.x:", "-> attention.0.gate.y:", "'gate' takes nothing on 'y'"),
-        ('{layers: "3"}', '{layers: "2"}', "head: it never fires: its ports x, sampling"),
+        ("{num_layers: 4}", "{num_layers: 1000000000}", "is not a number of layers"),
+        ("attention.0.gate.routing", "attention.0.gate.route", "'gate' has no output 'route'; did you mean 'routing'"),
+        ("-> attention.0.gate.x:", "-> attention.0.gate.y:", "'gate' has no input 'y'"),
+        ('{layers: "3"}', '{layers: "2"}', "the node never fires: its ports x, sampling"),
         (', tag: layer+1}', "}", "does not advance the tag"),
     ):  # fmt: skip
         assert old in text
@@ -200,7 +202,7 @@ def test_every_shape_written_out_loads_back_equal(shape, layers, prompts, data) 
         held = [data.draw(st.sets(st.integers(0, 7))) for _ in range(servers)]
         for expert in range(8):
             held[expert % servers].add(expert)
-        placement = ", placement: {" + ", ".join(f'{s}: "{LayerSet(frozenset(ids))}"' for s, ids in enumerate(held)) + "}"
+        placement = ", placement: {" + ", ".join(f'experts.{s}: "{LayerSet(frozenset(ids))}"' for s, ids in enumerate(held)) + "}"
         shape["replicas"] = 1
     link = f"{{transport: {shape['transport'] if servers else 'auto'}, link: {shape['link']}, open: {shape['open']}}}"
     text = (
@@ -228,3 +230,20 @@ def test_layer_sets_and_tag_steps_print_as_they_are_read() -> None:
         assert parse_layers(str(layers)) == layers
     for step in (TagStep(), TagStep("next_layer"), TagStep("next_step"), TagStep("to_layer", 12)):
         assert parse_tag(str(step)) == step
+
+
+def test_limits_of_roles_differ_where_given_and_survive_being_written(load) -> None:
+    text = QUICK + "limits: {kv_pages: 100, max_num_seqs: 9, roles: {attention: {kv_pages: 7, max_message_bytes: 99999999}}}\n"
+    graph = load(text)
+    assert (graph.limits_of("attention.1").kv_pages, graph.limits_of("attention.1").max_num_seqs) == (7, 9)
+    assert (graph.limits_of("experts.0").kv_pages, graph.limits_of("experts.0").max_message_bytes) == (100, 1 << 26)
+    assert graph.group_limits() == graph.limits_of("attention.0")
+    assert load(to_yaml(graph)) == graph
+    assert from_json(to_json(graph)) == graph
+    (plan, *_) = plan_links(graph, "experts.0")
+    assert plan.limits.max_message_bytes == 99999999, "the wider of both ends"
+
+
+def test_micro_batches_need_sequences_of_their_role(load) -> None:
+    with pytest.raises(GraphError, match="3 micro-batches share 2 sequences"):
+        load(QUICK + "limits: {roles: {attention: {max_num_seqs: 2}}}\n")

@@ -8,7 +8,7 @@ import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import GATEWAY, LayerSet, PortSpec, TagStep
+from flowrt.graph.model import GATEWAY, Edge, LayerSet, PortSpec, TagStep
 from flowrt.graph.written import to_yaml
 
 DESIGN = """flowrt: 1
@@ -119,3 +119,31 @@ def test_transports_that_packages_bring_may_be_named(load, tmp_path: Path) -> No
         GraphError, match=r"edges\.scale\.y -> add\.a\.transport: there is no transport 'pigeon'; known: auto, cuda, inproc, shm, ucx, zmq"
     ):
         load_graph(tmp_path / "g.yaml")
+
+
+def test_links_hold_for_pairs_of_roles_in_both_directions_unless_an_edge_has_its_own(load) -> None:
+    nodes = "flowrt: 1\nnodes:\n  a: {operator: ops:a, process: left.0}\n  b: {operator: ops:b, process: right}\n"
+    edges = "edges:\n  input.x -> a.x:\n  a.y -> b.x:\n  a.w -> b.z: {credits: 9}\n"
+    edges += "  b.z -> a.x: {tag: layer+1, layers: 0-2}\n  b.y -> output.y: {layers: 3}\n"
+    graph = load(
+        nodes + edges + "links: {left-right: {transport: shm, link: ub, open: start, credits: 8}, right-gateway: {transport: zmq}}\n"
+    )
+    found = {name: (edge.transport, edge.link, edge.credits, edge.open) for name, edge in graph.edges.items()}
+    assert found == {
+        "input.x -> a.x": ("auto", None, 8, "lazy"),
+        "a.y -> b.x": ("shm", "ub", 8, "start"),
+        "a.w -> b.z": ("shm", "ub", 9, "start"),
+        "b.z -> a.x": ("shm", "ub", 8, "start"),
+        "b.y -> output.y": ("zmq", None, 8, "lazy"),
+    }
+    assert load(to_yaml(graph), name="again.yaml") == graph
+
+
+def test_parallel_edges_have_names_of_their_own(load) -> None:
+    text = "flowrt: 1\nnodes: {a: {operator: ops:a, process: left}, b: {operator: ops:b, process: right}}\nedges:\n  input.x -> a.x:\n"
+    text += "  early: {from: a.y, to: b.x, layers: 0-1}\n  late: {from: a.y, to: b.x, layers: 2, credits: 12}\n"
+    text += "  b.y -> a.x: {tag: layer+1, layers: 0-1}\n  b.y -> output.y: {layers: 2}\n"
+    graph = load(text, "edges.early.credits=11")
+    assert [(edge.name, edge.credits) for edge in graph.edges.values() if edge.target == "b"] == [("early", 11), ("late", 12)]
+    assert load(to_yaml(graph), name="again.yaml") == graph
+    assert graph.edges["early"].id == Edge("c", "y", "d", "x", "early").id, "the id follows from the name alone"

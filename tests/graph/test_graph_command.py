@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,10 @@ from rich.console import Console
 
 from flowrt.cli.graph import graph_app
 from flowrt.graph.diagrams import to_dot, to_mermaid
-from flowrt.graph.drawing import to_svg
 from flowrt.graph.show import print_graph
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
-SVG = "{http://www.w3.org/2000/svg}"
 DEPLOY = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_batches: 2}\n  experts: {servers: 3, replicas: 2}\n"
 
 
@@ -53,7 +51,6 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureF
         ("expand", str(QUICKSTART), "--set", "deploy.experts.servers=1"),
         ("validate", str(QUICKSTART), "--model", str(tmp_path)),
         ("validate", str(tmp_path / "none.yaml")),
-        ("show", str(QUICKSTART), "--svg", str(tmp_path / "no" / "x.svg")),
     ):
         assert call(*words) == 2
         out, err = capsys.readouterr()
@@ -80,9 +77,21 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert capsys.readouterr().out.startswith("flowchart LR\n")
     assert call("show", str(QUICKSTART), "--dot") == 0
     assert capsys.readouterr().out.startswith("digraph flowrt {\n")
-    assert call("show", str(QUICKSTART), "--svg", str(tmp_path / "q.svg")) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'q.svg'}\n"
-    assert ElementTree.parse(tmp_path / "q.svg").getroot().tag == f"{SVG}svg"
+
+
+def test_svg_is_drawn_by_the_users_graphviz(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "q.svg"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert call("show", str(QUICKSTART), "--svg", str(picture)) == 2
+    assert "install Graphviz" in capsys.readouterr().err
+    dot = tmp_path / "dot"
+    dot.write_text('#!/bin/sh\nread -r line\ntest "$1 $2" = "-Tsvg -o" && echo "<svg/> $line" > "$3"\n')
+    dot.chmod(0o755)
+    assert call("show", str(QUICKSTART), "--svg", str(picture)) == 0
+    assert capsys.readouterr().out == f"wrote {picture}\n"
+    assert picture.read_text() == "<svg/> digraph flowrt {\n"
+    assert call("show", str(QUICKSTART), "--svg", str(tmp_path / "no" / "q.svg")) == 2
+    assert "dot failed" in capsys.readouterr().err
 
 
 def test_the_schema_knows_every_key_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,40 +123,10 @@ def test_data_types_load_without_the_file_libraries() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_picture_holds_every_node_and_line_in_its_frame(load) -> None:
-    graph = load(DEPLOY, moe_layers=(1, 3))
-    root = ElementTree.fromstring(to_svg(graph, "a <title> & more"))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    nodes = [item for item in root.iter(f"{SVG}rect") if item.get("class") == "node"]
-    assert {item.attrib["data-name"] for item in nodes} == set(graph.nodes)
-    places = set()
-    for item in nodes:
-        x, y, w, h = (float(item.attrib[key]) for key in ("x", "y", "width", "height"))
-        assert 0 <= x <= x + w <= width
-        assert 0 <= y <= y + h <= height
-        places.add((x, y))
-    assert len(places) == len(nodes), "no two nodes lie at one place"
-    assert len([item for item in root.iter(f"{SVG}path") if item.get("class") == "cross"]) == 12
-    advancing = [item for item in root.iter(f"{SVG}path") if item.get("class") == "advance"]
-    assert len(advancing) == 2 * 3, "combine and mlp to the next layer, head to the next step"
-    assert "a <title> & more" in [item.text for item in root.iter(f"{SVG}text")]
-
-
-def test_pictures_of_odd_graphs(load) -> None:
-    loop = "flowrt: 1\nnodes: {a: {operator: ops:a, process: p}}\nedges:\n  input.x -> a.x:\n"
-    loop += "  a.y -> a.x: {tag: layer+1, layers: 0-3}\n  a.z -> output.z: {layers: 4}\n"
-    skip = "flowrt: 1\nnodes:\n  a: {operator: ops:a, process: p}\n  b: {operator: ops:b, process: q}\nedges:\n"
-    skip += "  input.x -> a.x:\n  a.y -> b.x:\n  input.z -> b.z:\n  b.y -> output.y:\n"
-    for text, num_lines in ((loop, 3), (skip, 4)):
-        root = ElementTree.fromstring(to_svg(load(text)))
-        assert len([item for item in root.iter(f"{SVG}path") if item.get("class") in ("cross", "local", "advance")]) == num_lines
-
-
 def test_large_graphs_are_drawn_by_role(load) -> None:
     graph = load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8")
-    root = ElementTree.fromstring(to_svg(graph))
-    drawn = {item.attrib["data-name"] for item in root.iter(f"{SVG}rect") if item.get("class") == "node"}
-    assert drawn == {"attention.0-11", "experts.0-7"}
+    drawn = re.findall(r'^  "([^"]+)" \[', to_dot(graph), re.MULTILINE)
+    assert drawn == ["attention.0-11", "experts.0-7"]
     assert '["attention.0-11<br/>12 processes, 84 nodes"]' in to_mermaid(graph)
     assert '[label="experts.0-7\\n8 processes, 8 nodes"]' in to_dot(graph)
     assert '==>|"96 edges; auto; 2 credits"|' in to_mermaid(graph)
@@ -163,9 +142,19 @@ def test_mermaid_and_dot_name_every_node_and_line(load) -> None:
         assert f'label="{process}";' in dot
 
 
-def test_a_terminal_gets_boxes(load, capsys: pytest.CaptureFixture[str]) -> None:
-    print_graph(load(DEPLOY), "g.yaml", Console(force_terminal=True, width=120, color_system=None))
-    out = capsys.readouterr().out
-    assert "╭─ attention.0 ─" in out
-    assert "holds: experts 0-1,5-7" in out
-    assert "attention.1.dispatch.server2 <-> experts.2.rows" in out
+def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.CaptureFixture[str]) -> None:
+    for terminal in (False, True):
+        print_graph(load(DEPLOY), "g.yaml", Console(force_terminal=terminal, width=80, color_system=None))
+    plain, styled = capsys.readouterr().out.split("g.yaml: ")[1:]
+    assert re.sub("\x1b[^m]*m", "", styled) == plain
+    assert "  holds: experts 0-1,5-7\n" in plain
+    assert "  death: redispatch (keeps: nothing between two requests)\n" in plain
+    assert "  death: ends the run (keeps: sequences)\n" in plain
+    assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, credits 2\n" in plain
+
+
+def test_a_large_graph_is_shown_by_role(load, capsys: pytest.CaptureFixture[str]) -> None:
+    print_graph(load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8"), "g.yaml", Console(width=80))
+    shown = capsys.readouterr().out
+    assert "process attention.0-11, 12 processes such as attention.0\n" in shown
+    assert "edge attention.0-11 -> experts.0-7: 96 edges, auto, credits 2\n" in shown

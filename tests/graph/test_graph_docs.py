@@ -22,7 +22,7 @@ def test_each_file_on_the_page_is_valid(load, tmp_path: Path, index: int) -> Non
 
 
 def test_the_page_has_all_its_examples() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 def test_the_errors_on_the_page_are_real(load) -> None:
@@ -38,7 +38,16 @@ def test_the_errors_on_the_page_are_real(load) -> None:
 def test_every_key_of_the_short_form_is_on_the_page() -> None:
     from flowrt.graph import schema
 
-    names = ("GraphFile", "AttentionSection", "ExpertsSection", "LimitsSection", "LinkSection", "ReliabilitySection", "NodeSection")
+    names = (
+        "GraphFile",
+        "AttentionSection",
+        "ExpertsSection",
+        "LimitsSection",
+        "RoleLimitsSection",
+        "LinkSection",
+        "ReliabilitySection",
+        "NodeSection",
+    )
     for section in (schema.EdgeSection, *(getattr(schema, name) for name in names)):
         for name, field in section.model_fields.items():
             assert re.search(rf"\b{re.escape(field.alias or name)}\b", PAGE), f"{section.__name__}.{name}"

@@ -36,7 +36,7 @@ def test_names_with_dots_and_places_in_lists(load) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("deploy.experts.servers=two", "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is no whole number; write one"),
+        ("deploy.experts.servers=two", "--set deploy.experts.servers=two: deploy.experts.servers: 'two' is not a whole number; write one"),
         ("deploy.experts.server=2", "--set deploy.experts.server=2: deploy.experts.server: unknown key 'server'; did you mean 'servers'?"),
         (
             "deploy.experts={servers: 1, replicas: 2}",
@@ -47,12 +47,12 @@ def test_names_with_dots_and_places_in_lists(load) -> None:
             "--set deploy.experts.replicas=2: deploy.experts.replicas: 2 replicas need as many servers, there are 1;",
         ),
         ("model.path=nowhere", "--set model.path=nowhere: model.path: there is no folder 'nowhere'"),
-        ("deploy.experts.servers", "--set deploy.experts.servers: is no override; write path=value"),
-        ("=2", "--set =2: is no override"),
+        ("deploy.experts.servers", "--set deploy.experts.servers: is not an override; write path=value"),
+        ("=2", "--set =2: is not an override"),
         ("flowrt.x=2", "--set flowrt.x=2: flowrt.x: flowrt holds no keys to set 'x' in"),
         ("limits=[", "--set limits=[: limits: is not YAML"),
         ("limits=&a {}", "--set limits=&a {}: limits: '&a' is an anchor"),
-        ("limits={a: 1, a: 2}", "--set limits={a: 1, a: 2}: limits: the key is there twice"),
+        ("limits={a: 1, a: 2}", "--set limits={a: 1, a: 2}: limits: the key exists twice"),
     ],
 )
 def test_errors_name_the_override(load, override: str, message: str) -> None:

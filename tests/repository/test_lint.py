@@ -21,6 +21,7 @@ SEAM_FILES = {
     "flowrt/launcher/launcher.py": "makes the run's key",
     "flowrt/processes/exit_lock.py": "a thread waits for the end of a process",
     "flowrt/bench": "measures the real world",
+    "flowrt/cli/graph.py": "runs Graphviz",
     "flowrt/chaos/worker.py": "injects faults into a real process",
     "flowrt/chaos/inject.py": "draws the processes to kill from a seed",
     "transports/conformance/suite.py": "times the checks, and waits for what ends by itself",

@@ -85,7 +85,7 @@ class GraphSide:
 
 def check_room(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:
     """Raises UserError when the graph's limits would queue or refuse a batch."""
-    limits = graph.limits
+    limits = graph.group_limits()
     groups = sum(node.operator == "source" for node in graph.nodes.values())
     largest = max(batches)
     per_group = -(-largest // max(1, groups))

@@ -96,7 +96,7 @@ def kv_bytes(graph: Graph) -> int:
     model = served_model(graph)
     config = read_model_config(Path(model.path))
     num_groups = sum(node.operator == "attention" for node in graph.nodes.values())
-    slots = num_groups * graph.limits.kv_pages * graph.limits.page_size
+    slots = num_groups * graph.group_limits().kv_pages * graph.limits.page_size
     return slots * config.num_layers * config.kv_width * DTYPE_BYTES[model.dtype]
 
 
