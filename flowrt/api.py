@@ -296,7 +296,7 @@ class RunningGraph:
             return prompt  # the gateway looks at its type
         if self._tokenizer_process is None or self._config is None:
             raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
-        limits = self.graph.limits
+        limits = self.graph.group_limits()
         max_tokens = min(self._config.max_position_embeddings, limits.kv_pages * limits.page_size)
         return await self._tokenizer_process.encode(prompt, chat=chat, max_tokens=max_tokens)
 
