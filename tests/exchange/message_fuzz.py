@@ -107,7 +107,9 @@ class Fuzz:
         if random.random() < 0.3:
             return Message("credit", edge=client.request_edge(server), header=CreditHeader(random.choice((0, 1, 2, 100))))
         tensor = Tensor(TensorSpec("float32", (1, WIDTH)), bytes(4 * WIDTH))
-        return Message("data", Tag("s@1", step=self.num_steps), client.response_edge(server), PartHeader(random.randrange(4)), (tensor,))
+        return Message(
+            "data", Tag("s@1", step=self.num_steps), client.response_edge(server), PartHeader(1000 + random.randrange(4)), (tensor,)
+        )
 
     def _mutated(self, message: Message) -> tuple[list[bytearray], bool]:
         """The parts of a message on the wire after some mutations; whether values of its tensors may differ from the genuine ones."""
@@ -149,12 +151,12 @@ def _kind(message: Message, random: Random) -> tuple[Message, bool]:
 
 
 def _edge(message: Message, random: Random) -> tuple[Message, bool]:
-    return _with(message, edge=random.choice((*NUMBERS, *EDGES))), False
+    return _with(message, edge=random.choice((*NUMBERS, *EDGES))), True  # as the response to another request
 
 
 def _header(message: Message, random: Random) -> tuple[Message, bool]:
     headers = (None, PartHeader(0), PartHeader(1), PartHeader(-1), CreditHeader(1), CreditHeader(1 << 40), FailedHeader("x", 0))
-    return _with(message, header=random.choice(headers)), False
+    return _with(message, header=random.choice(headers)), True
 
 
 def _tensors(message: Message, random: Random) -> tuple[Message, bool]:
