@@ -178,6 +178,7 @@ class Statistics(Control, frozen=True):
     num_asked_again: int = 0  # parts of the exchange with expert servers that were lost, or late, and cut anew
     fallbacks: tuple[str, ...] = ()  # links whose transport broke: which peer, what carried on, what was sent again; for people
     num_restarts: int = 0  # filled in by the launcher
+    has_responded: bool = True  # the same; False: the worker is down or gave no response in time, its counts are older
 
 
 class Stop(Control, frozen=True):

@@ -108,12 +108,12 @@ class ControlConnection:
             pass
         self.told_to_stop = True
 
-    async def ask_statistics(self) -> asyncio.Future[Statistics]:
-        """Asks; the answer comes later."""
-        answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        await self.tell(Ask())
-        return answer
+    def request_statistics(self) -> asyncio.Future[Statistics]:
+        """Done when the worker responds. Does not wait for room on the connection."""
+        response: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
+        self._asked.append(response)
+        self.post(Ask())
+        return response
 
     async def ask_drain(self) -> asyncio.Future[None]:
         """Asks; done when the worker has drained."""

@@ -11,9 +11,12 @@ no process, socket or task is left when `async with` is left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+
+from msgspec.structs import replace
 
 from flowrt.actors.control import Control, Heartbeat, Late, LinkLost, Statistics
 from flowrt.errors import UserError, WorkerDiedError
@@ -41,6 +44,7 @@ from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, End
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
+STATISTICS_SECONDS = 5.0  # for every worker to respond in
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _STATUS_SECONDS = 10.0  # from the end of a control connection to the exit status of its process, at most
 
@@ -153,11 +157,16 @@ class Launcher:
             await asyncio.wait({self._task})
         self._raise_failure()
 
-    async def statistics(self) -> dict[str, Statistics]:
-        """Ask every worker now; one that is down is told of as far as is known. Raises as `send`."""
+    async def statistics(self, seconds: float = STATISTICS_SECONDS) -> dict[str, Statistics]:
+        """Request statistics of every worker. One that is down, or does not respond within `seconds`, has its latest counts and
+        `has_responded` false. Raises as `send`."""
         self._check_running()
-        await self._wait_all([await worker.ask_statistics() for worker in self._graph_workers() if not worker.is_over])
-        return self._statistics()
+        requested = {worker.name: worker.request_statistics() for worker in self._graph_workers() if not worker.is_over}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wait_all(requested.values())
+        responded = {name for name, response in requested.items() if response.done()}
+        return {name: replace(known, has_responded=name in responded) for name, known in self._statistics().items()}
 
     async def drain(self, workers: Iterable[str] | None = None) -> None:
         """Have workers (default: those that mint tags, the attention workers) finish what runs and admit nothing new; wait for them all.

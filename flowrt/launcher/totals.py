@@ -11,7 +11,7 @@ import msgspec
 
 from flowrt.actors.control import EdgeStatistics, Statistics
 
-_STATES = ("resident_bytes", "num_restarts")
+_STATES = ("resident_bytes", "num_restarts", "has_responded")
 _COUNTS = [
     name
     for name, default in zip(Statistics.__struct_fields__, Statistics.__struct_defaults__, strict=True)

@@ -68,6 +68,7 @@ class Case:
     exact: bool = True
     processes: ProcessConditions = ProcessConditions()
     faults_from_launch: bool = False
+    max_requests: int = 1024
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,13 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     )
     cost = chance.choice(_COSTS)
     if scenario is None:
-        scenario = Scenario(faults=tuple(_draw_faults(random.Random(f"faults {seed}"), graph)))
-    return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch)
+        faults = _draw_faults(random.Random(f"faults {seed}"), graph)
+        if faults_from_launch and (servers := sorted(mortal_workers(graph))):  # most likely while it loads
+            early = random.Random(f"early {seed}")
+            faults.append(Crash(at_seconds=early.uniform(0.0, 0.2), process=early.choice(servers)))
+        scenario = Scenario(faults=tuple(faults))
+    max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
+    return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch, max_requests)
 
 
 def run_case(case: Case) -> Outcome[Served]:
@@ -122,6 +128,7 @@ def run_case(case: Case) -> Outcome[Served]:
             exact=case.exact,
             conditions=case.processes,
             faults_from_launch=case.faults_from_launch,
+            max_requests=case.max_requests,
         ),
         conditions=case.conditions,
         cost=case.cost,
@@ -133,7 +140,7 @@ def run_case(case: Case) -> Outcome[Served]:
         may_not_start |= with_cohosted(case.graph, {name for fault in case.scenario.faults for name in fault.processes})
     if case.processes.refuses_first:
         may_not_start |= {FORK_SERVER, "", *case.graph.process_names(), *map(host_name, pack(case.graph))}
-    check(case.graph, case.scenario, case.requests, outcome.result, references, may_not_start)
+    check(case.graph, case.scenario, case.requests, outcome.result, references, may_not_start, case.max_requests)
     return outcome
 
 
@@ -182,7 +189,7 @@ _known: _References = {}
 def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     """The tokens that are right: by plain arithmetic; with weights, those of the request alone on a calm day."""
     assert case.graph.model is not None
-    request = SimulatedRequest(request.prompt_token_ids, request.params)
+    request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
     key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)
     if key not in _known:
         if case.exact:
@@ -230,6 +237,7 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
             stop_token_ids=stops,
             ignore_eos=not stops,
             logprobs=2 if number == 8 else None,
+            stop=("1 never", "0\n") if number in (6, 9) else (),
         )
         pool.append(SimulatedRequest(tuple(chance.randrange(vocabulary) for _ in range(length)), params))
     return pool
@@ -241,7 +249,9 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
     drawn = []
     for _ in range(chance.choice((2, 3, 4, 5))):
         request = replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart))
-        match chance.choices(("reads", "leaves", "leaves while reading", "reads slowly", "reads late"), (70, 12, 6, 6, 6))[0]:
+        match chance.choices(
+            ("reads", "leaves", "leaves while reading", "reads slowly", "reads late", "writes nonsense"), (68, 12, 6, 6, 6, 2)
+        )[0]:
             case "leaves":
                 request = replace(request, cancel_seconds=chance.uniform(0.0, 0.1))
             case "leaves while reading":
@@ -250,10 +260,14 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
                 request = replace(request, pause_seconds=10 ** chance.uniform(-3, -0.5))
             case "reads late":
                 request = replace(request, reads_late=True)
+            case "writes nonsense":
+                request = replace(request, is_unreadable=True)
         drawn.append(request)
     if chance.random() < 0.25:  # one comes when all that befell the others is over, but for what stays wrong
         latest = 4.0 if graph.reliability.detector else 16.0
-        drawn[-1] = replace(drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None)
+        drawn[-1] = replace(
+            drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None, is_unreadable=False
+        )
     return tuple(drawn)
 
 

@@ -8,6 +8,7 @@ what is left and stops. Not here: faults (faults.py), the processes (processes.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -24,7 +25,8 @@ from flowrt.gateway.requests import Requests
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.launcher import events
-from flowrt.launcher.launcher import WORKER, Launcher, NotRunningError
+from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher, NotRunningError
+from flowrt.launcher.transport_choice import available_transports
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner
@@ -35,12 +37,11 @@ from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside, credit_faults
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
-from flowrt.simulation.served import ClientRecord, Served, SimulatedRequest
+from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 from flowrt.simulation.server_checks import ServerChecks
 from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World
 from flowrt.transports.contract import Channel
-from flowrt.transports.registry import known_schemes
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
 TOKENIZE_SECONDS = 20e-3  # a long text takes it
@@ -62,6 +63,7 @@ async def serve(
     exact: bool = False,
     conditions: ProcessConditions = ProcessConditions(),
     faults_from_launch: bool = False,
+    max_requests: int = 1024,
 ) -> Served:
     """Run `graph` (expanded, with a model) until every request has ended. For `world.run`.
 
@@ -69,7 +71,7 @@ async def serve(
     faults_from_launch: the scenario's times count from the launch instead of the first request. Raises InvariantError for what is wrong
     inside of workers (I3, I4) or left behind (I8).
     """
-    run = _Run(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch)
+    run = _Run(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch, max_requests)
     await run.serve(requests)
     if left := world.leftovers():
         raise InvariantError("I8", f"left behind: {', '.join(left)}")
@@ -83,7 +85,7 @@ def _config_of(path: str) -> ModelConfig:
 
 @lru_cache(maxsize=1)
 def _available() -> dict[str, None]:
-    return dict.fromkeys(sorted(known_schemes()))
+    return dict.fromkeys(sorted(available_transports()))  # the network stands in for all of them
 
 
 _latest_run: ContextVar[_Run] = ContextVar("_latest_run")
@@ -99,6 +101,7 @@ class _Run:
         exact: bool,
         conditions: ProcessConditions,
         faults_from_launch: bool,
+        max_requests: int,
     ) -> None:
         if graph.model is None:
             raise ValueError("only a graph with a model has requests to serve")
@@ -127,7 +130,9 @@ class _Run:
             config.max_position_embeddings,
             config.vocab_size,
             draw_seed=self._seams.new_seed,
+            new_detokenizer=SimulatedDetokenizer,
             eos_token_ids=config.eos_token_ids,
+            max_requests=max_requests,
         )
         self._requests = Requests(self._gateway, self._send, self._launcher.standing.progress, self._seams.clock)
         self._faults = Faults(world, scenario, self._living_inside)
@@ -156,9 +161,12 @@ class _Run:
                     if not self._faults_from_launch:
                         self._faults.begin()
                     async with asyncio.TaskGroup() as clients:
+                        clients.create_task(self._look_at_statistics(), name="reader of statistics")
                         await self._submit_all(clients, requests)
                     if self._failure is None:
                         await self._quieten()
+                        async with asyncio.timeout(SETTLE_SECONDS):
+                            await self._launcher.drain()
                 finally:
                     await self._requests.aclose()
                 self._statistics = await self._launcher.stop()
@@ -166,6 +174,7 @@ class _Run:
             self._failure = error
         self._faults.heal()
         self._requests.end_all()
+        self._checks.look([])
 
     def served(self) -> Served:
         failure = self._failure
@@ -193,6 +202,7 @@ class _Run:
 
     def _on_event(self, event: events.Event) -> None:
         self._checks.on_event(event)
+        events.news(event)
         if isinstance(event, events.WorkerMarkedDead) and not event.is_killed:
             self._requests.fence_group(event.name, event.why)
         elif isinstance(event, events.WorkerCleared):
@@ -238,6 +248,8 @@ class _Run:
 
         async def tokenize() -> Sequence[int]:
             await self._seams.clock.sleep(self._seams.random.choice((0.0, 0.0, 1e-4, TOKENIZE_SECONDS)))
+            if request.is_unreadable:
+                raise UserError(UNREADABLE_TEXT)
             return request.prompt_token_ids
 
         try:
@@ -246,6 +258,9 @@ class _Run:
                 request_id = self._gateway.log(index).id
                 while request.reads_late and self._gateway.log(index).end is None and self._failure is None:
                     await self._seams.clock.sleep(LOOKS_APART_SECONDS)
+                log = self._gateway.log(index)
+                if log.end is not None:
+                    client.log = tuple(log.token_ids), log.text
                 async with aclosing(self._requests.follow(index)) as events_of_request:
                     async for event in events_of_request:
                         client.events.append(event)
@@ -261,6 +276,17 @@ class _Run:
         finally:
             self._note_ends()
             client.outage_seconds = self._outage_seconds.get(request_id, 0.0)
+
+    async def _look_at_statistics(self) -> None:
+        """An operator of the run: what it reads comes in time, whatever stands still."""
+        await self._seams.clock.sleep(self._seams.random.uniform(0.0, 0.2))
+        began = self._world.loop.time()
+        with contextlib.suppress(UserError, WorkerDiedError, NotRunningError):
+            await self._launcher.statistics()
+        self._launcher.standing.health()
+        paused = any(GATEWAY in fault.processes for fault in self._scenario.faults)
+        if not paused and self._world.loop.time() > began + STATISTICS_SECONDS + NEWS_SECONDS:
+            raise InvariantError("I5", "statistics were waited for")
 
     # Checks.
 
@@ -278,6 +304,8 @@ class _Run:
                 raise InvariantError("I2", inside.late_firings[0])
             if faults := inside.page_faults():
                 raise InvariantError("I3", "; ".join(faults))
+        if self._gateway.num_unfinished > self._gateway.max_requests:
+            raise InvariantError("I6", f"{self._gateway.num_unfinished} requests are active, {self._gateway.max_requests} may be")
         self._checks.look(insides)
         now = self._world.loop.time()
         progress = sum(inside.num_firings for inside in insides) + self._checks.counts.total()
@@ -325,6 +353,20 @@ class _Run:
             raise InvariantError("I4", "; ".join(wrong))
         if self._gateway.num_unfinished or self._gateway.num_logs:
             raise InvariantError("I8", f"the gateway keeps {self._gateway.num_logs} logs when all clients have left")
+
+
+class SimulatedDetokenizer:
+    """A word per token; the space after it is held back."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text, self._held = f"{self._held}{token_id}", " "
+        return text
+
+    def flush(self) -> str:
+        return ""
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowrt.gateway.completion import Completion
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import may_die
 from flowrt.launcher.transport_choice import pack
 from flowrt.reliability.scenario import AnyFault, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.served import ClientRecord, Served, SimulatedRequest
+from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 
 LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
 LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
 FENCED_TEXT = "was marked dead: "  # the same for a fenced group; that a fault met the group is checked when it is marked
+FULL_TEXT = "too many active requests"
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
@@ -56,6 +58,7 @@ def check(
     served: Served,
     references: Sequence[Reference],
     may_not_start: frozenset[str] = frozenset(),
+    max_requests: int = 1024,
 ) -> None:
     """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names the
     failed process, in time, with all requests ended and all tokens given till then right.
@@ -85,7 +88,18 @@ def check(
             or (reason == "error" and served.failure is not None and bool(told))
             or (reason == "error" and LOST_TEXT in told and lost and not degrades)
             or (reason == "error" and FENCED_TEXT in told and scenario.expect != "tokens")
+            or (reason == "error" and FULL_TEXT in told and len(requests) > max_requests)
+            or (reason == "error" and told == UNREADABLE_TEXT and client.request.is_unreadable)
         )
+        if client.end is not None and not (reason == "error" and not any(client.choices)):
+            completion = Completion.of(client.request.prompt_token_ids, client.events)
+            asked, told_logprobs = client.request.params.logprobs is not None, len(completion.logprobs)
+            if told_logprobs != (len(completion.token_ids) if asked else 0) or len(completion.top_logprobs) != told_logprobs:
+                raise InvariantError("I1", f"request {index}: {told_logprobs} logprobs of {len(completion.token_ids)} tokens")
+            if client.log not in (None, (completion.token_ids, completion.text)):
+                raise InvariantError("I1", f"request {index}: its log has {client.log}, its client {completion.token_ids}")
+            if completion.token_ids != client.choices[0] or completion.degraded != any(client.degraded):
+                raise InvariantError("I1", f"request {index}: its completion has {completion.token_ids}, its events {client.choices[0]}")
         if any(client.degraded) and not (lost and degrades):
             raise InvariantError("I1", f"request {index} is marked as degraded, and no expert was lost for so long that it may be")
         if not broken_off and reason not in ("length", "stop"):

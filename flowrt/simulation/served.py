@@ -8,6 +8,8 @@ from flowrt.actors.control import Statistics
 from flowrt.gateway.request_log import ChoiceEvent, ClientEvent, EndEvent, TokenEvent
 from flowrt.sampling_params import SamplingParams
 
+UNREADABLE_TEXT = "text that cannot be tokenized"
+
 
 @dataclass(frozen=True)
 class SimulatedRequest:
@@ -15,7 +17,7 @@ class SimulatedRequest:
 
     after_seconds: when it comes after the request before; None: drawn. cancel_seconds: it leaves after so long, if it is still there.
     leaves_after: it leaves after so many events. pause_seconds: between two events that it reads. reads_late: it reads nothing until the
-    request has ended.
+    request has ended. is_unreadable: its text cannot be tokenized.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -25,6 +27,7 @@ class SimulatedRequest:
     leaves_after: int | None = None
     pause_seconds: float = 0.0
     reads_late: bool = False
+    is_unreadable: bool = False
 
     @property
     def may_leave(self) -> bool:
@@ -41,6 +44,7 @@ class ClientRecord:
     failure: str | None = None
     has_left: bool = False
     outage_seconds: float = 0.0
+    log: tuple[tuple[int, ...], str] | None = None  # tokens and text of the first choice, if the request had ended before it was read
 
     def tokens(self, choice: int) -> list[TokenEvent]:
         return [event for event in self.events if isinstance(event, TokenEvent) and event.choice == choice]

@@ -59,6 +59,8 @@ class ServerChecks:
                 self._outages.down(name, now)
                 if not self._is_faulty(name):
                     self._wrong.append(f"{name} was lost, and no fault met it: {how}")
+            case events.Straggler(name, seconds):
+                self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")
             case events.WorkerMarkedDead(name, why):
                 if not self._is_faulty(name):
                     self._wrong.append(f"{name} was marked dead, and no fault met it: {why}")

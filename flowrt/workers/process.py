@@ -372,8 +372,8 @@ class Worker:
             await self._stopped.wait()
 
     def _statistics(self) -> Statistics:
-        assert self._runner is not None
-        assert self._links is not None
+        if self._runner is None or self._links is None:  # requested while it loads
+            return Statistics(resident_bytes=self._seams.resident_bytes())
         counters = self._runner.statistics
         edges = tuple(
             EdgeStatistics(edge.name, edge.transport, *counters.sent[edge.id])

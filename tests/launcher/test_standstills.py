@@ -97,3 +97,16 @@ async def test_a_run_ends_though_its_fork_server_is_stopped(tmp_path: Path, monk
     async with r.launcher as launcher, asyncio.timeout(60):
         os.kill(fork_server_of(r), signal.SIGSTOP)
         await launcher.stop()
+
+
+async def test_statistics_name_a_stopped_worker_and_do_not_wait_for_it(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "server.0", "server.1"))
+    async with r.launcher as launcher:
+        assert all(each.has_responded for each in (await launcher.statistics(30.0)).values())
+        os.kill(launcher.pids["server.0"], signal.SIGSTOP)
+        for _ in range(40):  # more than its control connection has room for
+            found = await launcher.statistics(0.05)
+        assert {name for name, each in found.items() if not each.has_responded} == {"server.0"}
+        assert found["server.0"].num_firings == 10
+        os.kill(launcher.pids["server.0"], signal.SIGCONT)
+        assert (await launcher.statistics(30.0))["server.0"].has_responded

@@ -7,7 +7,7 @@ Mechanisms to come (hand-over, balance) bring their bugs with them.
 
 from __future__ import annotations
 
-from simulation.planting import Bug, bug
+from simulation.planting import Bug, body, bug
 
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
@@ -38,6 +38,17 @@ CUT = "flowrt.operators.dispatch"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY = "flowrt.gateway.gateway"
 WINDOW = "flowrt.transports.channel.flow_control"
+INTRODUCTION = "flowrt.launcher.introduction"
+LAUNCHER = "flowrt.launcher.launcher"
+RESTARTS = "flowrt.launcher.restarts"
+HOSTS = "flowrt.launcher.hosts"
+CONNECTION = "flowrt.launcher.control_connection"
+VERDICT = "flowrt.launcher.root_cause"
+MONITORING = "flowrt.launcher.monitor_client"
+REQUESTS = "flowrt.gateway.requests"
+LAZY = "flowrt.actors.opening"
+FALLBACK = "flowrt.actors.fallback"
+LEDGER = "flowrt.actors.ledger"
 CODEC = "flowrt.transports.wire.codec"
 ENDPOINT = "flowrt.transports.channel.queued"
 
@@ -197,17 +208,58 @@ BUGS: tuple[Bug, ...] = (
     bug("any-life-will-do", "the end of an old life ends the life that counts", (
         LIVES, "Lives.end", "self._current.get(life.name) != life.incarnation", "life.name not in self._current")),
     # heartbeats and the monitor
-    bug("heartbeats-of-the-dead", "heartbeats of an old life count for the new one", (
-        DETECTOR, "Detector.heartbeat", "incarnation != life.incarnation or life.state is State.DEAD or sequence <= life.sequence", "life.state is State.DEAD")),
-    bug("own-lag-unseen", "a monitor that stood still takes all others for silent", (
-        DETECTOR, "Detector._note_lag", "if lag_seconds <= LAG_SECONDS:\n        return", "return")),
-    bug("path-unseen", "silence of the launcher is taken for the workers'", (
-        DETECTOR, "Detector._silence", "(now if self._path_at is None else self._path_at) - life.heard_at", "now - life.heard_at"), (
-        DETECTOR, "Detector._judge", "silence > patience and trusted", "silence > dead_seconds")),
-    bug("new-life-silent", "a new life is judged by when the old one was heard last", (
-        DETECTOR, "Detector._begin", "Life(incarnation, now)", "Life(incarnation, before.heard_at if before is not None else now)")),
+    body("heartbeats-of-the-dead", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
+         "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.heard_at = now\nreturn []"),
+    body("path-unseen", "silence of the launcher is taken for the workers'", DETECTOR, "Detector.record_launcher_heartbeat", "pass"),
+    body("silence-is-death", "silence alone marks a process dead", DETECTOR, "Detector._evidence",
+         "return 'silent' if watched.silent_seconds >= self._timeouts.suspect_seconds else None"),
+    body("never-dead", "no evidence is enough", DETECTOR, "Detector._evidence", "return None"),
     bug("busy-is-hung", "an operation that takes long is taken for one that hangs", (
         BEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
+    # the launcher: starts, control connections, restarts, ends
+    body("start-unsent", "a worker is never told what to load", INTRODUCTION, "Introduction.start", "pass"),
+    body("peers-unsent", "workers never learn where the others listen", INTRODUCTION, "Introduction.wait_connected",
+         "return await self._wait('connecting', {line: line.connected for line in lines})"),
+    body("addresses-of-the-first", "a restarted process keeps the addresses of its first incarnation", INTRODUCTION, "Introduction.wait_loaded",
+         "if not await self._wait('loading', {line: line.listening for line in lines}):\n    return False\nfor line in lines:\n    self.addresses.setdefault(line.name, line.listening.result().addresses)\nreturn True"),
+    body("incarnation-kept", "a restarted process has the incarnation of the dead one", LAUNCHER, "Launcher.renew", "pass"),
+    body("death-unannounced", "neighbours are not notified of a death", RESTARTS, "Revival._leave", "line.is_known_over = True"),
+    body("joined-unsent", "neighbours are notified of deaths but not of new incarnations", RESTARTS, "Revival._tell_others",
+         "for name in names:\n    other = self._run.workers.get(name)\n    if other is not None and other.host != line.host and not other.is_over and type(control).__name__ != 'Joined':\n        other.post(control)"),
+    body("exit-ignored", "a process that ended is not started again", RESTARTS, "Revival.on_exit", "self.on_gone(host)"),
+    body("hang-up-ignored", "a process that closed its control connection is left alone", RESTARTS, "Revival.on_line_end", "line.answer_for_it()"),
+    body("marked-dead-not-killed", "a process that was marked dead is not killed", RESTARTS, "Revival.condemn", "pass"),
+    body("exits-unheard", "the backend's exit notices are dropped", HOSTS, "Hosts.on_exited", "pass"),
+    body("backend-loss-unheard", "the end of the fork server is not noticed", HOSTS, "Hosts.on_backend_lost", "pass"),
+    body("any-process-of-the-name", "the exit of an earlier incarnation counts for the present one", HOSTS, "Hosts.on_dying",
+         "self.on_gone(process.spec.name)"),
+    body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
+    body("stop-unsent", "workers are not told to stop", CONNECTION, "ControlConnection.tell_stop", "self.told_to_stop = True"),
+    body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
+    body("drained-unheard", "no request to drain is ever done", CONNECTION, "ControlConnection.ask_drain",
+         "await self.tell(Drain())\nreturn asyncio.get_running_loop().create_future()"),
+    body("statistics-unheard", "a worker's statistics are not kept", CONNECTION, "ControlConnection.answer_for_it", "pass"),
+    body("failure-unseen", "what fails a run is collected and never looked at", VERDICT, "Verdict.accuse",
+         "self._accusations.append(_Accusation(kind, len(self._accusations), name, host, reason))"),
+    body("failures-ignored", "what a worker says of its failure is ignored", LAUNCHER, "Launcher.accuse", "pass"),
+    body("heartbeats-unrelayed", "the monitor gets no heartbeats", MONITORING, "Watching._relay", "pass"),
+    body("verdicts-ignored", "what the monitor decides is ignored", MONITORING, "Watching.on_control", "pass"),
+    # admission and requests
+    body("fence-ignored", "requests of a fenced group go on waiting", REQUESTS, "Requests.fence_group", "pass"),
+    body("client-not-woken", "clients are not woken for what was committed", REQUESTS, "Requests._carry_out", "pass"),
+    body("failure-untold", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
+    body("left-uncancelled", "a request whose client left goes on", REQUESTS, "Requests._let_go", "del self._changed[index]"),
+    body("never-full", "requests are admitted without bound", GATEWAY, "Gateway.is_full", "return False"),
+    body("always-full", "every request is refused", GATEWAY, "Gateway.is_full", "return True"),
+    body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
+         "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
+    # lazy and fallback channels, the resend buffer
+    body("offer-dropped", "the peer's call of a lazy channel is dropped", LAZY, "FirstUseChannel.offer", "pass"),
+    body("never-called", "a lazy channel is not opened by what is sent", LAZY, "FirstUseChannel.send_nowait",
+         "return self._channel.send_nowait(message) if self._channel is not None else False"),
+    bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
+        FALLBACK, "FallbackChannel.send_nowait", "self.ledger.kept.append(message)", "pass")),
+    body("resent-taken-twice", "a message that was sent again after a fallback is taken twice", LEDGER, "Ledger.is_new", "self.received += 1\nreturn True"),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
         ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",

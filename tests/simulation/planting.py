@@ -23,7 +23,8 @@ class PlantError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """In `function` ("Class.method") of `module`, `old` becomes `new`. Texts are as `ast.unparse` writes them: one kind of quotes,
+    """In `function` ("Class.method") of `module`, `old` becomes `new`; if `old` is empty, the whole body does. Texts are as `ast.unparse`
+    writes them: one kind of quotes,
     no comments, and a line of its own for each statement, so that reformatting changes nothing."""
 
     module: str
@@ -45,11 +46,19 @@ def bug(name: str, what: str, *edits: tuple[str, str, str, str]) -> Bug:
     return Bug(name, what, tuple(Edit(*edit) for edit in edits))
 
 
+def body(name: str, what: str, module: str, function: str, new: str) -> Bug:
+    """The function does `new` instead: a bug that is bound to a name, and to nothing else of the source."""
+    return Bug(name, what, (Edit(module, function, "", new),))
+
+
 def rewritten(source: str, edits: Sequence[Edit]) -> ast.Module:
     """The module with `edits` made. Raises PlantError."""
     tree = ast.parse(source)
     for edit in edits:
         owner, function = _find(tree, edit)
+        if not edit.old:
+            function.body = ast.parse(edit.new).body  # type: ignore[attr-defined]
+            continue
         text = ast.unparse(function)
         if text.count(edit.old) != 1:
             raise PlantError(f"{edit.module}:{edit.function} has {text.count(edit.old)} times {edit.old!r}; mend the planted bug:\n{text}")

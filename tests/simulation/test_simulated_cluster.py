@@ -15,11 +15,13 @@ import msgspec
 import pytest
 from checkpoints import make_checkpoint
 
+from flowrt.actors.control import Ask, Control, Listening, Start, Statistics, Stop, as_message, from_message
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
-from flowrt.graph.model import Graph
+from flowrt.graph.model import GATEWAY, Graph, to_json
 from flowrt.operators.families.registry import read_model_config
+from flowrt.process_backend import CONTROL_LIMITS
 from flowrt.reliability.scenario import (
     Crash,
     Cut,
@@ -42,8 +44,11 @@ from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.invariants import check
 from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.transport import SimulatedChannel
+from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
+from flowrt.transports.contract import Identity
 
 NUM_SEEDS, NUM_TWICE = 200, 40
 VOCABULARY = 64
@@ -290,3 +295,27 @@ def test_a_deadlock_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> 
     assert "attention.0: attention.0.combine at step 0, layer 0" in text
     assert "waits for parts" in text
     assert "attention.0: engine has 1 running" in text
+
+
+def test_a_worker_that_loads_responds_to_a_request_for_statistics(graph_file: Path) -> None:
+    graph = load(graph_file)
+
+    async def lead(world: World) -> list[type[Control]]:
+        node = world.next_node("attention.0")
+        ours, theirs = SimulatedChannel.pair(
+            world.network, (Identity(GATEWAY), OUTSIDE), (Identity("attention.0", "1"), node), CONTROL_LIMITS
+        )
+        process = world.start("attention.0", lambda seams: run_worker(theirs, seams))
+        for control in (Start("attention.0", "1", to_json(graph), world.new_key()), Ask()):
+            await ours.send(as_message(control))
+        received: list[type[Control]] = []
+        while Listening not in received:
+            received.append(type(from_message(await ours.recv())))
+        await ours.send(as_message(Stop()))
+        assert await process.exit == "exited with status 0"
+        await ours.aclose()
+        return received
+
+    from flowrt.workers.process import run_worker
+
+    assert Statistics in run(0, lead).result
