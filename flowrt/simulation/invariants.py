@@ -22,6 +22,8 @@ from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 
 LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
+KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is held to have killed servers
+FATAL_LOSSES = 3  # of servers within one step: by accident, they look like a request that kills servers
 LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
 FENCED_TEXT = "was marked dead: "  # the same for a fenced group; that a fault met the group is checked when it is marked
@@ -87,6 +89,7 @@ def check(
             (reason == "abort" and client.request.may_leave)
             or (reason == "error" and served.failure is not None and bool(told))
             or (reason == "error" and LOST_TEXT in told and lost and not degrades)
+            or (reason == "error" and KILLED_TEXT in told and _num_server_losses(graph, scenario) >= FATAL_LOSSES)
             or (reason == "error" and FENCED_TEXT in told and scenario.expect != "tokens")
             or (reason == "error" and FULL_TEXT in told and len(requests) > max_requests)
             or (reason == "error" and told == UNREADABLE_TEXT and client.request.is_unreadable)
@@ -105,6 +108,12 @@ def check(
         if not broken_off and reason not in ("length", "stop"):
             raise InvariantError("I1", f"request {index} ended with {reason or 'nothing'}: {client.error}")
         _check_tokens(index, client, reference, whole=not broken_off)
+
+
+def _num_server_losses(graph: Graph, scenario: Scenario) -> int:
+    """The maximum of expert servers that the faults may take down."""
+    servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
+    return sum(len(servers.intersection(fault.processes)) for fault in scenario.faults)
 
 
 def _lost_long_enough(graph: Graph, scenario: Scenario, client: ClientRecord) -> bool:
