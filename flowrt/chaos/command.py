@@ -1,7 +1,4 @@
-"""`flowrt chaos` from its options to its outputs: progress on standard error, the table, JSON, a picture, the exit code.
-
-Not here: options and help (flowrt/cli/chaos.py), measuring (measure.py), the table (report.py).
-"""
+"""Runs `flowrt chaos` from its options to its outputs: progress on standard error, the table, JSON, a plot, the exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from rich.console import Console
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.plots import check_plot
 from flowrt.bench.report.report import Machine
-from flowrt.chaos.measure import Found, Options, measure, prepared
+from flowrt.chaos.measure import ChaosOptions, ChaosResult, measure, prepared
 from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import UserError
@@ -26,8 +23,8 @@ RIGHT, WRONG, INTERRUPTED = 0, 1, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(options: Options, json_file: str | None = None, plot: str | None = None) -> int:
-    """The exit code: 1 when an answer was not what it is without faults, or a request failed; 130 when it was interrupted."""
+def run(options: ChaosOptions, json_file: str | None = None, plot: str | None = None) -> int:
+    """Returns the exit code: 1 when an answer differs from the one without faults, or a request failed; 130 when interrupted."""
     check_plot(plot)
     _, scenario, _ = prepared(options)
     machine = Machine.here()
@@ -36,11 +33,11 @@ def run(options: Options, json_file: str | None = None, plot: str | None = None)
 
     interrupts: list[signal.Signals] = []
 
-    async def collect() -> Found:
+    async def collect() -> ChaosResult:
         loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
 
         def on_signal(number: signal.Signals) -> None:
-            """What was seen is still told; asked again, what goes on is ended at once."""
+            """The report so far is still printed; a second signal ends the rest at once."""
             if not interrupts:
                 _say("interrupted")
             interrupts.append(number)
@@ -79,7 +76,7 @@ def _write(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--json {name}: cannot be written ({error.strerror}); give a path in a folder that is there") from error
+        raise UserError(f"--json {name}: cannot be written ({error.strerror}); give a path in an existing folder") from error
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,4 @@
-"""What a fault did to requests: their tokens and times against an undisturbed run of the same requests. Pure.
-
-Here: Asked, Told (one request as its client saw it), `difference_of`, Tally, stalls and throughput. Not here: who asks (load.py), the table
-(report.py).
-"""
+"""Compares the tokens and times of requests under faults with an undisturbed run of the same requests. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +11,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 BIN_SECONDS = 0.1
-WINDOW_SECONDS = 10.0  # after a fault, in which throughput is looked at
-STALL_SECONDS = 2.0  # after a fault, in which a gap between tokens is put down to it
-SHORTEST_WINDOW_SECONDS = 0.5
+WINDOW_SECONDS = 10.0  # after a fault, over which throughput is taken
+STALL_SECONDS = 2.0  # after a fault; a gap between tokens in this time is attributed to it
+MIN_WINDOW_SECONDS = 0.5
 
 
-class Came(NamedTuple):
-    """A token as the client got it: its place in the answer, its id, when (the run's clock)."""
+class ReceivedToken(NamedTuple):
+    """A token at the client: its place in the answer, its id, its time (the run's clock)."""
 
     place: int
     token_id: int
@@ -29,12 +25,12 @@ class Came(NamedTuple):
 
 
 @dataclass
-class Told:
-    """What the client was told of one asking. `number`: which of the requests, of which each is asked again and again."""
+class Answer:
+    """One answer at the client. `number`: of the request, which is sent again and again."""
 
     number: int
     submitted: float
-    tokens: list[Came] = field(default_factory=list)
+    tokens: list[ReceivedToken] = field(default_factory=list)
     finish_reason: str | None = None  # None: it never ended
     error: str | None = None
     ended: float = math.inf
@@ -45,7 +41,7 @@ class Told:
         return self.finish_reason not in ("stop", "length")
 
     def gaps(self) -> list[tuple[float, float]]:
-        """(from, to) without a token between, in order: from each token to the next. For whom nothing came: from submission on."""
+        """(from, to) from each token to the next, in order."""
         return [(one.at, other.at) for one, other in pairwise(self.tokens)]
 
     @property
@@ -55,8 +51,8 @@ class Told:
 
 @dataclass(frozen=True)
 class Difference:
-    """Counts of tokens: never told though expected; told twice; told with another id, or beyond the expected end; told after a later
-    one; told after the end."""
+    """Counts of tokens: expected and never received; received twice; with another id, or beyond the expected end; after a later token;
+    after the end."""
 
     lost: int = 0
     doubled: int = 0
@@ -78,12 +74,12 @@ class Difference:
         )
 
 
-def difference_of(expected: Sequence[int], told: Told) -> Difference:
-    """Of a request that failed, what it did not get is not lost: it was told so."""
+def difference_of(expected: Sequence[int], answer: Answer) -> Difference:
+    """Tokens behind the end of a request that failed are not lost: its error says so."""
     seen: dict[int, int] = {}
     doubled = swapped = 0
     furthest = -1
-    for place, token_id, _ in told.tokens:
+    for place, token_id, _ in answer.tokens:
         if place in seen:
             doubled += 1
             continue
@@ -91,60 +87,62 @@ def difference_of(expected: Sequence[int], told: Told) -> Difference:
         furthest = max(furthest, place)
         seen[place] = token_id
     changed = sum(not 0 <= place < len(expected) or expected[place] != token_id for place, token_id in seen.items())
-    end = furthest + 1 if told.failed else len(expected)
+    end = furthest + 1 if answer.failed else len(expected)
     lost = sum(place not in seen for place in range(end))
-    return Difference(lost, doubled, changed, swapped, told.num_late)
+    return Difference(lost, doubled, changed, swapped, answer.num_late)
 
 
-def expected_of(undisturbed: Iterable[Told]) -> tuple[dict[int, tuple[int, ...]], int]:
-    """(number -> token ids, how many later answers to a number differ from its first). The latter must be 0 where numbers are strict."""
+def expected_of(undisturbed: Iterable[Answer]) -> tuple[dict[int, tuple[int, ...]], int]:
+    """(number -> token ids, how many later answers to a number differ from its first). The latter must be 0 with strict numerics."""
     expected: dict[int, tuple[int, ...]] = {}
     num_different = 0
-    for told in undisturbed:
-        if told.failed:
+    for answer in undisturbed:
+        if answer.failed:
             continue
-        first = expected.setdefault(told.number, tuple(came.token_id for came in told.tokens))
-        num_different += difference_of(first, told).any
+        first = expected.setdefault(answer.number, tuple(received.token_id for received in answer.tokens))
+        num_different += difference_of(first, answer).any
     return expected, num_different
 
 
 class Tally:
-    """How many answers have failed, or are not as expected, so far. `told` may grow; each is looked at once, when it has ended."""
+    """Counts the answers so far that failed or differ from the expected one. `answers` may grow; each counts once, when it has ended."""
 
-    def __init__(self, expected: Mapping[int, Sequence[int]], told: Sequence[Told]) -> None:
-        self._expected, self._told = expected, told
+    def __init__(self, expected: Mapping[int, Sequence[int]], answer: Sequence[Answer]) -> None:
+        self._expected, self._answers = expected, answer
         self._num_taken = 0
-        self._open: list[Told] = []
+        self._open: list[Answer] = []
         self.num_ended = self.num_failed = self.num_wrong = 0
 
     def __str__(self) -> str:
-        self._open += self._told[self._num_taken :]
-        self._num_taken = len(self._told)
-        ended = [told for told in self._open if told.finish_reason is not None or told.error is not None]
-        self._open = [told for told in self._open if told.finish_reason is None and told.error is None]
+        self._open += self._answers[self._num_taken :]
+        self._num_taken = len(self._answers)
+        ended = [answer for answer in self._open if answer.finish_reason is not None or answer.error is not None]
+        self._open = [answer for answer in self._open if answer.finish_reason is None and answer.error is None]
         self.num_ended += len(ended)
-        self.num_failed += sum(told.failed for told in ended)
-        self.num_wrong += sum(difference_of(self._expected[told.number], told).any for told in ended if told.number in self._expected)
+        self.num_failed += sum(answer.failed for answer in ended)
+        self.num_wrong += sum(
+            difference_of(self._expected[answer.number], answer).any for answer in ended if answer.number in self._expected
+        )
         return f"{self.num_failed} of {self.num_ended} requests failed, {self.num_wrong} answered wrongly"
 
 
-def usual_gaps(undisturbed: Iterable[Told]) -> dict[int, float]:
+def usual_gaps(undisturbed: Iterable[Answer]) -> dict[int, float]:
     """number -> the median of the longest gaps of its answers."""
     gaps: dict[int, list[float]] = {}
-    for told in undisturbed:
-        if not told.failed:
-            gaps.setdefault(told.number, []).append(told.longest_gap_seconds)
+    for answer in undisturbed:
+        if not answer.failed:
+            gaps.setdefault(answer.number, []).append(answer.longest_gap_seconds)
     return {number: statistics.median(each) for number, each in gaps.items()}
 
 
-def extra_stalls(tolds: Iterable[Told], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
-    """For each request that was being answered within STALL_SECONDS after a fault: by how much its longest gap in that time was longer
-    than its longest gap usually is; at least 0. None: of all requests and all their gaps, which shows how much is mere noise."""
+def extra_stalls(answers: Iterable[Answer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
+    """For each request that was being answered within STALL_SECONDS after a fault: its longest gap in that time, less its usual longest
+    gap; at least 0. `faults` None: for all requests and all their gaps, which shows the noise."""
     stalls = []
-    for told in tolds:
-        met = [end - begin for begin, end in told.gaps() if faults is None or _overlaps(begin, end, faults)]
-        if met and told.number in usual:
-            stalls.append(max(0.0, max(met) - usual[told.number]))
+    for answer in answers:
+        met = [end - begin for begin, end in answer.gaps() if faults is None or _overlaps(begin, end, faults)]
+        if met and answer.number in usual:
+            stalls.append(max(0.0, max(met) - usual[answer.number]))
     return stalls
 
 
@@ -159,30 +157,30 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def throughput(tolds: Iterable[Told], begin: float, end: float) -> float:
-    """Tokens per second that came in [begin, end)."""
-    count = sum(begin <= came.at < end for told in tolds for came in told.tokens)
+def throughput(answers: Iterable[Answer], begin: float, end: float) -> float:
+    """Tokens per second received in [begin, end)."""
+    count = sum(begin <= received.at < end for answer in answers for received in answer.tokens)
     return count / (end - begin) if end > begin else math.nan
 
 
-def curve(tolds: Iterable[Told], begin: float, end: float, width: float = BIN_SECONDS) -> list[float]:
-    """Tokens per second in bins of `width` seconds; what does not fill a bin at the end is left out."""
+def curve(answers: Iterable[Answer], begin: float, end: float, width: float = BIN_SECONDS) -> list[float]:
+    """Tokens per second in bins of `width` seconds; a last bin that is not full is left out."""
     num_bins = int((end - begin) / width + 1e-9)
-    counts = Counter(int((came.at - begin) / width) for told in tolds for came in told.tokens if came.at >= begin)
+    counts = Counter(int((received.at - begin) / width) for answer in answers for received in answer.tokens if received.at >= begin)
     return [counts[place] / width for place in range(num_bins)]
 
 
-class Window(NamedTuple):
+class ThroughputWindow(NamedTuple):
     """A fault and the throughput around it, in tokens per second. `before` is nan when there was too little time before it."""
 
-    seconds: float  # looked at after the fault
+    seconds: float  # after the fault
     after: float
     before: float
 
 
-def windows(tolds: Sequence[Told], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[Window]:
-    """`faults`: (when, when all was well again) in order. After: up to the next fault or the end. Before: from when all was well again
-    after the fault before. Both at most WINDOW_SECONDS; a fault with too little time after it is left out."""
+def windows(answers: Sequence[Answer], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[ThroughputWindow]:
+    """`faults`: (time, time of recovery) in order. `after` ends at the next fault or at `end`; `before` begins at the recovery from the
+    fault before. Both take at most WINDOW_SECONDS; a fault with too little time after it is left out."""
     found = []
     well = begun
     for number, (at, whole) in enumerate(faults):
@@ -190,7 +188,7 @@ def windows(tolds: Sequence[Told], faults: Sequence[tuple[float, float]], begun:
         until = min(at + WINDOW_SECONDS, following, end)
         since = max(well, at - WINDOW_SECONDS)
         well = max(well, at, whole if math.isfinite(whole) else at)
-        if until - at >= SHORTEST_WINDOW_SECONDS:
-            before = throughput(tolds, since, at) if at - since >= SHORTEST_WINDOW_SECONDS else math.nan
-            found.append(Window(until - at, throughput(tolds, at, until), before))
+        if until - at >= MIN_WINDOW_SECONDS:
+            before = throughput(answers, since, at) if at - since >= MIN_WINDOW_SECONDS else math.nan
+            found.append(ThroughputWindow(until - at, throughput(answers, at, until), before))
     return found

@@ -1,8 +1,4 @@
-"""Faults carried out on the real processes of a running graph, each begun at its time and taken back at its end.
-
-Here: Injector, for scenarios and for kills drawn from a seed. Not here: what faults there are (flowrt/reliability/scenario.py), how
-a plan is written (plan.py), what a worker does to itself (worker.py), what came of it (watch.py, measure.py).
-"""
+"""Injects faults into the real processes of a running graph, each at its time, and ends them in time."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from collections.abc import Callable, Sequence
 from flowrt.api import RunningGraph
 from flowrt.chaos.leaks import is_alive
 from flowrt.chaos.orders import WORKER, Order
-from flowrt.chaos.plan import told
-from flowrt.chaos.watch import Deed, Watch
+from flowrt.chaos.plan import fault_text
+from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.errors import WorkerDiedError
 from flowrt.launcher.launcher import NotRunningError
 from flowrt.observe import duration_text
@@ -32,19 +28,19 @@ Say = Callable[[str], None]
 
 
 class Injector:
-    """Faults for one run. Made before the graph is entered: with `obedient` it has the graph start workers that obey orders."""
+    """Faults for one run. Made before the graph is entered: with `obedient` it makes the graph start workers that take orders."""
 
-    def __init__(self, graph: RunningGraph, watch: Watch, clock: Clock, say: Say = lambda text: None, obedient: bool = True) -> None:
+    def __init__(self, graph: RunningGraph, watch: Watch, clock: Clock, say: Say = lambda text: None, takes_orders: bool = True) -> None:
         self._graph, self._watch, self._clock, self._say = graph, watch, clock, say
-        self._num_pauses: Counter[int] = Counter()  # that hold a process (by its number) still: only the last one's end wakes it
-        self._killed: set[tuple[str, int, str]] = set()  # lives that are over, though they may not be gone yet
-        self.so_far: Callable[[], str] = lambda: ""  # said with every fault: how the load fares
-        if obedient:
+        self._num_pauses: Counter[int] = Counter()  # by pid: the end of the last pause wakes the process
+        self._killed: set[tuple[str, int, str]] = set()  # incarnations
+        self.so_far: Callable[[], str] = lambda: ""  # the state of the load, reported with every fault
+        if takes_orders:
             graph.launcher.worker = WORKER
 
     async def run(self, scenario: Scenario, begun: float) -> None:
-        """Carry out the scenario, whose times count from `begun`; returns when the last fault is over. Cancelled, it takes back what it
-        has begun."""
+        """Inject the scenario, whose times count from `begun`; returns when the last fault is over. When cancelled, it ends the faults
+        that it has begun."""
         faults = sorted(scenario.faults, key=lambda fault: fault.at_seconds)
         several = len(faults) > 1
         if several:
@@ -54,84 +50,86 @@ class Injector:
                 following = faults[number + 1].at_seconds if number + 1 < len(faults) else None
                 then = f"next at {following:g} s" if following is not None else "the last"
                 place, then = (f" ({number + 1} of {len(faults)})", then) if several else ("", "")
-                tasks.create_task(self._befall(fault, begun, place, then), name=told(fault))
+                tasks.create_task(self._inject_at(fault, begun, place, then), name=fault_text(fault))
 
     async def kill_randomly(self, names: Sequence[str], num: int, seed: int, apart_seconds: float) -> bool:
-        """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. False when one was not
-        back in time, or the run has failed: then no more are killed."""
+        """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. Stops and returns False
+        when one was not back in time or the run has failed."""
         chance = random.Random(seed)
         for number in range(num):
-            deed = await self._do(Crash(process=chance.choice(sorted(names))), f" ({number + 1} of {num})")
-            if deed.missed or not await self._is_back(deed):
+            injected = await self._do(Crash(process=chance.choice(sorted(names))), f" ({number + 1} of {num})")
+            if injected.missed or not await self._is_back(injected):
                 return False
             then = f"next kill in {apart_seconds:g} s" if number + 1 < num else "no more kills"
-            self._say(f"{deed.process} is back after {duration_text(self._watch.back_seconds(deed))}; {then}")
+            self._say(f"{injected.process} is back after {duration_text(self._watch.back_seconds(injected))}; {then}")
             await self._watch.wait_failed(apart_seconds)
         return True
 
-    async def look(self, names: Sequence[str], seconds: float = 5.0) -> None:
-        """Have these workers say what they hold (`Watch.held`)."""
+    async def collect_held(self, names: Sequence[str], seconds: float = 5.0) -> None:
+        """Make these workers report what they hold (`Watch.held`)."""
         self._watch.held.clear()
         for name in names:
             with contextlib.suppress(NotRunningError, WorkerDiedError):
                 await self._graph.launcher.send(name, Order("look"))
         await self._watch.wait_until(lambda: self._watch.held.keys() >= set(names), seconds)
 
-    async def _is_back(self, deed: Deed) -> bool:
+    async def _is_back(self, injected: InjectedFault) -> bool:
         watch = self._watch
-        await watch.wait_until(lambda: watch.back_seconds(deed) < math.inf or watch.is_given_up(deed), BACK_SECONDS)
-        is_back = watch.back_seconds(deed) < math.inf
+        await watch.wait_until(lambda: watch.back_seconds(injected) < math.inf or watch.is_given_up(injected), BACK_SECONDS)
+        is_back = watch.back_seconds(injected) < math.inf
         if not is_back and not watch.failed:
-            self._say(f"{deed.process} {'stays down' if watch.is_given_up(deed) else f'is not back after {BACK_SECONDS:g} s'}")
+            self._say(f"{injected.process} {'stays down' if watch.is_given_up(injected) else f'is not back after {BACK_SECONDS:g} s'}")
         return is_back
 
-    async def _befall(self, fault: AnyFault, begun: float, place: str, then: str) -> None:
+    async def _inject_at(self, fault: AnyFault, begun: float, place: str, then: str) -> None:
         await self._watch.wait_failed(begun + fault.at_seconds - self._clock.now())
         await self._do(fault, place, then)
 
-    async def _do(self, fault: AnyFault, place: str, then: str = "") -> Deed:
-        """Carry out one fault, wait until it is over, and take it back. `place` and `then` are for people: which of how many, what next."""
+    async def _do(self, fault: AnyFault, place: str, then: str = "") -> InjectedFault:
+        """Inject one fault, wait until it is over, and end it. `place` and `then` are for the report: which of how many, what next."""
         name = fault.processes[0]
         pid = self._graph.pids.get(name, 0)
         incarnation = self._graph.launcher.incarnations.get(name, "")
         seconds = fault.ends_seconds - fault.at_seconds
-        deed = Deed(told(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:]))
-        self._watch.deeds.append(deed)
+        injected = InjectedFault(
+            fault_text(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:])
+        )
+        self._watch.injected_faults.append(injected)
         if self._watch.failed:
-            deed.missed = "the run had ended"
-            return deed
+            injected.missed = "the run had ended"
+            return injected
         try:
             descriptor = os.pidfd_open(pid) if is_alive(pid) and (name, pid, incarnation) not in self._killed else None
         except OSError as error:
             descriptor = None
             if not isinstance(error, ProcessLookupError):
-                deed.missed = f"{name} cannot be reached: {error.strerror}"
+                injected.missed = f"{name} cannot be reached: {error.strerror}"
         if descriptor is None:
-            deed.missed = deed.missed or f"{name} is not there"
-            self._say(self._progress(f"{deed.text}{place}: {deed.missed}", then))
-            return deed
+            injected.missed = injected.missed or f"{name} is not running"
+            self._say(self._progress(f"{injected.text}{place}: {injected.missed}", then))
+            return injected
         try:
-            deed.at = self._clock.now()
+            injected.at = self._clock.now()
             match fault:
                 case Crash():
                     self._killed.add((name, pid, incarnation))
-                    _signal(deed, descriptor, signal.SIGKILL)
+                    _signal(injected, descriptor, signal.SIGKILL)
                 case Pause():
                     self._num_pauses[pid] += 1
-                    _signal(deed, descriptor, signal.SIGSTOP)
+                    _signal(injected, descriptor, signal.SIGSTOP)
                 case Stall() | Hang():
-                    await self._order(deed, Order(fault.kind, seconds))
+                    await self._order(injected, Order(fault.kind, seconds))
                 case Slow(factor=factor):
-                    await self._order(deed, Order(fault.kind, seconds, factor))
+                    await self._order(injected, Order(fault.kind, seconds, factor))
                 case Reset(between=(_, other)):
-                    await self._order(deed, Order(fault.kind, pid=self._graph.pids.get(other, 0)))
-            self._say(self._progress(f"{deed.text}{place}, pid {pid}" + (f": {deed.missed}" if deed.missed else ""), then))
-            await self._watch.wait_failed(deed.at + seconds - self._clock.now())
+                    await self._order(injected, Order(fault.kind, pid=self._graph.pids.get(other, 0)))
+            self._say(self._progress(f"{injected.text}{place}, pid {pid}" + (f": {injected.missed}" if injected.missed else ""), then))
+            await self._watch.wait_failed(injected.at + seconds - self._clock.now())
         finally:
             if isinstance(fault, Pause):
                 self._wake(pid, descriptor)
             os.close(descriptor)
-        return deed
+        return injected
 
     def _wake(self, pid: int, descriptor: int) -> None:
         self._num_pauses[pid] -= 1
@@ -143,16 +141,16 @@ class Injector:
     def _progress(self, done: str, then: str) -> str:
         return "; ".join(part for part in (done, then, self.so_far()) if part)
 
-    async def _order(self, deed: Deed, order: Order) -> None:
+    async def _order(self, injected: InjectedFault, order: Order) -> None:
         try:
-            await self._graph.launcher.send(deed.process, order)
+            await self._graph.launcher.send(injected.process, order)
         except (NotRunningError, WorkerDiedError) as error:
-            deed.missed = str(error)
+            injected.missed = str(error)
 
 
-def _signal(deed: Deed, descriptor: int, number: signal.Signals) -> None:
-    """Which may come too late: the process is dead, and nobody has said so yet."""
+def _signal(injected: InjectedFault, descriptor: int, number: signal.Signals) -> None:
+    """The signal may come too late, when the process is dead and its death is not reported yet."""
     try:
         signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
-        deed.missed = f"{deed.process} is not there"
+        injected.missed = f"{injected.process} is not running"

@@ -1,7 +1,4 @@
-"""What processes hold, read off /proc: descriptors, shared memory, children. For telling whether a run of deaths leaves anything behind.
-
-Here: Holding, `holding_of`, `children_of`, `named_memory`, `leaks_between`. Not here: when it is looked at (measure.py).
-"""
+"""Reads from /proc what processes hold: descriptors, shared memory, children. The difference shows what deaths leave behind."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_OURS = ("flowrt", "torch_", "psm_", "sem.")  # names of shared memory; others are not our business
+_OURS = ("flowrt", "torch_", "psm_", "sem.")  # prefixes of our names of shared memory
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Of one process: open descriptors, maps of memory without a name, threads, resident bytes."""
+    """Open descriptors, anonymous memory maps, threads and resident bytes of one process."""
 
     descriptors: int = 0
     memory_maps: int = 0
@@ -58,7 +55,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs, or stands still but could run on. One that is dead and not waited for is not alive."""
+    """Whether the process exists and is no zombie; a stopped process is alive."""
     try:
         stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -67,14 +64,14 @@ def is_alive(pid: int) -> bool:
 
 
 def named_memory() -> set[str]:
-    """Shared memory that has a name and may be ours."""
+    """Names of shared memory that may be ours."""
     with contextlib.suppress(OSError):
         return {name for name in os.listdir("/dev/shm") if name.startswith(_OURS)}
     return set()
 
 
 def leaks_between(before: Mapping[str, Holding], after: Mapping[str, Holding]) -> list[str]:
-    """What processes hold more of than they did, a line each; those of no life before are compared with nothing."""
+    """A line for each thing that a process holds more of than before. New processes are not compared."""
     lines = []
     for name, now in after.items():
         if (then := before.get(name)) is None:

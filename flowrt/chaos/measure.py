@@ -1,8 +1,4 @@
-"""A run with chaos from its start to its end: undisturbed first, then under faults, then what is left behind.
-
-Here: Options, Found, `measure`. Not here: each part of it (load.py, inject.py, watch.py, leaks.py, compare.py), what is made of it
-(report.py).
-"""
+"""Measures a chaos run: without faults first, then under faults, then what is left behind."""
 
 from __future__ import annotations
 
@@ -16,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.chaos.compare import Tally, Told, expected_of
+from flowrt.chaos.compare import Answer, Tally, expected_of
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
-from flowrt.chaos.load import Asked, Load, requests_of
+from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.plan import load_plan
-from flowrt.chaos.watch import Deed, Watch
+from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
@@ -38,10 +34,10 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line. Either a plan, or kills: `kills` expert servers drawn from `seed`, `apart_seconds` after the last one was back.
+class ChaosOptions:
+    """The command line. Either a plan, or `kills` of expert servers drawn from `seed`, each `apart_seconds` after the last one was back.
 
-    `seconds` of load without faults first, and at least as many with them.
+    The load takes `seconds` without faults, and at least as many with them.
     """
 
     graph: Path
@@ -56,28 +52,28 @@ class Options:
     new_tokens: int = 32
     model: Path | None = None
     overrides: Sequence[str] = ()
-    spare: bool = False  # the servers that are left can do all the work: throughput is held against that
+    spare: bool = False  # the remaining servers have the capacity for all the work
 
 
 @dataclass
-class Found:
-    """What was seen. Times are of one clock; the faults fell into [begun, ended]."""
+class ChaosResult:
+    """What was measured. Times are of one clock; the faults were injected in [begun, ended]."""
 
     graph: Graph
     num_servers: int
-    num_faults: int = 0  # that were to befall somebody
+    watch: Watch
+    num_faults: int = 0  # planned
     has_spare: bool = False
-    undisturbed: list[Told] = field(default_factory=list)
+    undisturbed: list[Answer] = field(default_factory=list)
     undisturbed_span: tuple[float, float] = (0.0, 0.0)
-    told: list[Told] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     begun: float = 0.0
     ended: float = 0.0
-    deeds: list[Deed] = field(default_factory=list)
-    watch: Watch | None = None
+    injected_faults: list[InjectedFault] = field(default_factory=list)
     before: dict[str, Holding] = field(default_factory=dict)
     after: dict[str, Holding] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
-    failure: str | None = None  # why the run ended before its time
+    failure: str | None = None  # why the run ended early
     not_back: bool = False
     interrupted: bool = False
     emulation: Account | None = None  # of an emulated run: whether its figures hold
@@ -90,7 +86,7 @@ def expert_servers(graph: Graph) -> list[str]:
 
 
 def clients_of(graph: Graph) -> dict[str, set[str]]:
-    """Expert server -> the processes that ask it."""
+    """Expert server -> the processes that send it requests."""
     process_of = {node.name: node.process for node in graph.nodes.values()}
     clients: dict[str, set[str]] = {name: set() for name in expert_servers(graph)}
     for edge in graph.edges.values():
@@ -99,7 +95,7 @@ def clients_of(graph: Graph) -> dict[str, set[str]]:
     return clients
 
 
-def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
+def prepared(options: ChaosOptions) -> tuple[Graph, Scenario | None, list[LoadRequest]]:
     """The graph, the plan, the requests. Raises UserError for what cannot be measured, before anything starts."""
     if (options.plan is None) == (not options.kills):
         raise UserError("either --plan FILE or --kills N is needed, and not both")
@@ -107,21 +103,23 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
         if not 0 <= (value := getattr(options, option)) < math.inf:
             raise UserError(f"--{option.removesuffix('_seconds')} is {value:g}; give a number of 0 or more")
     if options.kills > MAX_KILLS:
-        raise UserError(f"--kills is {options.kills}; give {MAX_KILLS} or less: no process is started again more often in one run")
+        raise UserError(f"--kills is {options.kills}; give {MAX_KILLS} or less: no process is restarted more often in one run")
     for option in ("num_requests", "concurrency", "prompt_tokens", "new_tokens"):
         if (number := getattr(options, option)) < 1:
             raise UserError(f"--{option.removeprefix('num_').replace('_', '-')} is {number}; give a number of 1 or more")
     overrides = list(options.overrides)
-    if options.kills:  # the budget is for crashes that nobody asked for
+    if options.kills:  # the restart budget is for unplanned crashes
         overrides.insert(0, f"reliability.restarts={options.kills + 1}")
     graph = read_graph(options.graph, overrides, options.model)
     if graph.model is None:
-        raise UserError(f"{options.graph}: this graph serves no model; chaos asks a model's")
+        raise UserError(f"{options.graph}: this graph serves no model, and chaos needs one to send requests to")
     if graph.processes != "many":
-        raise UserError(f"{options.graph}: workers share processes, and nothing can befall one alone; use --set deploy.processes=many")
+        raise UserError(
+            f"{options.graph}: workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many"
+        )
     if options.kills and not may_die(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
-        raise UserError(f"{options.graph}: no process of it may die, so there is none to kill; {hint}")
+        raise UserError(f"{options.graph}: the run survives the death of none of its processes, so there is none to kill; {hint}")
     vocab_size = read_model_config(Path(graph.model.path)).vocab_size
     most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.group_limits().kv_pages * graph.limits.page_size)
     if options.new_tokens <= graph.limits.max_tokens and options.prompt_tokens + options.new_tokens > most:
@@ -129,35 +127,37 @@ def prepared(options: Options) -> tuple[Graph, Scenario | None, list[Asked]]:
             f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {most} (the model's "
             "context, or limits.kv_pages x page_size); ask for fewer"
         )
-    asked = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.group_limits())
-    return graph, load_plan(options.plan, graph) if options.plan is not None else None, asked
+    requests = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.group_limits())
+    return graph, load_plan(options.plan, graph) if options.plan is not None else None, requests
 
 
-async def measure(options: Options, say: Say) -> Found:
-    """The whole run. What a fault does to it is found, not raised; UserError for what is wrong before the first fault. Cancelled, it
-    ends the graph and returns what was seen until then."""
-    graph, scenario, asked = prepared(options)
+async def measure(options: ChaosOptions, say: Say) -> ChaosResult:
+    """Run all parts. The effect of a fault is recorded, not raised; UserError for what is wrong before the first fault. When cancelled,
+    it ends the graph and returns the measurement so far."""
+    graph, scenario, requests = prepared(options)
     seams = Seams()
     watch = Watch(seams.clock, clients_of(graph))
 
     def on_line(process: str, line: str) -> None:
-        if not watch.takes_line(process, line):
+        if not watch.take_line(process, line):
             say(f"[{process}] {line}")
 
     num_faults = options.kills if scenario is None else len(scenario.faults)
-    found = Found(graph, len(expert_servers(graph)), num_faults, options.spare, watch=watch, deeds=watch.deeds)
+    found = ChaosResult(graph, len(expert_servers(graph)), watch, num_faults, options.spare, injected_faults=watch.injected_faults)
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
     try:
         running = open_graph(graph, seams=seams, on_event=watch.on_event, on_line=on_line)
         injector = Injector(running, watch, seams.clock, say)
         async with running:
-            await _undisturbed(found, running, asked, options, seams, say)
+            await _undisturbed(found, running, requests, options, seams, say)
             await seams.clock.sleep(QUIET_SECONDS)
             found.before = await _look(found, running, injector)
-            await _disturbed(found, running, injector, asked, scenario, options, seams, say)
+            await _disturbed(found, running, injector, requests, scenario, options, seams, say)
             if found.failure is None:
-                relinked = {name for deed in found.deeds if deed.kind == "reset" for name in (deed.process, deed.other)}
+                relinked = {
+                    name for injected in found.injected_faults if injected.kind == "reset" for name in (injected.process, injected.other)
+                }
                 before = {name: holding for name, holding in found.before.items() if name not in relinked}  # these use other sockets now
 
                 async def look() -> list[str]:
@@ -168,8 +168,8 @@ async def measure(options: Options, say: Say) -> Found:
                 found.leaks += await once_settled(look, seams.clock)
     except WorkerDiedError as error:
         found.failure = found.failure or str(error)
-    except asyncio.CancelledError:  # what was seen until then is told
-        found.told = [told for told in found.told if told.ended < math.inf or told.error is not None]
+    except asyncio.CancelledError:  # keep what was measured so far
+        found.answers = [answer for answer in found.answers if answer.ended < math.inf or answer.error is not None]
     if found.begun:
         found.ended = found.ended or seams.clock.now()
     if graph.emulation is not None:
@@ -180,42 +180,44 @@ async def measure(options: Options, say: Say) -> Found:
     return found
 
 
-async def _undisturbed(found: Found, running: RunningGraph, asked: Sequence[Asked], options: Options, seams: Seams, say: Say) -> None:
-    """A first round is not counted: it warms. Raises UserError when a request fails: then nothing can be compared."""
+async def _undisturbed(
+    found: ChaosResult, running: RunningGraph, requests: Sequence[LoadRequest], options: ChaosOptions, seams: Seams, say: Say
+) -> None:
+    """The first round only warms up. Raises UserError when a request fails: then nothing can be compared."""
     say(f"undisturbed: {options.concurrency} requests at a time, once each, and then for {options.seconds:g} s")
     for seconds in (0.0, options.seconds):
-        load = Load(running, asked, options.concurrency, seams.clock)
+        load = Load(running, requests, options.concurrency, seams.clock)
         begun = seams.clock.now()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(load.run(len(asked)), name="load")
+            tasks.create_task(load.run(len(requests)), name="load")
             await seams.clock.sleep(seconds)
             until = seams.clock.now()
             load.stop()
-        found.undisturbed = load.told
+        found.undisturbed = load.answers
         found.undisturbed_span = (begun, max(until, begun + 0.1))
-        for told in load.told:
-            if told.failed:
-                raise UserError(f"request {told.number} failed before any fault: {told.error}; nothing can be compared with it")
-    num_tokens = sum(len(told.tokens) for told in found.undisturbed)
+        for answer in load.answers:
+            if answer.failed:
+                raise UserError(f"request {answer.number} failed before any fault: {answer.error}; nothing can be compared with it")
+    num_tokens = sum(len(answer.tokens) for answer in found.undisturbed)
     say(f"undisturbed: {len(found.undisturbed)} requests, {num_tokens} tokens")
 
 
 async def _disturbed(
-    found: Found,
+    found: ChaosResult,
     running: RunningGraph,
     injector: Injector,
-    asked: Sequence[Asked],
+    requests: Sequence[LoadRequest],
     scenario: Scenario | None,
-    options: Options,
+    options: ChaosOptions,
     seams: Seams,
     say: Say,
 ) -> None:
-    load = Load(running, asked, options.concurrency, seams.clock)
-    found.told = load.told
-    tally = Tally(expected_of(found.undisturbed)[0], load.told)
+    load = Load(running, requests, options.concurrency, seams.clock)
+    found.answers = load.answers
+    tally = Tally(expected_of(found.undisturbed)[0], load.answers)
     injector.so_far = lambda: f"so far {tally}"
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(load.run(len(asked)), name="load")
+        tasks.create_task(load.run(len(requests)), name="load")
         await load.begun.wait()
         found.begun = seams.clock.now()
         if scenario is not None:
@@ -225,7 +227,6 @@ async def _disturbed(
                 sorted(may_die(found.graph)), options.kills, options.seed, options.apart_seconds
             )
         rest = max(found.begun + options.seconds - seams.clock.now(), min(AFTER_SECONDS, options.seconds))
-        assert found.watch is not None
         if not found.watch.failed:
             say(f"no more faults; {rest:.0f} s of load follow; so far {tally}")
         await found.watch.wait_failed(rest)
@@ -236,21 +237,21 @@ async def _disturbed(
         say(f"the run has failed: {found.failure}")
 
 
-async def _look(found: Found, running: RunningGraph, injector: Injector) -> dict[str, Holding]:
-    """What each process holds while nothing is asked."""
-    await injector.look(found.graph.process_names())
+async def _look(found: ChaosResult, running: RunningGraph, injector: Injector) -> dict[str, Holding]:
+    """What each process holds while it has no requests."""
+    await injector.collect_held(found.graph.process_names())
     gc.collect()
     return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in running.pids.items()}
 
 
 def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Slots and credits that are neither at hand nor kept back when nothing is on its way."""
+    """Rows, sequences, pages and credits that have not returned although no message is on its way."""
     lines = []
     for name, counts in held.items():
         lines += [f"{name}: {counts[what]} {what} left" for what in ("rows", "waiting", "sequences", "pages held") if counts.get(what)]
     away, kept = (sum(counts.get(what, 0) for counts in held.values()) for what in ("credits away", "credits kept back"))
     if away != kept:
-        lines.append(f"{away} credits are away, {kept} are kept back by who has to return them")
+        lines.append(f"{away} credits are outstanding, {kept} of them wait to be returned")
     return lines
 
 
@@ -263,7 +264,7 @@ async def once_settled(look: Callable[[], Awaitable[list[str]]], clock: Clock) -
 
 
 async def _left(outside: tuple[Holding, set[int], set[str]]) -> list[str]:
-    """What is left of a run that is closed."""
+    """What a closed run has left behind."""
     gc.collect()
     before, children, memory = outside
     lines = [f"process {pid} is left" for pid in sorted(children_of(os.getpid()) - children)]

@@ -1,8 +1,6 @@
-"""What a run with chaos says to its workers, and hears from them, beside what every run says.
+"""Messages between a chaos run and its workers: Order on the control connection, Note as a line on stderr.
 
-Here: Order (a message on the control connection) and Note (a line on stderr, so that it comes even while the control connection stands
-still).
-Not here: who obeys (worker.py), who orders (inject.py). No torch.
+A note is a line on stderr so that it arrives even while the worker's event loop is blocked.
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ import msgspec
 
 from flowrt.actors.control import Control
 
-WORKER = "flowrt.chaos.worker:run_worker"  # what a graph with chaos starts instead of its usual workers
+WORKER = "flowrt.chaos.worker:run_worker"  # in place of the usual workers
 _MARK = "@chaos "
 
 
 class Order(Control, frozen=True):
-    """Do this to yourself. Known only to the workers of chaos: the usual ones refuse it as no control message.
+    """A fault that the worker injects into itself. Usual workers reject it as an unknown control message.
 
-    what: `stall`, `hang`, `slow` (for `seconds`, by `factor`), `reset` (the connections to the process `pid`), `look` (answer with a
-    Note what you hold).
+    what: `stall`, `hang`, `slow` (for `seconds`, by `factor`), `reset` (the connections to the process `pid`), `look` (report in a Note
+    what it holds).
     """
 
     kind: ClassVar[str] = "control.chaos"
@@ -34,10 +32,10 @@ class Order(Control, frozen=True):
 
 @dataclass(frozen=True)
 class Note:
-    """What a worker noticed: `what` with whom, when (the host's monotonic clock), and what it counted.
+    """An event in a worker: `what`, with which peer, when (the host's monotonic clock), and counts.
 
-    what: the name of an order when it is carried out (`reset`: with `counts` of the connections that it found); `left`: the life
-    `incarnation` of `peer` is used no more; `held`: `counts`.
+    what: the name of an order when it is carried out (`reset`: with `counts` of the connections that it found); `left`: this worker no
+    longer uses `incarnation` of `peer`; `held`: `counts`.
     """
 
     what: str
@@ -56,5 +54,5 @@ def note_of(line: str) -> Note | None:
         return None
     try:
         return msgspec.convert(msgspec.json.decode(line.removeprefix(_MARK)), Note)
-    except msgspec.MsgspecError:  # a line of somebody else's
+    except msgspec.MsgspecError:  # another program's line
         return None

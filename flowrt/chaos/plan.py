@@ -1,8 +1,4 @@
-"""What is to go wrong in a run of real processes: a scenario file, or words such as "kill:experts.1@2s". Pure but for reading the file.
-
-Here: `parse_words`, `load_plan`, and which faults real processes can be made to suffer. Not here: the format of scenarios
-(flowrt/reliability/scenario.py), doing a fault (inject.py). Called by the command lines.
-"""
+"""Parses the faults for real processes: a scenario file, or text such as "kill:experts.1@2s". Pure but for reading the file."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ from typing import Any
 from flowrt.errors import UserError, shortened
 from flowrt.graph.document import read_document
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import may_die, neighbours
+from flowrt.graph.recovery import is_watched, neighbours
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written
 
-DONE = (Crash, Pause, Stall, Hang, Slow, Reset)  # the kinds that befall real processes
-OBEYED = (Stall, Hang, Slow, Reset)  # those that the process does to itself, when told to
+INJECTABLE = (Crash, Pause, Stall, Hang, Slow, Reset)  # into real processes
+BY_WORKER = (Stall, Hang, Slow, Reset)  # injected by the worker itself, on an order
 _SUCH_AS = {
     "crash": "kill:experts.1@2s",
     "pause": "pause:experts.0@1s+500ms",
@@ -33,7 +29,7 @@ _WORD = re.compile(r"(?P<kind>[a-z_]+):(?P<who>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s)?")
 
 
-def parse_words(text: str, graph: Graph) -> Scenario:
+def parse_faults(text: str, graph: Graph) -> Scenario:
     """The scenario of a --chaos option: faults with commas between, KIND:WHO@WHEN, then +HOW LONG, then xFACTOR where the kind has them.
 
     Raises UserError, one line.
@@ -56,19 +52,19 @@ def load_plan(path: Path, graph: Graph) -> Scenario:
     return _checked(document.value, document.where, graph)
 
 
-def victims(graph: Graph) -> frozenset[str]:
-    """Whom a fault may befall: every process of the graph, and the monitor where there is one."""
-    monitors = {MONITOR} if graph.reliability.detector and may_die(graph) else set()
+def fault_targets(graph: Graph) -> frozenset[str]:
+    """The processes that a fault may name: those of the graph, and the monitor where there is one."""
+    monitors = {MONITOR} if is_watched(graph) else set()
     return frozenset({*graph.process_names(), *monitors})
 
 
-def needs_obedience(scenario: Scenario) -> bool:
-    """Whether workers must be of the kind that does to itself what it is told (worker.py)."""
-    return any(isinstance(fault, OBEYED) for fault in scenario.faults)
+def needs_fault_worker(scenario: Scenario) -> bool:
+    """Whether the run needs workers that take orders (worker.py)."""
+    return any(isinstance(fault, BY_WORKER) for fault in scenario.faults)
 
 
-def told(fault: AnyFault) -> str:
-    """ "kill experts.1", "pause experts.0 for 0.5 s": what is done, for people."""
+def fault_text(fault: AnyFault) -> str:
+    """The fault in words: "kill experts.1", "pause experts.0 for 0.5 s"."""
     match fault:
         case Crash(process=name):
             return f"kill {name}"
@@ -80,23 +76,23 @@ def told(fault: AnyFault) -> str:
 
 
 def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written) -> Scenario:
-    scenario = scenario_of(value, where, {GATEWAY, *victims(graph)}, example, tuple(_FIELDS))
+    scenario = scenario_of(value, where, {GATEWAY, *fault_targets(graph)}, example, tuple(_FIELDS))
     linked = neighbours(graph)
     for number, fault in enumerate(scenario.faults):
         place = f"{where(('faults', number))}: "
-        if not isinstance(fault, DONE):
-            kinds = ", ".join(str(kind.__struct_config__.tag) for kind in DONE)
+        if not isinstance(fault, INJECTABLE):
+            kinds = ", ".join(str(kind.__struct_config__.tag) for kind in INJECTABLE)
             raise UserError(f"{place}{fault.kind} is for simulation only; real processes take {kinds}")
         if GATEWAY in fault.processes:
             raise UserError(f"{place}the gateway is this command itself; name another process")
         if isinstance(fault, Reset) and fault.between[1] not in (others := linked.get(fault.between[0], ())):
             one, other = fault.between
-            peers = ", ".join(name for name in others if name != GATEWAY) or "nobody"
+            peers = ", ".join(name for name in others if name != GATEWAY) or "no process"
             raise UserError(f"{place}{one} has no link to {other}, so there is none to reset; it has links to {peers}")
-        if isinstance(fault, OBEYED) and fault.processes[0] == MONITOR:
+        if isinstance(fault, BY_WORKER) and fault.processes[0] == MONITOR:
             raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
         if graph.processes != "many":
-            raise UserError(f"{place}workers share processes, and nothing can befall one alone; use --set deploy.processes=many")
+            raise UserError(f"{place}workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many")
     return scenario
 
 
@@ -121,13 +117,13 @@ def _values_of(word: str) -> dict[str, Any]:
     return values
 
 
-_FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in DONE}
+_FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in INJECTABLE}
 
 
 def _seconds(text: str, word: str) -> float:
     found = _SECONDS.fullmatch(text)
     if found is None:
-        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is no time; such as 2s, 1.5s, 500ms")
+        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is not a time; for example 2s, 1.5s, 500ms")
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
@@ -135,4 +131,4 @@ def _number(text: str, word: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is no factor; such as x5") from None
+        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is not a factor; for example x5") from None

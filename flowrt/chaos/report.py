@@ -1,7 +1,4 @@
-"""What a run with chaos found, as a table with the targets, as JSON, and as the data of the picture.
-
-Here: Row, Report, `report_of`, `print_report`. Not here: measuring (measure.py), counting (compare.py), drawing (plot.py).
-"""
+"""Reports a chaos run: a table of figures with their targets, JSON, and the data of the plot."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from rich.table import Table
 from flowrt.bench.report.figures import Target, Verdict, judge, median_interval, quantile_interval
 from flowrt.bench.report.report import Machine
 from flowrt.chaos import compare
-from flowrt.chaos.compare import Difference, Told
-from flowrt.chaos.measure import Found, expert_servers
-from flowrt.chaos.watch import Deed, Watch
+from flowrt.chaos.compare import Answer, Difference
+from flowrt.chaos.measure import ChaosResult, expert_servers
+from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
 from flowrt.observe import duration_text
@@ -34,7 +31,7 @@ MAX_LINES = 20
 
 @dataclass(frozen=True)
 class Row:
-    """A figure with its target, where it has one. `verdict` "": no target, or nothing to hold against it."""
+    """A figure with its target, where it has one. `verdict` "": no target, or no value to compare with it."""
 
     name: str
     shown: str
@@ -45,7 +42,7 @@ class Row:
 
 @dataclass
 class Report:
-    """`answers_right`: no token lost, doubled, changed or late, and no request failed that was to be answered."""
+    """`answers_right`: no token lost, doubled, changed or late, and no request failed that had to succeed."""
 
     machine: Machine
     rows: list[Row]
@@ -60,22 +57,21 @@ class Report:
         return {"benchmark": "chaos", "machine": vars(self.machine), "figures": rows, "notes": self.notes, "details": self.details}
 
 
-def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) -> Report:
-    """`tolerates_errors`: the plan says that requests may end in an error."""
+def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = False) -> Report:
+    """`tolerates_errors`: the plan allows requests to end with an error."""
     watch = found.watch
-    assert watch is not None
     expected, num_unsteady = compare.expected_of(found.undisturbed)
     difference = Difference()
-    for told in found.told:
-        if told.number in expected:
-            difference += compare.difference_of(expected[told.number], told)
-    num_failed = sum(told.failed for told in found.told)
-    done = [deed for deed in found.deeds if not deed.missed]
-    is_tried = bool(done and any(told.tokens for told in found.told))
+    for answer in found.answers:
+        if answer.number in expected:
+            difference += compare.difference_of(expected[answer.number], answer)
+    num_failed = sum(answer.failed for answer in found.answers)
+    done = [injected for injected in found.injected_faults if not injected.missed]
+    is_tried = bool(done and any(answer.tokens for answer in found.answers))
     rows = [
         *_done(found, done),
-        _count("requests failed", num_failed, f"of {len(found.told)}", is_tried),
-        _count("tokens lost", difference.lost, f"of {sum(len(told.tokens) for told in found.told)}", is_tried),
+        _count("requests failed", num_failed, f"of {len(found.answers)}", is_tried),
+        _count("tokens lost", difference.lost, f"of {sum(len(answer.tokens) for answer in found.answers)}", is_tried),
         _count("tokens doubled", difference.doubled, is_tried=is_tried),
         _count("tokens changed", difference.changed, is_tried=is_tried),
         _count("tokens out of order", difference.swapped, is_tried=is_tried),
@@ -87,8 +83,8 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
         _count("left behind", len(found.leaks)),
     ]
     notes = [f"left behind: {line}" for line in found.leaks[:MAX_LINES]]
-    missed = Counter(f"{deed.text}: {deed.missed}" for deed in found.deeds if deed.missed)
-    notes += [f"could not be done: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES]
+    missed = Counter(f"{injected.text}: {injected.missed}" for injected in found.injected_faults if injected.missed)
+    notes += [f"not injected: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES]
     down: dict[str, str] = {}
     for _, event in watch.seen:
         if isinstance(event, events.WorkerGivenUp):
@@ -97,89 +93,90 @@ def report_of(found: Found, machine: Machine, tolerates_errors: bool = False) ->
             down.pop(event.name, None)
     more = "; use --set reliability.restarts=N"
     notes += [f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()]
-    notes += [f"failed: {line}" for line in dict.fromkeys(told.error or "never ended" for told in found.told if told.failed)][:MAX_LINES]
+    notes += [f"failed: {line}" for line in dict.fromkeys(answer.error or "never ended" for answer in found.answers if answer.failed)][
+        :MAX_LINES
+    ]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
     if found.graph.numerics != "strict":
         notes.append("numerics are fast: an answer may depend on which server computed it; use --set numerics=strict")
     if found.interrupted:
-        notes.append("interrupted: this is what was seen until then")
+        notes.append("interrupted: this is the report so far")
     elif not found.num_faults:
-        notes.append("no fault was to befall anybody: this says nothing about faults")
+        notes.append("no fault was planned: this says nothing about faults")
     if (emulated := found.emulation) is not None:
         notes.append(f"emulated at dilation {emulated.dilation:g}: {emulated.num_computed} computations in modelled time")
         notes += emulated.sentences
     if found.failure is not None:
-        notes.append(f"the run ended before its time: {found.failure}")
+        notes.append(f"the run ended early: {found.failure}")
     right = not (found.interrupted or difference.any or found.failure or found.not_back or (num_failed and not tolerates_errors))
     return Report(machine, rows, notes, right, _details(found, watch))
 
 
-def lost_without_cause(found: Found) -> list[str]:
-    """Who was lost though nothing had befallen it, since it was last lost, that need end a process."""
-    assert found.watch is not None
+def lost_without_cause(found: ChaosResult) -> list[str]:
+    """The processes that were lost although no fault since their last loss must end a process."""
     dead_seconds = found.graph.reliability.dead_seconds
     last: dict[str, float] = {}
     names = []
     for at, event in found.watch.seen:
         if isinstance(event, events.WorkerLost):
             since = last.get(event.name, -math.inf)
-            if not any(deed.at > since and deed.explains(event.name, at, dead_seconds) for deed in found.deeds):
+            if not any(injected.at > since and injected.explains(event.name, at, dead_seconds) for injected in found.injected_faults):
                 names.append(event.name)
             last[event.name] = at
     return names
 
 
 def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> Row:
-    """What must not be. Where nothing befell anybody, that there is none says nothing."""
+    """A count that must be 0. Without any fault, a 0 says nothing."""
     verdict: Verdict = "not met" if count else "met" if is_tried else "open"
     return Row(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
 
 
-def _done(found: Found, done: Sequence[Deed]) -> list[Row]:
-    """How much of what was to be done was done, and whether those that were killed are back."""
-    assert found.watch is not None
-    killed = [deed for deed in done if deed.kind == "crash"]
-    num_back = sum(found.watch.back_seconds(deed) < math.inf for deed in killed)
-    wanted = max(found.num_faults, len(found.deeds))
-    rows = [Row("faults carried out", f"{len(done)} of {wanted}", values={"count": len(done)})]
+def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+    """How many of the planned faults were injected, and how many of the killed processes are back."""
+    killed = [injected for injected in done if injected.kind == "crash"]
+    num_back = sum(found.watch.back_seconds(injected) < math.inf for injected in killed)
+    wanted = max(found.num_faults, len(found.injected_faults))
+    rows = [Row("faults injected", f"{len(done)} of {wanted}", values={"count": len(done)})]
     if killed:
         verdict: Verdict = "met" if num_back == len(killed) else "open" if found.interrupted else "not met"
         rows.append(Row("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
     return rows
 
 
-def _stalls(found: Found, done: Sequence[Deed]) -> list[Row]:
+def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
     usual = compare.usual_gaps(found.undisturbed)
-    stalls = compare.extra_stalls(found.told, usual, [deed.at for deed in done])
+    stalls = compare.extra_stalls(found.answers, usual, [injected.at for injected in done])
     noise = compare.extra_stalls(found.undisturbed, usual)
-    kills = bool(done) and all(deed.kind == "crash" for deed in done)
+    kills = bool(done) and all(injected.kind == "crash" for injected in done)
     return [
         _durations("extra stall of requests met by a fault", stalls, STALL_SECONDS if kills else None, len(done)),
-        _durations("the same where nothing befell", noise, None),
+        _durations("the same without faults", noise, None),
     ]
 
 
-def _times(found: Found, done: Sequence[Deed]) -> list[Row]:
-    """A standstill shorter than the detector waits is none of this: nobody is to notice."""
+def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+    """Standstills shorter than dead_seconds are left out: they have no consequence."""
     watch, rows = found.watch, []
-    assert watch is not None
     servers = set(expert_servers(found.graph))  # the death of any other process but the monitor's ends the run
-    kills = [deed for deed in done if deed.kind == "crash" and deed.process in servers]
-    monitors = [deed for deed in done if deed.kind == "crash" and deed.process == MONITOR]
-    long = [deed for deed in done if deed.kind in STANDSTILLS and deed.for_seconds >= found.graph.reliability.dead_seconds]
-    for deeds, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
-        if deeds:
-            rows.append(_durations(f"{name} to no client using it", [watch.left_seconds(deed) for deed in deeds], bound))
-            rows.append(_durations(f"{name} to the launcher's knowing", [watch.lost_seconds(deed) for deed in deeds], None))
-            rows.append(_durations(f"{name} to its return", [watch.back_seconds(deed) for deed in deeds], None))
+    kills = [injected for injected in done if injected.kind == "crash" and injected.process in servers]
+    monitors = [injected for injected in done if injected.kind == "crash" and injected.process == MONITOR]
+    long = [injected for injected in done if injected.kind in STANDSTILLS and injected.for_seconds >= found.graph.reliability.dead_seconds]
+    for injected_faults, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
+        if injected_faults:
+            rows.append(_durations(f"{name} to no client using it", [watch.left_seconds(injected) for injected in injected_faults], bound))
+            rows.append(
+                _durations(f"{name} to the launcher's notice", [watch.lost_seconds(injected) for injected in injected_faults], None)
+            )
+            rows.append(_durations(f"{name} to its return", [watch.back_seconds(injected) for injected in injected_faults], None))
     if monitors:
-        rows.append(_durations("the monitor's death to its return", [watch.back_seconds(deed) for deed in monitors], None))
+        rows.append(_durations("the monitor's death to its return", [watch.back_seconds(injected) for injected in monitors], None))
     return rows
 
 
 def _durations(name: str, seconds: Sequence[float], bound: float | None, num_faults: int | None = None) -> Row:
-    """p50, p99 and the worst, as far as there are enough values to speak of them; a target is for the p99, and judged by its interval.
+    """p50, p99 and the worst, as far as there are enough values. A target holds for the p99 and is decided by its interval.
 
     What never happened took infinitely long. `num_faults` when several values come of one fault.
     """
@@ -203,19 +200,18 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     return Row(name, shown, target, verdict, values)
 
 
-def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
+def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
     usual = compare.throughput(found.undisturbed, *found.undisturbed_span)
-    under = compare.throughput(found.told, found.begun, found.ended)
-    if not usual > 0 or not under > 0:  # broken off before there was anything to compare
+    under = compare.throughput(found.answers, found.begun, found.ended)
+    if not usual > 0 or not under > 0:  # interrupted before there was anything to compare
         return []
     ratio = under / usual
     rows = [
         Row("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
         Row("tokens per second, with faults", f"{under:.1f} ({ratio:.3f})", values={"tokens_per_second": under, "ratio": ratio}),
     ]
-    assert found.watch is not None
-    faults = sorted((deed.at, deed.at + found.watch.back_seconds(deed)) for deed in done)
-    windows = compare.windows(found.told, faults, found.begun, found.ended)
+    faults = sorted((injected.at, injected.at + found.watch.back_seconds(injected)) for injected in done)
+    windows = compare.windows(found.answers, faults, found.begun, found.ended)
     if not windows:
         return rows
     seconds = compare.percentile([window.seconds for window in windows], 0.5)
@@ -233,30 +229,30 @@ def _throughput(found: Found, done: Sequence[Deed]) -> list[Row]:
             low, high = median_interval(ratios)
             between = f" ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""
             shown = f"median {median:.3f}{between}, least {least:.3f} of {len(ratios)}" if len(ratios) > 1 else f"{median:.3f} (one value)"
-            told = {"median": median, "low": low, "high": high, "least": least, "num": len(ratios), "window_seconds": seconds}
+            answer = {"median": median, "low": low, "high": high, "least": least, "num": len(ratios), "window_seconds": seconds}
             held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
             target = f">= {bound:.3f}, {why}" if held else ""
             void = found.emulation is not None and found.emulation.void
             verdict: Verdict = "open" if void else judge(low, high, Target(bound, at_most=False))
-            rows.append(Row(name, shown, target, verdict if held else "", told))
+            rows.append(Row(name, shown, target, verdict if held else "", answer))
     return rows
 
 
-def _details(found: Found, watch: Watch) -> dict[str, Any]:
+def _details(found: ChaosResult, watch: Watch) -> dict[str, Any]:
     def since(at: float) -> float | None:
         return round(at - found.begun, 4) if math.isfinite(at) else None
 
     faults = [
         {
-            "fault": deed.text,
-            "seconds": since(deed.at),
-            "pid": deed.pid,
-            "missed": deed.missed or None,
-            "left_seconds": _number(watch.left_seconds(deed)),
-            "lost_seconds": _number(watch.lost_seconds(deed)),
-            "back_seconds": _number(watch.back_seconds(deed)),
+            "fault": injected.text,
+            "seconds": since(injected.at),
+            "pid": injected.pid,
+            "missed": injected.missed or None,
+            "left_seconds": _number(watch.left_seconds(injected)),
+            "lost_seconds": _number(watch.lost_seconds(injected)),
+            "back_seconds": _number(watch.back_seconds(injected)),
         }
-        for deed in found.deeds
+        for injected in found.injected_faults
     ]
     return {
         "interrupted": found.interrupted,
@@ -265,10 +261,10 @@ def _details(found: Found, watch: Watch) -> dict[str, Any]:
         "seconds": since(found.ended),
         "faults": faults,
         "bin_seconds": compare.BIN_SECONDS,
-        "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.told, found.begun, found.ended)],
+        "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.answers, found.begun, found.ended)],
         "undisturbed_tokens_per_second": [round(rate, 1) for rate in compare.curve(found.undisturbed, *found.undisturbed_span)],
         "events": [{"at_seconds": since(at), "event": type(event).__name__, **_plain(event)} for at, event in watch.seen],
-        "requests": [_request(told, found.begun) for told in found.told if told.failed],
+        "requests": [_request(answer, found.begun) for answer in found.answers if answer.failed],
         "before": {name: holding.as_json() for name, holding in found.before.items()},
         "after": {name: holding.as_json() for name, holding in found.after.items()},
         "leaks": found.leaks,
@@ -276,8 +272,8 @@ def _details(found: Found, watch: Watch) -> dict[str, Any]:
     }
 
 
-def _request(told: Told, begun: float) -> dict[str, Any]:
-    return {"number": told.number, "submitted": round(told.submitted - begun, 4), "tokens": len(told.tokens), "error": told.error}
+def _request(answer: Answer, begun: float) -> dict[str, Any]:
+    return {"number": answer.number, "submitted": round(answer.submitted - begun, 4), "tokens": len(answer.tokens), "error": answer.error}
 
 
 def _plain(event: Any) -> dict[str, Any]:

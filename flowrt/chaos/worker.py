@@ -1,7 +1,6 @@
-"""A worker that does to itself what it is told, and says when it uses another one no more: what a run with chaos starts.
+"""The worker of a chaos run: it injects faults into itself on orders, and reports when it stops using a peer.
 
-Here: `run_worker` and what each order does. Not here: the worker itself (flowrt/workers/process.py), who orders (inject.py). It reads
-private parts of a worker, as the simulation's `inside.py` does, so that a worker of a usual run has no hook for any of this.
+It reads private parts of a worker, as the simulation's `inside.py` does, so that a usual worker has no hooks for any of this.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ _BUSY_SECONDS, _IDLE_SECONDS = 3e-4, 5e-3
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """As the usual worker, but orders on its control connection are obeyed."""
-    obedient = Obedience()
-    await serve(ObeyingChannel(control, obedient.obey), seams, begin=obedient.begin)
+    """The usual worker, which also carries out orders on its control connection."""
+    takes_orders = FaultEffects()
+    await serve(OrderChannel(control, takes_orders.carry_out), seams, begin=takes_orders.begin)
 
 
-class ObeyingChannel(Channel):
-    """The control connection; orders are taken out of it and given to `obey`, in their place."""
+class OrderChannel(Channel):
+    """The control connection; gives orders to `carry_out` and passes all other messages on."""
 
     scheme: ClassVar[str] = "obeying"
 
-    def __init__(self, inner: Channel, obey: Callable[[Order], None]) -> None:
+    def __init__(self, inner: Channel, carry_out: Callable[[Order], None]) -> None:
         self.peer = inner.peer
-        self._inner, self._obey = inner, obey
+        self._inner, self._obey = inner, carry_out
 
     async def send(self, message: Message) -> None:
         await self._inner.send(message)
@@ -77,8 +76,8 @@ class ObeyingChannel(Channel):
         return True
 
 
-class Obedience:
-    """What the orders do to one worker."""
+class FaultEffects:
+    """The effects of orders on one worker."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -86,13 +85,13 @@ class Obedience:
         self._factor = 1.0
 
     def begin(self, worker: Worker) -> None:
-        """Before the worker loads: put this between the worker and its computing, and watch whom it gives up."""
+        """Wrap the worker's compute and its handlers of lost peers, before it loads."""
         self._worker = worker
         compute: Any = getattr(worker._compute, "_inner", worker._compute)  # modelled time waits around the real call
         is_short, run_inline, timed = compute.is_short, compute.run_inline, compute._timed
         compute.is_short = lambda label: not self._holds and is_short(label)
-        compute.run_inline = lambda label, call: run_inline(label, lambda: self._suffered(call))
-        compute._timed = lambda label, call: timed(label, lambda: self._suffered(call))
+        compute.run_inline = lambda label, call: run_inline(label, lambda: self._with_effects(call))
+        compute._timed = lambda label, call: timed(label, lambda: self._with_effects(call))
         watched: Any = worker
         act, on_lost = watched._act, watched._on_lost
 
@@ -108,7 +107,7 @@ class Obedience:
 
         watched._act, watched._on_lost = acted, lost
 
-    def obey(self, order: Order) -> None:
+    def carry_out(self, order: Order) -> None:
         """On the worker's loop."""
         now = time.monotonic()
         if order.what == "look":
@@ -130,20 +129,20 @@ class Obedience:
     def _holds(self) -> bool:
         return time.monotonic() < self._held_until
 
-    def _suffered(self, call: Callable[[], T]) -> T:
-        """A call of the worker's, wherever it computes."""
+    def _with_effects(self, call: Callable[[], T]) -> T:
+        """One call of the worker, with the effects that hold now."""
         while (seconds := self._held_until - time.monotonic()) > 0:
-            time.sleep(seconds)  # at one go: what stands still takes no processor time
+            time.sleep(seconds)  # in one call, so that it takes no processor time
         begun = time.monotonic()
         result = call()
         now = time.monotonic()
         if now < self._slow_until:
-            _dawdle(min(now + (self._factor - 1.0) * (now - begun), self._slow_until))
+            _slow_down(min(now + (self._factor - 1.0) * (now - begun), self._slow_until))
         return result
 
 
-def _dawdle(until: float) -> None:
-    """Be slow, which is something else than standing still: now and then a little is computed."""
+def _slow_down(until: float) -> None:
+    """Compute a little now and then until `until`, so that the call is slow and not hung."""
     while (now := time.monotonic()) < until:
         while time.monotonic() < now + _BUSY_SECONDS:
             pass
@@ -151,7 +150,7 @@ def _dawdle(until: float) -> None:
 
 
 def held(worker: Any) -> dict[str, int]:
-    """What an idle worker should not hold any more, and the credits of its edges that are not at hand."""
+    """What an idle worker should not hold any more, and its outstanding credits."""
     runner, group = worker._runner, worker._group
     counts: dict[str, int] = {}
     if runner is not None:
@@ -167,7 +166,7 @@ def held(worker: Any) -> dict[str, int]:
 
 
 def shut_connections(pid: int) -> int:
-    """End every connection of this process to the process `pid`, as a network that fails would; how many there were."""
+    """Shut down every connection of this process to the process `pid`, as a failing network would; returns their number."""
     num_shut = 0
     for name in os.listdir("/proc/self/fd"):
         try:

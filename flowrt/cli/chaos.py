@@ -36,16 +36,16 @@ def chaos(
 ) -> None:
     """Send a graph the same requests without and with faults, and compare every token.
 
-    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input, 130 interrupted (what
-    was seen until then is told and written).
+    Exit codes: 0 all answers are right, 1 a token was lost, doubled or changed or a request failed, 2 bad input, 130 interrupted (the
+    report so far is printed and written).
     """
     from flowrt.chaos.command import run
-    from flowrt.chaos.measure import Options
+    from flowrt.chaos.measure import ChaosOptions
     from flowrt.cli.record import check_writable
 
     if json is not None:
         check_writable(json)
-    options = Options(
+    options = ChaosOptions(
         graph=graph,
         plan=plan,
         kills=kills,

@@ -19,7 +19,7 @@ from rich.console import Console
 import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
-from flowrt.chaos.beside import Beside
+from flowrt.chaos.run_faults import RunFaults
 from flowrt.cli.live import LiveView
 from flowrt.cli.prompts import PromptRequest, checked_text, read_prompts
 from flowrt.cli.record import STDOUT, Figures, Record, check_writable, degraded_sentence, write_json
@@ -115,7 +115,7 @@ class _Running:
             raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
         self._records = [Record(index, each) for index, each in enumerate(requests or self._own_prompts())]
         self._has_tokenizer = self._graph.tokenizer is not None
-        self._chaos = Beside(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
+        self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
         self._answered = asyncio.Event()
         # With --json - standard output is the file, and people read standard error.
         self._people = stderr if options.json == STDOUT else stdout
@@ -230,7 +230,7 @@ class _Running:
             self._view.on_event(event)
 
     def _on_line(self, process: str, line: str) -> None:
-        if self._chaos is not None and self._chaos.watch.takes_line(process, line):
+        if self._chaos is not None and self._chaos.watch.take_line(process, line):
             return
         if self._view is not None:
             self._view.on_line(process, line)

@@ -7,21 +7,23 @@ import math
 import pytest
 
 from flowrt.chaos import compare
-from flowrt.chaos.compare import Came, Difference, Told, difference_of
+from flowrt.chaos.compare import Answer, Difference, ReceivedToken, difference_of
 
 EXPECTED = (11, 12, 13, 14, 15)
 
 
-def told(*tokens: tuple[int, int], reason: str = "length", step_seconds: float = 0.01, submitted: float = 0.0, num_late: int = 0) -> Told:
-    came = [Came(place, token_id, submitted + step_seconds * (number + 1)) for number, (place, token_id) in enumerate(tokens)]
-    return Told(0, submitted, came, reason, None, came[-1].at if came else submitted, num_late)
+def answer(
+    *tokens: tuple[int, int], reason: str = "length", step_seconds: float = 0.01, submitted: float = 0.0, num_late: int = 0
+) -> Answer:
+    received = [ReceivedToken(place, token_id, submitted + step_seconds * (number + 1)) for number, (place, token_id) in enumerate(tokens)]
+    return Answer(0, submitted, received, reason, None, received[-1].at if received else submitted, num_late)
 
 
 RIGHT = tuple(enumerate(EXPECTED))
 
 
 def test_a_right_answer_is_right() -> None:
-    assert difference_of(EXPECTED, told(*RIGHT)) == Difference()
+    assert difference_of(EXPECTED, answer(*RIGHT)) == Difference()
     assert not Difference().any
 
 
@@ -41,43 +43,43 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_counted(name: str) -> None:
     tokens, difference = PLANTED[name]
-    found = difference_of(EXPECTED, told(*tokens))
+    found = difference_of(EXPECTED, answer(*tokens))
     assert found == difference
     assert found.any
 
 
 def test_a_token_after_the_end_is_late() -> None:
-    found = difference_of(EXPECTED, told(*RIGHT, num_late=1))
+    found = difference_of(EXPECTED, answer(*RIGHT, num_late=1))
     assert found == Difference(late=1)
     assert found.any
 
 
 def test_a_request_that_failed_lost_nothing_behind_what_it_was_told() -> None:
-    assert difference_of(EXPECTED, told(*RIGHT[:2], reason="error")) == Difference()
-    assert difference_of(EXPECTED, told(RIGHT[0], RIGHT[2], reason="error")) == Difference(lost=1)
-    assert told(*RIGHT, reason="error").failed
-    assert Told(0, 0.0).failed  # it never ended
+    assert difference_of(EXPECTED, answer(*RIGHT[:2], reason="error")) == Difference()
+    assert difference_of(EXPECTED, answer(RIGHT[0], RIGHT[2], reason="error")) == Difference(lost=1)
+    assert answer(*RIGHT, reason="error").failed
+    assert Answer(0, 0.0).failed  # it never ended
 
 
 def test_a_token_that_comes_late_is_an_extra_stall() -> None:
-    usual = compare.usual_gaps([told(*RIGHT)])
-    late = told(*RIGHT)
-    late.tokens[3:] = [came._replace(at=came.at + 0.5) for came in late.tokens[3:]]
-    assert compare.extra_stalls([told(*RIGHT)], usual) == [pytest.approx(0.0)]
+    usual = compare.usual_gaps([answer(*RIGHT)])
+    late = answer(*RIGHT)
+    late.tokens[3:] = [received._replace(at=received.at + 0.5) for received in late.tokens[3:]]
+    assert compare.extra_stalls([answer(*RIGHT)], usual) == [pytest.approx(0.0)]
     assert compare.extra_stalls([late], usual) == [pytest.approx(0.5)]
     assert compare.extra_stalls([late], usual, [0.032]) == [pytest.approx(0.5)]
     assert compare.extra_stalls([late], usual, [1.0]) == []  # it had ended: nothing befell it
 
 
 def test_answers_that_differ_undisturbed_are_told() -> None:
-    expected, num_different = compare.expected_of([told(*RIGHT), told(*RIGHT[:4], (4, 99)), told(reason="error")])
+    expected, num_different = compare.expected_of([answer(*RIGHT), answer(*RIGHT[:4], (4, 99)), answer(reason="error")])
     assert expected == {0: EXPECTED}
     assert num_different == 1
 
 
 def test_throughput_is_looked_at_up_to_the_next_fault_and_back_to_when_all_was_well() -> None:
-    fast = Told(0, 0.0, [Came(place, 1, 0.1 * place) for place in range(100)], "length")  # 10 per second for 10 s
-    slow = Told(0, 10.0, [Came(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")  # 5 per second for 10 s
+    fast = Answer(0, 0.0, [ReceivedToken(place, 1, 0.1 * place) for place in range(100)], "length")  # 10 per second for 10 s
+    slow = Answer(0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length")  # 5 per second for 10 s
     assert compare.throughput([fast], 0.0, 10.0) == pytest.approx(10.0)
     found = compare.windows([fast, slow], [(4.99, 6.0), (9.99, 12.0), (15.0, math.inf), (19.9, math.inf)], 0.0, 20.0)
     assert [window.seconds for window in found] == [
@@ -100,8 +102,12 @@ def test_without_time_before_a_fault_there_is_no_throughput_before_it() -> None:
 
 
 def test_the_curve_counts_by_bins() -> None:
-    tolds = [Told(0, 0.0, [Came(0, 1, 0.95), Came(1, 1, 1.05), Came(2, 1, 1.06), Came(3, 1, 1.25)], "length")]
-    assert compare.curve(tolds, 1.0, 1.35, 0.1) == [20.0, 0.0, 10.0]
+    answers = [
+        Answer(
+            0, 0.0, [ReceivedToken(0, 1, 0.95), ReceivedToken(1, 1, 1.05), ReceivedToken(2, 1, 1.06), ReceivedToken(3, 1, 1.25)], "length"
+        )
+    ]
+    assert compare.curve(answers, 1.0, 1.35, 0.1) == [20.0, 0.0, 10.0]
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
@@ -112,12 +118,12 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 def test_a_tally_counts_each_answer_once_when_it_has_ended() -> None:
-    asked = [told(*RIGHT), told(*RIGHT, reason="error")]
-    running = Told(0, 0.0)
+    asked = [answer(*RIGHT), answer(*RIGHT, reason="error")]
+    running = Answer(0, 0.0)
     tally = compare.Tally({0: EXPECTED}, asked)
     assert str(tally) == "1 of 2 requests failed, 0 answered wrongly"
     asked.append(running)
     assert str(tally) == "1 of 2 requests failed, 0 answered wrongly"
-    asked.append(told(*RIGHT[:4], (4, 99)))
-    running.tokens, running.finish_reason = told(*RIGHT).tokens, "length"
+    asked.append(answer(*RIGHT[:4], (4, 99)))
+    running.tokens, running.finish_reason = answer(*RIGHT).tokens, "length"
     assert str(tally) == "1 of 4 requests failed, 1 answered wrongly"

@@ -35,7 +35,7 @@ def test_an_interrupt_ends_all_and_still_writes_what_was_seen(tmp_path: Path) ->
     assert run.returncode == 130
     assert lines.count("flowrt: interrupted\n") == 1
     assert "Traceback" not in "".join(lines)
-    assert "note: interrupted: this is what was seen until then" in out
+    assert "note: interrupted: this is the report so far" in out
     details = json.loads(record.read_text())["details"]
     assert details["interrupted"]
     assert [fault["fault"] for fault in details["faults"]] == ["kill experts.1", "stall attention.0 for 3600 s"]

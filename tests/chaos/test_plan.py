@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.api import read_graph
-from flowrt.chaos.plan import load_plan, needs_obedience, parse_words, told
+from flowrt.chaos.plan import fault_text, load_plan, needs_fault_worker, parse_faults
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import may_die
@@ -27,7 +27,7 @@ def test_each_kind_of_word_is_read(graph: Graph) -> None:
         "kill:experts.1@2s, pause:experts.0@1s+500ms,stall:attention.0@.5+2s,hang:experts.2@0s+1s,"
         "slow:experts.0@1s+5sx4,reset:attention.0-experts.1@250ms,crash:monitor@3"
     )
-    assert parse_words(words, graph) == Scenario(
+    assert parse_faults(words, graph) == Scenario(
         faults=(
             Crash(process="experts.1", at_seconds=2.0),
             Pause(process="experts.0", at_seconds=1.0, for_seconds=0.5),
@@ -41,8 +41,8 @@ def test_each_kind_of_word_is_read(graph: Graph) -> None:
 
 
 def test_the_words_say_what_will_be_done(graph: Graph) -> None:
-    scenario = parse_words("kill:experts.1@2s,pause:experts.0@1s+500ms,slow:experts.0@1s+5sx4,reset:attention.0-experts.1@1s", graph)
-    assert [told(fault) for fault in scenario.faults] == [
+    scenario = parse_faults("kill:experts.1@2s,pause:experts.0@1s+500ms,slow:experts.0@1s+5sx4,reset:attention.0-experts.1@1s", graph)
+    assert [fault_text(fault) for fault in scenario.faults] == [
         "kill experts.1",
         "pause experts.0 for 0.5 s",
         "slow experts.0 4 times for 5 s",
@@ -58,14 +58,14 @@ BAD = {
     "murder:experts.1@2s": "--chaos murder:experts.1@2s: murder is unknown; one of: kill, crash, pause",
     "kill:experts.9@2s": "--chaos kill:experts.9@2s: faults.0: no process is called 'experts.9'; there are attention.0",
     "kill:experts.0@1s,kill:experts.7@2s": "--chaos kill:experts.7@2s: faults.1: no process is called 'experts.7'",
-    "kill:experts.1@soon": "--chaos kill:experts.1@soon: 'soon' is no time; such as 2s",
-    "kill:experts.1@-2s": "'-2s' is no time",
+    "kill:experts.1@soon": "--chaos kill:experts.1@soon: 'soon' is not a time; for example 2s",
+    "kill:experts.1@-2s": "'-2s' is not a time",
     "kill:experts.1@9999999s": "at_seconds: expected a number <= 86400.0; such as kill:experts.1@2s",
     "kill:experts.1@2s+1s": "kill takes no +HOW LONG",
     "pause:experts.1@2s": "pause needs +HOW LONG, as +500ms",
     "pause:experts.1@2s+0s": "for_seconds: expected a number > 0.0; such as pause:experts.0@1s+500ms",
     "slow:experts.1@2s+1s": "slow needs xFACTOR, as x5",
-    "slow:experts.1@2s+1sxfast": "'fast' is no factor",
+    "slow:experts.1@2s+1sxfast": "'fast' is not a factor",
     "slow:experts.1@2s+1sx0.5": "expected a number > 1.0; such as slow:experts.0@1s+5sx4",
     "reset:experts.1@2s": "expected a list of length 2, got 1; such as reset:attention.0-experts.1@1s",
     "reset:experts.1-experts.1@2s": "between needs two different processes",
@@ -79,20 +79,20 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_words_are_one_line_that_says_which(graph: Graph, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse_words(words, graph)
+        parse_faults(words, graph)
     assert BAD[words] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_nothing_befalls_workers_of_one_process(graph: Graph) -> None:
     with pytest.raises(UserError, match=r"workers share processes.*deploy\.processes=many"):
-        parse_words("kill:experts.1@2s", replace(graph, processes="one"))
+        parse_faults("kill:experts.1@2s", replace(graph, processes="one"))
 
 
 def test_a_monitor_that_does_not_run_cannot_be_killed(graph: Graph) -> None:
     without = replace(graph, reliability=replace(graph.reliability, detector=False))
     with pytest.raises(UserError, match="no process is called 'monitor'"):
-        parse_words("kill:monitor@2s", without)
+        parse_faults("kill:monitor@2s", without)
 
 
 def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph: Graph, tmp_path: Path) -> None:
@@ -133,5 +133,5 @@ def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare
 
 
 def test_only_what_a_process_does_to_itself_needs_obedient_workers(graph: Graph) -> None:
-    assert not needs_obedience(parse_words("kill:experts.1@2s,pause:experts.0@1s+500ms", graph))
-    assert needs_obedience(parse_words("kill:experts.1@2s,hang:experts.0@1s+500ms", graph))
+    assert not needs_fault_worker(parse_faults("kill:experts.1@2s,pause:experts.0@1s+500ms", graph))
+    assert needs_fault_worker(parse_faults("kill:experts.1@2s,hang:experts.0@1s+500ms", graph))

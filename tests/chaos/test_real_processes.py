@@ -11,12 +11,12 @@ from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
-from flowrt.chaos.beside import Beside
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import is_alive
-from flowrt.chaos.measure import Found, Options, measure
-from flowrt.chaos.plan import parse_words
+from flowrt.chaos.measure import ChaosOptions, ChaosResult, measure
+from flowrt.chaos.plan import parse_faults
 from flowrt.chaos.report import report_of
+from flowrt.chaos.run_faults import RunFaults
 from flowrt.chaos.watch import Watch
 from flowrt.launcher import events
 from flowrt.sampling_params import SamplingParams
@@ -28,10 +28,10 @@ SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=stri
 PLENTY_SECONDS = 60.0
 
 
-async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0) -> Found:
+async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0) -> ChaosResult:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
-    options = Options(
+    options = ChaosOptions(
         graph=QUICKSTART,
         plan=plan,
         overrides=(*SMALL, *overrides),
@@ -45,12 +45,12 @@ async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float 
         return await measure(options, print)
 
 
-def assert_right(found: Found) -> None:
+def assert_right(found: ChaosResult) -> None:
     report = report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0))
     assert report.answers_right, report.notes
     assert found.leaks == []
     assert found.failure is None
-    assert len(found.told) >= 4
+    assert len(found.answers) >= 4
 
 
 async def test_short_standstills_change_no_token_and_end_nobody(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_short_standstills_change_no_token_and_end_nobody(tmp_path: Path) 
     found = await found_of(tmp_path, faults)
     assert_right(found)
     assert found.watch is not None
-    assert [deed.missed for deed in found.deeds] == [""] * 5
+    assert [injected.missed for injected in found.injected_faults] == [""] * 5
     said = {note.what for _, note in found.watch.notes}
     assert {"stall", "hang", "slow"} <= said
     assert not any(isinstance(event, events.WorkerLost) for _, event in found.watch.seen)
@@ -74,10 +74,10 @@ async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) 
     found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=2.0)
     assert_right(found)
     assert found.watch is not None
-    (deed,) = found.deeds
-    assert found.watch.lost_seconds(deed) < math.inf
-    assert found.watch.left_seconds(deed) < math.inf
-    assert found.watch.back_seconds(deed) < math.inf
+    (injected,) = found.injected_faults
+    assert found.watch.lost_seconds(injected) < math.inf
+    assert found.watch.left_seconds(injected) < math.inf
+    assert found.watch.back_seconds(injected) < math.inf
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def running() -> AsyncIterator[tuple[RunningGraph, Injector, Watch, list[s
     lines: list[str] = []
 
     def on_line(process: str, line: str) -> None:
-        if not watch.takes_line(process, line):
+        if not watch.take_line(process, line):
             lines.append(f"{process}: {line}")
 
     graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_event=watch.on_event, on_line=on_line)
@@ -100,21 +100,21 @@ async def running() -> AsyncIterator[tuple[RunningGraph, Injector, Watch, list[s
 async def test_a_pause_is_taken_back_when_it_is_cancelled() -> None:
     async with running() as (graph, injector, watch, _):
         pid = graph.pids["experts.1"]
-        task = asyncio.create_task(injector.run(parse_words("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
+        task = asyncio.create_task(injector.run(parse_faults("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
         await until_state(pid, "T")
         task.cancel()
         await asyncio.wait([task])
         assert state(pid) != "T"
-        assert [deed.text for deed in watch.deeds] == ["pause experts.1 for 60 s"]
+        assert [injected.text for injected in watch.injected_faults] == ["pause experts.1 for 60 s"]
 
 
 async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
     async with running() as (graph, injector, _, _):
         pid = graph.pids["experts.1"]
-        words = parse_words("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
+        words = parse_faults("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
         task = asyncio.create_task(injector.run(words, Seams().clock.now()))
         await until_state(pid, "T")
-        later = parse_words("pause:experts.0@0s+200ms", graph.graph)
+        later = parse_faults("pause:experts.0@0s+200ms", graph.graph)
         await injector.run(later, Seams().clock.now())  # it ends after the first of the two
         assert state(pid) == "T"
         task.cancel()
@@ -127,14 +127,14 @@ async def test_what_is_done_is_said_with_what_comes_next_and_how_the_load_fares(
         said: list[str] = []
         injector = Injector(graph, watch, Seams().clock, said.append)
         injector.so_far = lambda: "so far all is well"
-        await injector.run(parse_words("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
-        pids = [deed.pid for deed in watch.deeds]
+        await injector.run(parse_faults("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
+        pids = [injected.pid for injected in watch.injected_faults]
         assert said == [
             "2 faults, the first at 0 s, the last at 0.05 s",
             f"kill experts.0 (1 of 2), pid {pids[0]}; next at 0.05 s; so far all is well",
             f"pause experts.1 for 0.01 s (2 of 2), pid {pids[1]}; the last; so far all is well",
         ]
-        assert await watch.wait_until(lambda: watch.back_seconds(watch.deeds[0]) < math.inf, PLENTY_SECONDS)
+        assert await watch.wait_until(lambda: watch.back_seconds(watch.injected_faults[0]) < math.inf, PLENTY_SECONDS)
         said.clear()
         assert await injector.kill_randomly(["experts.1"], 2, 0, 0.01)
         assert [line.partition(", pid")[0] for line in said[::2]] == ["kill experts.1 (1 of 2)", "kill experts.1 (2 of 2)"]
@@ -154,7 +154,7 @@ async def test_a_run_that_is_cancelled_ends_its_processes_and_tells_what_it_saw(
         if line.startswith("kill experts.1"):
             killed.set()
 
-    options = Options(
+    options = ChaosOptions(
         graph=QUICKSTART, plan=plan, overrides=SMALL, num_requests=4, concurrency=4, seconds=0.1, prompt_tokens=8, new_tokens=12
     )
     async with asyncio.timeout(PLENTY_SECONDS):
@@ -162,10 +162,10 @@ async def test_a_run_that_is_cancelled_ends_its_processes_and_tells_what_it_saw(
         await killed.wait()
         task.cancel()
         found = await task
-    assert [deed.text for deed in found.deeds] == ["kill experts.1"]
+    assert [injected.text for injected in found.injected_faults] == ["kill experts.1"]
     assert found.leaks == []
     assert found.ended > found.begun > 0
-    assert not any(told.ended == math.inf for told in found.told)
+    assert not any(answer.ended == math.inf for answer in found.answers)
     found.interrupted = True
     assert not report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0)).answers_right
 
@@ -183,7 +183,7 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
     async with running() as (graph, injector, watch, lines):
         before = dict(graph.pids)
         await graph.complete([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
-        await injector.run(parse_words("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
+        await injector.run(parse_faults("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
         assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
         completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
@@ -204,17 +204,17 @@ async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
 
 async def test_what_is_not_there_is_missed() -> None:
     async with running() as (graph, injector, watch, _):
-        words = parse_words("kill:experts.1@0s", graph.graph)
+        words = parse_faults("kill:experts.1@0s", graph.graph)
         graph.launcher.pids["experts.1"] = 1 << 22
         await injector.run(words, Seams().clock.now())
-        assert watch.deeds[0].missed == "experts.1 is not there"
+        assert watch.injected_faults[0].missed == "experts.1 is not running"
 
 
 async def test_a_life_is_killed_once_however_long_it_takes_to_die() -> None:
     async with running() as (graph, injector, watch, _):
-        await injector.run(parse_words("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
-        assert [deed.missed for deed in watch.deeds] == ["", *["experts.1 is not there"] * 2]
-        assert await watch.wait_until(lambda: watch.back_seconds(watch.deeds[0]) < math.inf, PLENTY_SECONDS)
+        await injector.run(parse_faults("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
+        assert [injected.missed for injected in watch.injected_faults] == ["", *["experts.1 is not running"] * 2]
+        assert await watch.wait_until(lambda: watch.back_seconds(watch.injected_faults[0]) < math.inf, PLENTY_SECONDS)
 
 
 async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
@@ -226,7 +226,7 @@ async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
         if "pid" in line:
             paused.set()
 
-    beside = Beside("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, say)
+    beside = RunFaults("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, say)
     async with asyncio.timeout(PLENTY_SECONDS), graph:
         pid = graph.pids["experts.0"]
         answered = asyncio.Event()

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from flowrt.api import read_graph
 from flowrt.bench.report.report import Machine
-from flowrt.chaos.compare import Came, Told
-from flowrt.chaos.measure import Found
+from flowrt.chaos.compare import Answer, ReceivedToken
+from flowrt.chaos.measure import ChaosResult
 from flowrt.chaos.orders import Note
 from flowrt.chaos.plot import smoothed
 from flowrt.chaos.report import Report, print_report, report_of
-from flowrt.chaos.watch import Deed, Watch
+from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.emulation import EmulationStatistics, judge
 from flowrt.launcher import events
 
@@ -36,25 +36,25 @@ class StillClock:
     async def sleep(self, seconds: float) -> None: ...
 
 
-def answers(begin: float, num: int, tokens: tuple[int, ...] = TOKENS) -> list[Told]:
+def make_answers(begin: float, num: int, tokens: tuple[int, ...] = TOKENS) -> list[Answer]:
     """One after another, a token every 10 ms."""
     made = []
     for number in range(num):
         start = begin + 0.05 * number
-        came = [Came(place, token_id, start + 0.01 * (place + 1)) for place, token_id in enumerate(tokens)]
-        made.append(Told(number % 2, start, came, "length", None, start + 0.04))
+        received = [ReceivedToken(place, token_id, start + 0.01 * (place + 1)) for place, token_id in enumerate(tokens)]
+        made.append(Answer(number % 2, start, received, "length", None, start + 0.04))
     return made
 
 
-def found_of(told: list[Told], seconds: float = 4.0) -> Found:
+def found_of(answers: list[Answer], seconds: float = 4.0) -> ChaosResult:
     """A server is killed one second after the first request; its client notices after 5 ms, the launcher says so at 2.0."""
     watch = Watch(StillClock())
-    watch.deeds.append(Deed("kill experts.1", "crash", "experts.1", 1.5, 10, "one"))
-    watch.takes_line("attention.0", Note("left", 1.505, "experts.1", "one").as_line())
+    watch.injected_faults.append(InjectedFault("kill experts.1", "crash", "experts.1", 1.5, 10, "one"))
+    watch.take_line("attention.0", Note("left", 1.505, "experts.1", "one").as_line())
     watch.on_event(events.WorkerLost("experts.1", "was killed by SIGKILL"))
     watch.on_event(events.WorkerRestarted("experts.1", 12, 0.5))
     graph = replace(read_graph(ROOT / "examples" / "quickstart.yaml"), numerics="strict")
-    return Found(graph, 3, 1, False, answers(-9.5, 180), (-9.5, -0.5), told, 0.5, 0.5 + seconds, watch.deeds, watch)
+    return ChaosResult(graph, 3, watch, 1, False, make_answers(-9.5, 180), (-9.5, -0.5), answers, 0.5, 0.5 + seconds, watch.injected_faults)
 
 
 def rows_of(report: Report) -> dict[str, tuple[str, str]]:
@@ -62,18 +62,18 @@ def rows_of(report: Report) -> dict[str, tuple[str, str]]:
 
 
 def test_a_run_in_which_nothing_was_lost_is_right() -> None:
-    report = report_of(found_of(answers(0.5, 80)), MACHINE)
+    report = report_of(found_of(make_answers(0.5, 80)), MACHINE)
     rows = rows_of(report)
     assert report.answers_right
     assert report.notes == []
     for name in ("requests failed", "tokens lost", "tokens doubled", "tokens changed", "processes lost without cause", "left behind"):
         assert rows[name][1] == "met", name
-    assert rows["faults carried out"] == ("1 of 1", "")
+    assert rows["faults injected"] == ("1 of 1", "")
     assert rows["killed processes back"] == ("1 of 1", "met")
 
 
 def test_one_value_is_no_percentile_and_resolves_nothing() -> None:
-    rows = rows_of(report_of(found_of(answers(0.5, 80)), MACHINE))
+    rows = rows_of(report_of(found_of(make_answers(0.5, 80)), MACHINE))
     assert rows["kill to no client using it"] == ("5.0 ms (one value)", "open")
     assert rows["kill to its return"] == ("500.0 ms (one value)", "")
     assert rows["throughput in 3.0 s after a fault, to before it"] == ("1.000 (one value)", "open")
@@ -93,25 +93,27 @@ def test_one_value_is_no_percentile_and_resolves_nothing() -> None:
     ],
 )
 def test_a_time_is_met_when_its_interval_is(num: int, late: list[float], shown: str, verdict: str) -> None:
-    found = found_of(answers(0.5, 80))
+    found = found_of(make_answers(0.5, 80))
     watch = found.watch
     assert watch is not None
-    watch.deeds[:] = [Deed(f"kill {number}", "crash", "experts.1", 1.5, 10, f"life {number}") for number in range(num)]
+    watch.injected_faults[:] = [InjectedFault(f"kill {number}", "crash", "experts.1", 1.5, 10, f"life {number}") for number in range(num)]
     for number, seconds in enumerate(late + [0.005] * (num - len(late))):
         if seconds < math.inf:
-            watch.takes_line("attention.0", Note("left", 1.5 + seconds, "experts.1", f"life {number}").as_line())
+            watch.take_line("attention.0", Note("left", 1.5 + seconds, "experts.1", f"life {number}").as_line())
     assert rows_of(report_of(found, MACHINE))["kill to no client using it"] == (shown, verdict)
 
 
-def found_with_kills(rates: list[int], spare: bool) -> Found:
+def found_with_kills(rates: list[int], spare: bool) -> ChaosResult:
     """A kill every 20 s; before each come 10 tokens a second, after each as many as `rates` has."""
     found = found_of([])
     found.has_spare = spare
-    found.deeds[:] = [Deed("kill experts.1", "crash", "experts.1", 20.0 + 20.0 * number, 10, f"{number}") for number in range(len(rates))]
+    found.injected_faults[:] = [
+        InjectedFault("kill experts.1", "crash", "experts.1", 20.0 + 20.0 * number, 10, f"{number}") for number in range(len(rates))
+    ]
     for number, rate in enumerate(rates):
         begin = 10.0 + 20.0 * number
         times = [begin + 0.1 * place for place in range(100)] + [begin + 10.0 + place / rate for place in range(10 * rate)]
-        found.told.append(Told(0, begin, [Came(place, 11, at) for place, at in enumerate(times)], "length", None, times[-1]))
+        found.answers.append(Answer(0, begin, [ReceivedToken(place, 11, at) for place, at in enumerate(times)], "length", None, times[-1]))
     found.begun, found.ended = 0.0, 20.0 * len(rates) + 20.0
     return found
 
@@ -143,38 +145,38 @@ def test_emulated_figures_that_are_void_resolve_nothing() -> None:
 def test_what_was_interrupted_claims_nothing() -> None:
     found = found_of([])
     found.undisturbed, found.undisturbed_span, found.begun, found.ended, found.interrupted = [], (0.0, 0.0), 0.0, 0.0, True
-    found.deeds.clear()
+    found.injected_faults.clear()
     report = report_of(found, MACHINE)
     assert not report.answers_right
     assert rows_of(report)["tokens lost"] == ("0 of 0", "open")
-    assert "interrupted: this is what was seen until then" in report.notes
+    assert "interrupted: this is the report so far" in report.notes
     json.dumps(report.as_json(), allow_nan=False)
 
 
 def test_a_plan_without_faults_proves_nothing() -> None:
-    found = found_of(answers(0.5, 80))
-    found.deeds.clear()
+    found = found_of(make_answers(0.5, 80))
+    found.injected_faults.clear()
     found.num_faults = 0
     report = report_of(found, MACHINE)
     assert rows_of(report)["requests failed"][1] == "open"
-    assert report.notes == ["no fault was to befall anybody: this says nothing about faults"]
+    assert report.notes == ["no fault was planned: this says nothing about faults"]
 
 
 def test_each_wrong_answer_makes_the_run_wrong() -> None:
-    dropped, doubled, changed, late, failed = (answers(0.5, 80) for _ in range(5))
+    dropped, doubled, changed, late, failed = (make_answers(0.5, 80) for _ in range(5))
     del dropped[3].tokens[1]
     doubled[3].tokens.insert(2, doubled[3].tokens[1])
     changed[3].tokens[3] = changed[3].tokens[3]._replace(token_id=99)
     late[3].num_late = 1
     failed[3].finish_reason, failed[3].error = "error", "expert 3 has no copy left"
-    for told, name in (
+    for answers, name in (
         (dropped, "tokens lost"),
         (doubled, "tokens doubled"),
         (changed, "tokens changed"),
         (late, "tokens after the end"),
         (failed, "requests failed"),
     ):
-        report = report_of(found_of(told), MACHINE)
+        report = report_of(found_of(answers), MACHINE)
         assert not report.answers_right, name
         assert [row.name for row in report.rows if row.verdict == "not met"] == [name]
     assert "failed: expert 3 has no copy left" in report.notes
@@ -183,24 +185,24 @@ def test_each_wrong_answer_makes_the_run_wrong() -> None:
 
 
 def test_a_run_that_broke_off_is_wrong_and_says_why() -> None:
-    found = found_of(answers(0.5, 80))
+    found = found_of(make_answers(0.5, 80))
     found.failure = "experts.1 was killed by SIGKILL"
     report = report_of(found, MACHINE)
     assert not report.answers_right
-    assert report.notes == ["the run ended before its time: experts.1 was killed by SIGKILL"]
+    assert report.notes == ["the run ended early: experts.1 was killed by SIGKILL"]
 
 
 def test_a_stall_and_lower_throughput_are_not_met() -> None:
-    told = answers(0.5, 80)
-    for each in told:  # all stand still from 1.5 to 2.5
-        each.tokens = [came._replace(at=came.at + 1.0) if came.at > 1.52 else came for came in each.tokens]
-    rows = rows_of(report_of(found_of(told), MACHINE))
+    answers = make_answers(0.5, 80)
+    for each in answers:  # all stand still from 1.5 to 2.5
+        each.tokens = [received._replace(at=received.at + 1.0) if received.at > 1.52 else received for received in each.tokens]
+    rows = rows_of(report_of(found_of(answers), MACHINE))
     assert "worst 1.00 s of 20" in rows["extra stall of requests met by a fault"][0]
     assert rows["throughput in 3.0 s after a fault, to before it"] == ("0.667 (one value)", "open")
 
 
 def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
-    found = found_of(answers(0.5, 80))
+    found = found_of(make_answers(0.5, 80))
     found.leaks.append("launcher: 11 descriptors, 10 before")
     assert found.watch is not None
     found.watch.on_event(events.WorkerLost("experts.2", "was killed by SIGKILL"))  # nothing befell it
@@ -213,18 +215,20 @@ def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
 
 
 def test_what_could_not_be_done_is_told_once_and_who_stayed_down_with_the_remedy() -> None:
-    found = found_of(answers(0.5, 80))
-    found.deeds += [Deed("kill experts.1", "crash", "experts.1", 3.0, missed="experts.1 is not there") for _ in range(30)]
+    found = found_of(make_answers(0.5, 80))
+    found.injected_faults += [
+        InjectedFault("kill experts.1", "crash", "experts.1", 3.0, missed="experts.1 is not running") for _ in range(30)
+    ]
     assert found.watch is not None
     found.watch.on_event(events.WorkerGivenUp("experts.1", "it was started again 3 times in 30 s"))
     assert report_of(found, MACHINE).notes == [
-        "could not be done: kill experts.1: experts.1 is not there (30 times)",
+        "not injected: kill experts.1: experts.1 is not running (30 times)",
         "experts.1 stayed down: it was started again 3 times in 30 s; use --set reliability.restarts=N",
     ]
 
 
 def test_the_record_is_json_and_the_table_can_be_printed() -> None:
-    report = report_of(found_of(answers(0.5, 80)), MACHINE)
+    report = report_of(found_of(make_answers(0.5, 80)), MACHINE)
     record = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert record["details"]["faults"][0]["back_seconds"] == 0.5
     assert len(record["details"]["tokens_per_second"]) == 40
@@ -238,7 +242,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     """In a process of its own: matplotlib keeps the files of its fonts open."""
     script = (
         "import sys, test_report as t; from flowrt.chaos.plot import plot_chaos; "
-        "plot_chaos(t.report_of(t.found_of(t.answers(0.5, 80)), t.MACHINE), sys.argv[1])"
+        "plot_chaos(t.report_of(t.found_of(t.make_answers(0.5, 80)), t.MACHINE), sys.argv[1])"
     )
     folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "t.svg")], env={**os.environ, "PYTHONPATH": folders}, check=True)

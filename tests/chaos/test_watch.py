@@ -15,7 +15,7 @@ from flowrt.api import read_graph
 from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks_between
 from flowrt.chaos.measure import END_SECONDS, LOOK_SECONDS, clients_of, once_settled, unreturned
 from flowrt.chaos.orders import Note, note_of
-from flowrt.chaos.watch import Deed, Watch
+from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.launcher import events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +38,8 @@ def test_a_note_is_read_back_and_other_lines_are_not_taken() -> None:
     watch = Watch(HandClock())
     for line in ("Traceback (most recent call last):", "@chaos ", "@chaos {}", '@chaos {"what": 1, "why": 2}', "@chaos [1]"):
         assert note_of(line) is None
-        assert not watch.takes_line("experts.0", line)
-    assert watch.takes_line("attention.0", note.as_line())
+        assert not watch.take_line("experts.0", line)
+    assert watch.take_line("attention.0", note.as_line())
     assert watch.notes == [("attention.0", note)]
 
 
@@ -48,17 +48,17 @@ def test_times_are_those_of_the_life_that_was_ended() -> None:
     clock = HandClock()
     watch = Watch(clock, {"experts.1": {"attention.0", "attention.1"}})
     first, second = (
-        Deed("kill experts.1", "crash", "experts.1", 1.0, 10, "one"),
-        Deed("kill experts.1", "crash", "experts.1", 5.0, 11, "two"),
+        InjectedFault("kill experts.1", "crash", "experts.1", 1.0, 10, "one"),
+        InjectedFault("kill experts.1", "crash", "experts.1", 5.0, 11, "two"),
     )
-    watch.deeds += [first, second]
+    watch.injected_faults += [first, second]
     for process, at, incarnation in (
         ("attention.0", 1.002, "one"),
         ("attention.1", 1.005, "one"),
         ("attention.1", 1.500, "one"),
         ("attention.0", 5.003, "two"),
     ):
-        watch.takes_line(process, Note("left", at, "experts.1", incarnation).as_line())
+        watch.take_line(process, Note("left", at, "experts.1", incarnation).as_line())
     for at, event in (
         (1.001, events.WorkerLost("experts.1", "was killed by SIGKILL")),
         (2.0, events.WorkerRestarted("experts.1", 11, 1.0)),
@@ -75,18 +75,20 @@ def test_times_are_those_of_the_life_that_was_ended() -> None:
 
 def test_an_order_begins_when_the_worker_says_so() -> None:
     watch = Watch(HandClock())
-    watch.deeds += [Deed("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
-    watch.takes_line("experts.0", Note("stall", 1.25).as_line())
-    watch.takes_line("experts.0", Note("stall", 4.5).as_line())
-    assert [deed.at for deed in watch.deeds] == [1.25, 4.5]
+    watch.injected_faults += [InjectedFault("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
+    watch.take_line("experts.0", Note("stall", 1.25).as_line())
+    watch.take_line("experts.0", Note("stall", 4.5).as_line())
+    assert [injected.at for injected in watch.injected_faults] == [1.25, 4.5]
 
 
 def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     clock = HandClock()
     watch = Watch(clock)
-    short, long = (Deed("pause experts.0", "pause", "experts.0", at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0)))
-    watch.deeds += [short, long]
-    watch.takes_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
+    short, long = (
+        InjectedFault("pause experts.0", "pause", "experts.0", at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0))
+    )
+    watch.injected_faults += [short, long]
+    watch.take_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
     clock.seconds = 6.1
     watch.on_event(events.WorkerLost("experts.0", "was held for dead"))
     assert (watch.left_seconds(short), watch.lost_seconds(short)) == (math.inf, math.inf)
@@ -94,29 +96,29 @@ def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "explained"),
+    ("injected", "explained"),
     [
-        (Deed("kill", "crash", "experts.1", 1.0), True),
-        (Deed("reset", "reset", "experts.1", 1.0), True),
-        (Deed("long pause", "pause", "experts.1", 1.0, for_seconds=2.0), True),
-        (Deed("short pause", "pause", "experts.1", 1.0, for_seconds=0.3), False),
-        (Deed("slow", "slow", "experts.1", 1.0, for_seconds=9.0), False),
-        (Deed("another", "crash", "experts.0", 1.0), False),
-        (Deed("later", "crash", "experts.1", 3.0), False),
-        (Deed("missed", "crash", "experts.1", 1.0, missed="it is not there"), False),
+        (InjectedFault("kill", "crash", "experts.1", 1.0), True),
+        (InjectedFault("reset", "reset", "experts.1", 1.0), True),
+        (InjectedFault("long pause", "pause", "experts.1", 1.0, for_seconds=2.0), True),
+        (InjectedFault("short pause", "pause", "experts.1", 1.0, for_seconds=0.3), False),
+        (InjectedFault("slow", "slow", "experts.1", 1.0, for_seconds=9.0), False),
+        (InjectedFault("another", "crash", "experts.0", 1.0), False),
+        (InjectedFault("later", "crash", "experts.1", 3.0), False),
+        (InjectedFault("missed", "crash", "experts.1", 1.0, missed="it is not there"), False),
     ],
-    ids=lambda value: value.text if isinstance(value, Deed) else "",
+    ids=lambda value: value.text if isinstance(value, InjectedFault) else "",
 )
-def test_a_loss_without_cause_is_told_from_one_with(deed: Deed, explained: bool) -> None:
-    assert deed.explains("experts.1", 2.0, dead_seconds=1.0) == explained
+def test_a_loss_without_cause_is_told_from_one_with(injected: InjectedFault, explained: bool) -> None:
+    assert injected.explains("experts.1", 2.0, dead_seconds=1.0) == explained
 
 
 def test_a_reset_that_found_no_connection_did_nothing() -> None:
     watch = Watch(HandClock())
     for at, num in ((1.0, 0), (2.0, 2)):
-        watch.deeds.append(Deed("reset", "reset", "attention.0", at, other="experts.1"))
-        watch.takes_line("attention.0", Note("reset", at + 0.1, counts={"connections": num}).as_line())
-    assert [deed.missed for deed in watch.deeds] == ["no connection to experts.1 was open", ""]
+        watch.injected_faults.append(InjectedFault("reset", "reset", "attention.0", at, other="experts.1"))
+        watch.take_line("attention.0", Note("reset", at + 0.1, counts={"connections": num}).as_line())
+    assert [injected.missed for injected in watch.injected_faults] == ["no connection to experts.1 was open", ""]
 
 
 async def test_waiting_ends_with_what_is_waited_for_with_time_and_with_the_run() -> None:
@@ -188,7 +190,7 @@ def test_slots_and_credits_that_do_not_come_back_are_told() -> None:
     assert unreturned(lost) == [
         "attention.0: 1 rows left",
         "attention.0: 2 pages held left",
-        "4 credits are away, 3 are kept back by who has to return them",
+        "4 credits are outstanding, 3 of them wait to be returned",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from flowrt.actors.control import Ask, Left, as_message
 from flowrt.chaos.orders import Note, Order, note_of
-from flowrt.chaos.worker import Obedience, ObeyingChannel
+from flowrt.chaos.worker import FaultEffects, OrderChannel
 from flowrt.seams import ThreadCompute
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.inproc import InprocChannel
@@ -22,7 +22,7 @@ LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=0, max_message_bytes=0, ca
 async def test_orders_are_obeyed_in_their_place_and_all_else_goes_through() -> None:
     ours, theirs = InprocChannel.pair(LIMITS, Identity("gateway"), Identity("experts.0"))
     heard: list[str] = []
-    channel = ObeyingChannel(theirs, lambda order: heard.append(order.what))
+    channel = OrderChannel(theirs, lambda order: heard.append(order.what))
     async with ours, channel:
         for control in (Order("slow"), Ask(), Order("look"), Order("hang"), Ask()):
             await ours.send(as_message(control))
@@ -49,8 +49,8 @@ class FakeWorker(SimpleNamespace):
         )
 
 
-def obedient() -> tuple[Any, Obedience]:
-    worker, obedience = FakeWorker(), Obedience()
+def takes_orders() -> tuple[Any, FaultEffects]:
+    worker, obedience = FakeWorker(), FaultEffects()
     obedience.begin(worker)  # type: ignore[arg-type]
     return worker, obedience
 
@@ -77,12 +77,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, obedience = obedient()
+    worker, obedience = takes_orders()
     compute: ThreadCompute = worker._compute
     for _ in range(5):
         await compute.run("short", lambda: None)
     assert compute.is_short("short")
-    obedience.obey(Order("hang", 60.0))
+    obedience.carry_out(Order("hang", 60.0))
     assert not compute.is_short("short")  # it must not be the loop that stands still
     loop = asyncio.get_running_loop()
     holds, go_on, slept = asyncio.Event(), threading.Event(), []
@@ -104,9 +104,9 @@ async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monk
 
 
 async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -> None:
-    worker, obedience = obedient()
+    worker, obedience = takes_orders()
     compute: ThreadCompute = worker._compute
-    obedience.obey(Order("slow", 60.0, factor=4.0))
+    obedience.carry_out(Order("slow", 60.0, factor=4.0))
     for run in (compute.run("long", lambda: clock.sleep(0.02)), None):
         begun = clock.now
         if run is not None:
@@ -118,21 +118,21 @@ async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -
 
 
 async def test_slow_fault_ends_after_its_duration(clock: FakeTime) -> None:
-    worker, obedience = obedient()
-    obedience.obey(Order("slow", 0.1, factor=1e6))
+    worker, obedience = takes_orders()
+    obedience.carry_out(Order("slow", 0.1, factor=1e6))
     await worker._compute.run("long", lambda: clock.sleep(0.01))
     assert clock.now == pytest.approx(0.1, abs=2e-3)
     await worker._compute.aclose()
 
 
 async def test_a_stall_blocks_whoever_obeys(clock: FakeTime) -> None:
-    _, obedience = obedient()
-    obedience.obey(Order("stall", 0.05))
+    _, obedience = takes_orders()
+    obedience.carry_out(Order("stall", 0.05))
     assert clock.now == pytest.approx(0.05, abs=2e-3)
 
 
 async def test_whom_the_worker_gives_up_is_noted_when_it_has(capsys: pytest.CaptureFixture[str]) -> None:
-    worker, _ = obedient()
+    worker, _ = takes_orders()
     worker._act(as_message(Ask()))
     worker._act(as_message(Left("experts.1", "one", "was killed")))
     worker._on_lost(Identity("experts.2", "two"), "its channel ended")
