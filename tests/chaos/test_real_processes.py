@@ -196,7 +196,7 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
 async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
     async with running() as (graph, injector, watch, _):
         await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-        await injector.look(graph.graph.process_names())
+        await injector.collect_held(graph.graph.process_names())
         assert watch.held.keys() == set(graph.graph.process_names())
         assert watch.held["attention.0"]["pages held"] == 0
         assert all(counts["rows"] == 0 for counts in watch.held.values())
