@@ -1,8 +1,7 @@
 """Grouped-query attention over paged keys and values, and the block around it: norm, projections, residual, norm.
 
-Here: AttentionBlock, and `attention_for`, which chooses the block a model needs. Not here: how the sequences of a step are grouped
-(attention_plan.py), latent attention (latent_attention.py), which pages a sequence owns (the engine), the MLP. Called by the
-attention workers, once per layer and step.
+`attention_for` chooses the block that a model needs. attention_plan.py groups the sequences of a step; latent_attention.py holds the
+block for latent attention.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""How the sequences of a step are grouped for attention, worked out once per step and used by every layer.
+"""Plans the attention of a step once, for use by every layer: decode groups, chunks, slots, masks, cosines and sines.
 
-Here: decode groups, chunks, their slots and masks, cosines and sines; or, for attention over pages (kernels/cpu), which rows read which.
-Not here: the products (attention.py, latent_attention.py).
+For attention over pages (kernels/cpu) the plan holds which rows read which sequences, in place of decode groups.
 
-A decode group holds sequences with one row each, of similar context length, padded to the longest. A chunk is one sequence with
-several rows. A context that is long, and whose pages lie in one piece, is read where it is, as a group of its own: copying it would
-take longer than another call does. Others are copied out of their pages. With a sliding window only the slots that some row of the
-group or chunk can see are read. In strict numerics each decoding sequence is a group of its own, so that no shape depends on another
-sequence.
+A decode group holds sequences with one row each and of similar context length, padded to the longest. A chunk is one sequence with
+several rows. A long context whose pages are contiguous is read in place, as a group of its own: copying it would take longer than another
+call. Other contexts are copied out of their pages. With a sliding window, only the slots that some row of the group or chunk can see are
+read. In strict numerics each decoding sequence is a group of its own, so that no shape depends on another sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adding the answers of the expert servers to the residual. Called by the attention workers at the end of a layer."""
+"""Adds the responses of the expert servers to the residual."""
 
 from __future__ import annotations
 

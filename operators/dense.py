@@ -1,6 +1,6 @@
-"""Gated MLPs that every row goes through: the layers without experts, and the shared experts of the others.
+"""Gated MLPs that process every row: the MLPs of layers without experts, and the shared experts of MoE layers.
 
-Here too: the activation that experts share. Called by the attention workers.
+`gated_silu` is also the activation of routed experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Cutting a step's (row, slot) pairs into parts, one per expert server. Called by the attention workers after the gate.
+"""Partitions the (row, slot) pairs of a step into parts, one per expert server, by a given table of replicas.
 
-Here: which server gets which pair, given a table of copies. Not here: who is alive and where copies lie (flowrt/reliability), ids of
-parts and their sending (flowrt/exchange).
+Which servers are alive and hold replicas is decided in flowrt/reliability; parts get ids and are sent in flowrt/exchange.
 """
 
 from __future__ import annotations

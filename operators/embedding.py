@@ -1,4 +1,4 @@
-"""Tokens to rows. Called by the worker that starts a step."""
+"""Looks up the embedding row of each token."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""The experts of one layer that a process holds, and how their products are taken: one by one, or all in one (EPS-MoE, section III-B).
+"""Multiplies rows by the experts of one layer that a process holds, one by one or all in one product (EPS-MoE, section III-B).
 
-Here: LayerExperts and its kinds, and the profile that chooses between them. Not here: which rows go to which expert (experts.py),
-the forms of a single matrix (products.py). Built by experts.py while it loads.
-
-*Grouped*: a product per expert that has rows, of exactly these rows. *Dense*: one batched product of all experts held, each padded to
-the most rows that any has: fewer, larger calls, paid with rows of zeros and with experts that have none. Which is faster depends on the
-load, the library and the machine, so a small profile is taken once, with the first layer's own weights. Matrices laid out one by one,
-packed or in panels, are measured beside the stacks. On CUDA one grouped product does all, and the host learns nothing about the rows.
+*Grouped*: one product per expert that has rows, of exactly these rows. *Dense*: one batched product of all held experts, each padded to
+the largest row count. Dense makes fewer, larger calls, but also computes zero rows and experts without rows. The faster kind depends on
+the load, the library and the machine, so a small profile is measured once, with the weights of the first layer. The profile also measures
+matrices that are laid out one by one, packed or in panels. On CUDA one grouped product computes all experts, and the row counts stay on
+the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Experts: a pure function of layer, rows and (row, expert, weight) pairs. Called by expert servers and, with `servers: 0`, in place.
+"""Computes routed experts as a pure function of layer, rows and (row, expert, weight) pairs.
 
-Only experts that have rows are computed (EaaS, section 4.1). Not here: which rows come (dispatch.py) and where answers go (combine.py).
+Expert servers call it; with `servers: 0` the attention process does. Only experts that have rows are computed (EaaS, section 4.1).
 """
 
 from __future__ import annotations

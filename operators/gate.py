@@ -1,4 +1,4 @@
-"""Which experts a row goes to, and with which weights. Called by the attention workers, in layers with experts."""
+"""Chooses the experts of each row and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step: final norm and vocabulary logits, only for the rows that are sampled. Called by the worker that ends a step."""
+"""Computes the final norm and the vocabulary logits, only for the rows that are sampled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where keys and values live: preallocated pages, addressed by slot. Which sequence owns a page is decided by the engine.
+"""Holds keys and values in preallocated pages, addressed by slot: slot = page * page_size + offset.
 
-Slot = page * page_size + offset. Written and read by the attention operators; moved page by page when a sequence changes its process.
+The engine decides which sequence owns a page. A KV transfer moves a sequence page by page.
 """
 
 from __future__ import annotations

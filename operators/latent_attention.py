@@ -1,9 +1,9 @@
 """Attention over compressed keys and values (DeepSeek-V2, section 2.1.2): pages hold one latent and one rotary key per token.
 
-A head's key is its up-projection of the latent beside the rotary key, which all heads share; its value is another up-projection. Two
-forms give the same: *absorbed* moves the up-projections to the other side of the products, queries meet latents and pages are
-read as they are; *expanded* makes keys and values of the context first. Decode rows are absorbed; a chunk takes the form that costs
-less. Called through attention.py's `attention_for`, once per layer and step.
+The key of a head is its up-projection of the latent, followed by the rotary key that all heads share. Its value is another up-projection.
+Two forms give the same result. *Absorbed* moves the up-projections to the other side of the products: queries are multiplied by latents,
+and pages are read as they are. *Expanded* first computes the keys and values of the context. Decode rows use the absorbed form; a chunk
+uses the form that costs less.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What kind of model a directory holds: ModelConfig, read from config.json and generation_config.json.
+"""Defines ModelConfig: the facts of a model, read from config.json and generation_config.json.
 
-Free of torch, so that the parent process, the planner and the checks of a graph may read it. What a key of config.json means is
-known to one file per family (families/); weights are read by weights.py. Called by every room that needs facts of the model.
+Free of torch, so that the parent process, the planner and the checks of a graph can import it. One file per family (families/) defines
+the meaning of the keys of config.json; weights.py reads the weights.
 
 Legend of shape suffixes, one for the whole folder (README.md explains them): T rows (tokens) of a step, S sequences, H hidden,
 N query heads, K key/value heads, D head width, E experts, A active experts per row (top-k), P (row, slot) pairs, R rows of a
-part, F expert width, V vocabulary, G pages of a sequence, C tokens of a page, L context length, B copies of an expert.
+part, F expert width, V vocabulary, G pages of a sequence, C tokens of a page, L context length, B replicas of an expert.
 """
 
 from __future__ import annotations

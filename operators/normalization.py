@@ -1,4 +1,4 @@
-"""The norms of whole rows: root-mean-square, and layer norm without bias. Called by the attention operators and head.py."""
+"""Norms of whole rows: root-mean-square norm, and layer norm without bias."""
 
 from __future__ import annotations
 

@@ -1,17 +1,15 @@
-"""Products of rows with a weight matrix, and the forms in which a matrix is held for them.
+"""Multiplies rows by a weight matrix that is held in one of several forms, and chooses the form for a dtype on this machine.
 
-Here: Product and its forms, and which form suits a dtype on this machine. Not here: which rows, and what is done with what comes
-out (attention.py, dense.py, experts.py, head.py); choosing by measuring (expert_products.py). A matrix is held once, in one form, laid
-out while it is loaded.
+A matrix is held once, in one form, and is laid out while it is loaded. expert_products.py chooses forms by measurement.
 
-Why forms: a step of decoding brings few rows, so a product reads more than it computes. The library's plain product first rearranges
-the matrix, which costs more than the product itself at 2 to 64 rows; *packed* does that once, at loading. Where the processor has no
-instructions for 16-bit numbers the library's product of many rows computes at a tenth of its float32 rate; *widened* turns blocks
-of the matrix, small enough to stay in the cache, into float32 first.
+Why forms: a decode step has few rows, so a product reads more than it computes. The library's plain product first reorders the matrix,
+which costs more than the product itself at 2 to 64 rows; *packed* reorders once, at loading. Where the processor has no instructions for
+16-bit numbers, the library's product of many rows runs at a tenth of its float32 rate; *widened* first converts blocks of the matrix,
+small enough to stay in the cache, to float32.
 
-*Panels* are our own (_panels.c), where the processor has the instructions and the matrix fits: a row's bits depend on that row alone,
-whatever number of rows comes, which no library promises and strict numerics need; and few rows take as long as reading the
-matrix once.
+*Panels* are this package's own form (kernels/cpu/_panels.c), used where the processor has the instructions and the matrix fits. The bits
+of a row depend on that row alone, for any number of rows. No library guarantees this, and strict numerics need it. A product of few rows
+takes as long as reading the matrix once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Making the proofs of strict blocks (row_blocks.py): every function of rows that a module has is run once, on drawn rows.
+"""Makes the proofs of strict blocks (row_blocks.py): runs every row function of a module once, on random rows.
 
-Here: `blocks_of`, `prove` for a module that is loaded, and `prove_model` for all functions of a model, of which it reads the first layer
-of each kind. Called by the attention and expert workers while they load, and by `flowrt doctor --model`.
+`prove` takes a loaded module. `prove_model` takes a model directory and reads the first layer of each kind, for `flowrt doctor --model`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The whole model, slow, in one process: the truth that the fast operators are tested against.
+"""Computes the whole model slowly, in one process: the reference that the fast operators are tested against.
 
-Written to be read beside the model's definition and to share no arithmetic with the fast files: one sequence at a time, no pages,
-one head and one expert after another. Only the reading of config and weights is common. Called by tests and by people who doubt.
+It is written to be read beside the model's definition, and shares no arithmetic with the fast files: it computes one sequence, one head
+and one expert at a time, without pages. Only the reading of config and weights is shared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary positions: their frequencies, the table of cosines and sines, and the rotation. Called by the attention operators."""
+"""Rotary positions: their frequencies, the table of cosines and sines, and the rotation."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""How functions of rows are run: all rows at once, or in blocks of fixed sizes, so that no row's bits depend on the others.
+"""Runs functions of rows on all rows at once, or in blocks of fixed sizes, so that the bits of a row do not depend on other rows.
 
-Here: RowBlocks (numerics: fast), StrictBlocks (numerics: strict) and the proof that picks its sizes. Not here: the functions (every
-operator gives its own), attention over a sequence's context, which strict runs sequence by sequence (attention_plan.py). An operator
-gets one of the two when it is made; flowrt/workers chooses.
+`RowBlocks` is for `numerics: fast`, `StrictBlocks` for `numerics: strict`; flowrt/workers chooses one for each operator. Attention over
+contexts does not use blocks: strict numerics run it sequence by sequence (attention_plan.py).
 
-Why blocks: libraries choose another order of additions for another number of rows, and loops treat what does not fill a vector, or
-lies where threads meet, in another way. In a block of a proven size a row's bits depend on the row alone.
+Why blocks: libraries change the order of additions with the number of rows. Loops treat rows differently that do not fill a vector or
+that lie at the border between threads. In a block of a proven size the bits of a row depend on that row alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""From logits to tokens: greedy, or drawn with penalties, temperature, top-k and top-p; and their logprobs. Called by the worker that
-ends a step. How each token is to be drawn comes as SamplingInputs (sampling_inputs.py).
+"""Turns logits into tokens, greedily or by drawing with penalties, temperature, top-k and top-p, and computes logprobs.
 
-The noise of a draw is a pure function of (seed, choice, token index, vocabulary id): it does not depend on the batch, the row, the
-device or on what was drawn before, so that a token replayed after a failure is the same token. Noise is added to the logits and
-the largest sum wins (Gumbel-max), which draws exactly from the softmax of what the filters leave.
+The noise of a draw is a pure function of (seed, choice, token index, vocabulary id). It does not depend on the batch, the row, the device
+or earlier draws, so a token that is replayed after a failure is the same token. Noise is added to the logits and the largest sum wins
+(Gumbel-max). This draws exactly from the softmax of the tokens that pass the filters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the tokens of a step are drawn, as tensors: what the engine asks for, ready to travel to the worker that ends the step.
+"""Holds how the tokens of a step are drawn, as tensors that the engine sends to the worker that ends the step.
 
-Here: Draw (one token's settings, plain numbers), SamplingInputs (all of a step's). Not here: what is done with them (sampling.py).
+`Draw` holds the settings of one token as plain numbers, `SamplingInputs` those of all tokens of a step.
 """
 
 from __future__ import annotations

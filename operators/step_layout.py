@@ -1,7 +1,7 @@
-"""Which row of a step is which token of which sequence, and where its keys and values lie.
+"""Maps each row of a step to a token of a sequence, and to the slot of its key and value.
 
-A step mixes chunks of prompts and decode rows freely: a sequence brings query_length rows, which are the last tokens of a context
-of kv_length. The engine builds a layout with `from_lists`; it travels as a message; attention.py reads it.
+A step mixes chunks of prompts and decode rows freely. A sequence has query_length rows, which are the last tokens of a context of
+kv_length. The engine builds a layout with `from_lists` and sends it as a message.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Reading weights out of a Hugging Face directory: exactly the tensors, or parts of tensors, that a process will hold.
+"""Reads from a Hugging Face directory exactly the tensors, or parts of tensors, that a process holds.
 
-Here: the safetensors files (with or without an index) and the parts of a model as its family names them. Not here: what is done
-with weights. Called by the constructors of the role modules.
+It reads safetensors files, with or without an index, and finds the parts of a model under the names that its family defines.
 
-Files are read with positioned reads straight into the memory where the weights will stay. The safetensors package maps files
-instead; mapped pages count as resident until the map goes, so a server would be charged twice while it loads.
+Files are read with positioned reads straight into the memory where the weights stay. The safetensors package maps files instead. Mapped
+pages count as resident until they are unmapped, so a loading server would use twice the memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One file per model family: what its config.json means and where its weights lie. Imports nothing, and no file here imports torch."""
+"""One file per model family: the meaning of its config.json and the names of its weights. Imports nothing; no file here imports torch."""

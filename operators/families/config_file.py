@@ -1,6 +1,6 @@
-"""Reading typed values out of a config.json, with errors that name file, key and what would be right.
+"""Reads typed values from a config.json, with errors that name the file, the key and the expected value.
 
-Used by the family files and by model_config. Free of torch.
+Used by the family files, their registry and weights.py. Free of torch.
 """
 
 from __future__ import annotations

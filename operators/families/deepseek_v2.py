@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V2-Lite: config keys; weight names are those of deepseek_v3.py.
 
 Latent attention, softmax gate over all experts or over the best groups, shared experts, dense layers first. The weights of chosen
-experts are scaled and never normalized, as transformers has it: `norm_topk_prob` is not looked at. Free of torch.
+experts are scaled and never normalized, as in transformers: `norm_topk_prob` is ignored. Free of torch.
 """
 
 from __future__ import annotations

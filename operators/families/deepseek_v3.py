@@ -1,7 +1,7 @@
 """DeepSeek-V3, DeepSeek-R1, Kimi K2: config keys and weight names; deepseek_v2.py uses most of them too.
 
-Latent attention, sigmoid gate whose choice is corrected by a stored bias and limited to the best groups, routed experts beside
-shared ones, dense layers first. The layers for multi-token prediction that lie behind the last one are not read. Free of torch.
+Latent attention, sigmoid gate, routed experts beside shared ones, dense layers first. A stored bias corrects the choice of the gate, which
+is limited to the best groups. The layers for multi-token prediction behind the last layer are not read. Free of torch.
 """
 
 from __future__ import annotations

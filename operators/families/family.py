@@ -1,7 +1,7 @@
-"""The contract of a model family: how to read its config.json, and under which names its weights are stored.
+"""Defines the contract of a model family: how its config.json is read, and the names under which its weights are stored.
 
-A family file builds one `Family`. Parts are the pieces of a model in our words; weights.py asks a family where a part lies and
-reads it. Free of torch. docs/operators.md says how to add a family, also from another package.
+A family file builds one `Family`. Parts are the pieces of a model under family-independent names; weights.py looks up where the family
+stores a part, and reads it. Free of torch. docs/operators.md explains how to add a family, also from another package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which families there are: those of this package, and those that other packages offer.
+"""Finds model families: those of this package, and those that other packages register.
 
 Another package adds a family with an entry point in group `flowrt.models`: the name is the model_type of config.json, the value
-is `module:FAMILY` (a families.family.Family). Ours win over an entry point of the same name. Free of torch.
+is `module:FAMILY` (a families.family.Family). A built-in family takes precedence over an entry point of the same name. Free of torch.
 """
 
 from __future__ import annotations

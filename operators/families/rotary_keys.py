@@ -1,4 +1,4 @@
-"""What config.json says about rotary positions, in its older and newer spelling. Used by the family files. Free of torch."""
+"""Reads the rotary positions from config.json, in the older and the newer spelling of its keys. Free of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a dtype and device get. The only place that decides; modules ask once, when they are built."""
+"""Chooses the kernels for a dtype and device. Modules choose once, when they are built; no other file decides this."""
 
 from __future__ import annotations
 

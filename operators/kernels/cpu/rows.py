@@ -1,8 +1,9 @@
-"""The kernels in C (_rows.c), each in one call: checks what must hold before addresses are handed over.
+"""Calls the C kernels (_rows.c) and checks shapes, dtypes and devices before it passes addresses to them.
 
-They are several times faster for the few rows of decoding. Functions that run in strict blocks are seen by torch's overrides, as
-torch's are: a proof watches what is computed. A row's bits depend on that row alone, in `paged_attention` on its sequence, and are the
-same on every machine. Each raises ValueError for sizes and dtypes that do not go together, IndexError for an index out of range.
+The C kernels are several times faster than torch for the few rows of a decode step. The bits of a row depend on that row alone (in
+`paged_attention` on its sequence) and are the same on every machine. `_watched` functions run in strict blocks: they pass through torch's
+function overrides, so that a proof sees what they compute. Each function raises ValueError for sizes and dtypes that do not match, and
+IndexError for an index out of range.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels in torch for every device and dtype: the reference of those in C."""
+"""Torch kernels for every device and dtype; the reference of the C kernels."""

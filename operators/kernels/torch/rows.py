@@ -1,4 +1,4 @@
-"""The kernels in torch, for every device and dtype: the reference of those in C (kernels/cpu/rows.py)."""
+"""Implements the kernels in torch, for every device and dtype; the reference of the C kernels (kernels/cpu/rows.py)."""
 
 from __future__ import annotations
 
