@@ -1,6 +1,7 @@
-"""Decides whether the event loop copies a payload at once or hands it to a copy thread.
+"""Copies bulk payloads on copy threads, and measures from which size a copy thread pays off.
 
-As in xDeepServe sections 2.2 and 3.1: the cores copy small payloads; the DMA engine, which takes longer to start, copies bulk.
+The event loop copies smaller payloads itself. xDeepServe (sections 2.2 and 3.1) splits the work likewise: the cores copy small payloads,
+and the DMA engine, which takes longer to start, copies bulk payloads.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import CopyThread, Memory
 
 MIN_BYTES, MAX_BYTES = 1 << 18, 1 << 22
-WORTH = 8  # a copy that occupies the loop this many times as long as queueing it goes to a thread
+WORTH = 8  # a copy goes to a thread when it takes this many times as long as queueing it
 _PROBE_BYTES = 1 << 18
 _NUM_PROBES = 5
 
 
 class CopyThreads:
-    """The copy threads of one memory. Each makes and announces its copies in order. Threads start at the first use."""
+    """The copy threads of one memory. Each thread makes and announces its copies in order. The threads start at the first copy."""
 
     def __init__(self, memory: Memory, fields: int, field_bytes: int, flag: int, num_copy_threads: int, wake_fd: int, own_fd: int) -> None:
         self._arguments = [(thread, memory, fields + thread * field_bytes, flag, wake_fd, own_fd) for thread in range(num_copy_threads)]
@@ -33,7 +34,8 @@ class CopyThreads:
     def copy(
         self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, tell: bool = False
     ) -> None:
-        """Copies source[begin:][:nbytes] to `offset`, then announce (event, chunk, tail). OSError: no thread can start."""
+        """Queues a copy of source[begin:][:nbytes] to `offset`, announced afterwards as (event, chunk, tail). Raises OSError when no
+        thread can start."""
         if not self._copy_threads:
             from flowrt.transports.native._words import CopyThread
 
@@ -42,21 +44,21 @@ class CopyThreads:
         self._queued[thread] += 1
 
     def ticket(self) -> list[int]:
-        """The copies that are queued now, for `settled`."""
+        """Returns the copies queued so far, per thread, as the argument of `settled`."""
         return list(self._queued)
 
     def settled(self, ticket: list[int]) -> bool:
-        """Whether all copies up to `ticket` are done, so that their sources may change again."""
+        """Whether all copies up to `ticket` are complete, so that their sources may change again."""
         done = [queued - thread.collect() for queued, thread in zip(self._queued, self._copy_threads, strict=False)]
         return all(map(int.__ge__, done, ticket))
 
     def wait(self) -> None:
-        """Blocks until all copies are done."""
+        """Blocks until all queued copies are complete."""
         for thread in self._copy_threads:
             thread.wait()
 
     def close(self) -> None:
-        """Waits, then ends the threads that are not shared with other channels."""
+        """Waits for all copies, then ends the threads that no other channel shares."""
         for thread in self._copy_threads:
             thread.close()
         self._copy_threads = []
@@ -65,7 +67,7 @@ class CopyThreads:
 
 @cache
 def threshold_bytes() -> int:
-    """The size from which a copy thread copies, on this machine: copying takes WORTH times as long as queueing the copy. Measured once."""
+    """Returns the payload size in bytes from which copying takes WORTH times as long as queueing the copy, measured once per process."""
     from flowrt.transports.native._words import CopyThread, Memory
 
     memfd = os.memfd_create("flowrt-probe", os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The two halves of a credit window, which bounds the messages and payload bytes in flight on a channel. Pure."""
+"""Implements both halves of the credit window that bounds the messages and payload bytes in flight on a channel, without I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flowrt.transports.wire.codec import WireError
 
 
 class SendWindow:
-    """The sender's half: what it has sent, and what the receiver has reported as taken."""
+    """The sender's half: counts what was sent and what the receiver reported as taken."""
 
     __slots__ = ("capacity_bytes", "capacity_messages", "sent_bytes", "sent_messages", "taken_bytes", "taken_messages")
 
@@ -17,19 +17,19 @@ class SendWindow:
         self.sent_bytes = self.sent_messages = self.taken_bytes = self.taken_messages = 0
 
     def fits(self, payload_bytes: int) -> bool:
-        """Whether a message of `payload_bytes` may go now. One that is larger than the window goes when it is empty."""
+        """Whether a message of `payload_bytes` may be sent now. A message larger than the window may be sent when the window is empty."""
         on_the_way = self.sent_messages - self.taken_messages
         return not on_the_way or (
             on_the_way < self.capacity_messages and self.sent_bytes - self.taken_bytes + payload_bytes <= self.capacity_bytes
         )
 
     def add(self, payload_bytes: int) -> None:
-        """A message was sent."""
+        """Counts a sent message."""
         self.sent_messages += 1
         self.sent_bytes += payload_bytes
 
     def update(self, taken_messages: int, taken_bytes: int) -> None:
-        """The receiver's totals since the start. Raises WireError when they run backwards or exceed what was sent."""
+        """Applies the receiver's totals since the start. Raises WireError when they decrease or exceed what was sent."""
         if not (self.taken_messages <= taken_messages <= self.sent_messages and self.taken_bytes <= taken_bytes <= self.sent_bytes):
             raise WireError(f"the peer says it has taken {taken_messages} messages of {self.sent_messages} sent")
         self.taken_messages = taken_messages
@@ -37,7 +37,7 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The receiver's half: what has arrived, what was taken by the user, and when it is worth telling the sender."""
+    """The receiver's half: counts what arrived and what the user took, and decides when to report to the sender."""
 
     __slots__ = (
         "arrived_bytes",
@@ -56,7 +56,7 @@ class ReceiveWindow:
         self.sender_waits = False
 
     def arrived(self, payload_bytes: int) -> None:
-        """A message arrived. Raises WireError when the peer had no credit for it."""
+        """Counts an arrived message. Raises WireError when the peer had no credit for it."""
         self.arrived_messages += 1
         self.arrived_bytes += payload_bytes
         on_the_way = self.arrived_messages - self.told_messages
@@ -66,7 +66,7 @@ class ReceiveWindow:
             raise WireError("the peer sent more than the channel may hold")
 
     def took(self, payload_bytes: int) -> bool:
-        """The user took a message. True when a report to the sender is due."""
+        """Counts a message taken by the user. Returns True when a report to the sender is due."""
         self.taken_messages += 1
         self.taken_bytes += payload_bytes
         return (
@@ -76,7 +76,7 @@ class ReceiveWindow:
         )
 
     def told(self) -> tuple[int, int]:
-        """The totals to report to the sender, which count as reported from now on."""
+        """Returns the totals (messages, bytes) to report to the sender, and marks them as reported."""
         self.told_messages = self.taken_messages
         self.told_bytes = self.taken_bytes
         self.sender_waits = False

@@ -1,6 +1,6 @@
-"""`FlowControlledChannel`: the inbox and the credit window of channels whose receiver reports what was taken in messages of its own.
+"""Implements the inbox and the credit window of channels whose receiver reports taken messages in frames of its own.
 
-Both ends read as soon as data arrives; the window bounds what can arrive.
+Both ends read data as soon as it arrives; the credit window bounds how much can arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowrt.transports.wire.message import Message
 
 
 class FlowControlledChannel(QueuedChannel):
-    """An end with an inbox of arrived messages; subclasses send and receive TAKEN and WAITING."""
+    """One end with an inbox of arrived messages; subclasses send and receive the TAKEN and WAITING frames."""
 
     windows_by_message = True
 
@@ -31,11 +31,11 @@ class FlowControlledChannel(QueuedChannel):
 
     @abstractmethod
     def _say_taken(self, messages: int, payload_bytes: int) -> None:
-        """Reports to the peer how much has been taken since the start."""
+        """Sends the totals taken since the start to the peer."""
 
     @abstractmethod
     def _say_waiting(self) -> None:
-        """Requests a report from the peer as soon as more is taken."""
+        """Requests a report from the peer as soon as its user takes more."""
 
     def _count_sent(self, payload_bytes: int) -> None:
         self._sending.add(payload_bytes)
@@ -43,7 +43,7 @@ class FlowControlledChannel(QueuedChannel):
         self._counters.bytes_sent += payload_bytes
 
     def _hear_of_windows(self, message: Message, payload_bytes: int) -> None:
-        """A message that only the channel itself looks at, at once: its credit goes back whatever the user has taken."""
+        """Processes a window message at once. Its credit returns to the sender independently of what the user takes."""
         self._counters.messages_received += 1
         self._counters.bytes_received += payload_bytes
         if self._receiving.took(payload_bytes):
@@ -55,14 +55,14 @@ class FlowControlledChannel(QueuedChannel):
         return self._sending.sent_messages - self._num_posted()
 
     def _num_taken(self) -> int:
-        # Messages about windows are taken out of turn. Counting them all as taken last is right in the end and never too early.
+        # Window messages are taken out of order. Counting them all as taken last is exact in the end and never acknowledges too early.
         return self._sending.taken_messages - self._num_posted()
 
     def _num_posted(self) -> int:
         return 0 if self._windows is None else self._windows.num_posted
 
     def _hear_taken(self, messages: int, payload_bytes: int) -> None:
-        """The peer's totals. Raises WireError when they cannot be."""
+        """Applies the peer's totals. Raises WireError when they are impossible."""
         self._sending.update(messages, payload_bytes)
         self._asked_for_room = False
         self._wake_sender()
@@ -73,7 +73,7 @@ class FlowControlledChannel(QueuedChannel):
             self._tell_taken()
 
     def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> None:
-        """A message has arrived whole. Raises WireError when one before it is missing."""
+        """Adds a complete message to the inbox, or drops a repeated one. Raises WireError when an earlier message is missing."""
         if is_repeat(envelope.sequence, self._expected):
             self._counters.messages_dropped += 1
             return

@@ -1,4 +1,4 @@
-"""Keys of one-sided windows, and the bounds checks of every call. Pure."""
+"""Encodes the keys of one-sided windows and checks the bounds of their calls, without I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = 1 << 64
 
 
 class WindowKey(NamedTuple):
-    """A decoded key: its holder may access the window with this token, which has so many bytes and flags."""
+    """A decoded key: it grants access to the window with `token`, which has `nbytes` bytes and `num_flags` flags."""
 
     token: bytes
     nbytes: int
@@ -23,12 +23,12 @@ class WindowKey(NamedTuple):
 
     @classmethod
     def new(cls, nbytes: int, num_flags: int, token: bytes | None = None) -> WindowKey:
-        """A random key, or one with the given `token`."""
+        """Returns a key with a random token, or with the given `token`."""
         return cls(secrets.token_bytes(TOKEN_BYTES) if token is None else token, nbytes, num_flags)
 
     @classmethod
     def read(cls, key: bytes) -> WindowKey:
-        """Raises WindowError for what is no key."""
+        """Decodes `key`. Raises WindowError when it is not a key."""
         if not isinstance(key, (bytes, bytearray, memoryview)) or len(key) != _KEY.size:
             raise WindowError(f"a window's key is {_KEY.size} bytes")
         return cls(*_KEY.unpack(key))
@@ -38,7 +38,7 @@ class WindowKey(NamedTuple):
 
 
 def check_window(nbytes: int, num_flags: int, num_open: int, most: int) -> None:
-    """Raises WindowError for a window that cannot be."""
+    """Raises WindowError for an invalid size or flag count, or when `most` windows are already open."""
     if nbytes < 1 or not 0 <= num_flags <= MAX_FLAGS:
         raise WindowError(f"a window has at least one byte and 0 to {MAX_FLAGS} flags, not {nbytes} and {num_flags}")
     if num_open >= most:
@@ -52,13 +52,13 @@ def check_range(offset: int, nbytes: int, window_bytes: int) -> None:
 
 
 def check_flag(flag: int, num_flags: int, value: int = 0) -> None:
-    """Raises WindowError unless there is such a flag and it can have this value."""
+    """Raises WindowError unless 0 <= flag < num_flags and `value` fits into 64 bits."""
     if not 0 <= flag < num_flags or not 0 <= value < _MOST:
         raise WindowError(f"no flag {flag} of {num_flags}, or no value of 64 bits: {value}")
 
 
 def flat(data: object) -> memoryview:
-    """The bytes of any buffer, row-major; a copy where it has strides. Raises WindowError for what is no buffer."""
+    """Returns the bytes of any buffer in row-major order, as a copy when it is not contiguous. Raises WindowError for other objects."""
     given: Any = data
     try:
         view = memoryview(given)

@@ -1,7 +1,7 @@
-"""Checks of cancellation at every await of the contract's calls.
+"""Checks cancellation at every await of the contract's calls.
 
-Each check starts a call together with what completes it, and cancels it after 0, 1, 2 ... turns of the event loop, so that every await of
-the call is hit. After the first few turns, which only a slow medium reaches, TURNS takes larger steps.
+Each check starts a call together with the operation that completes it, and cancels the call after 0, 1, 2 ... turns of the event loop, so
+that every await of the call is reached. TURNS takes larger steps after the first few turns, because only slow media need that many.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ChannelCheck: TypeAlias = Callable[[MakePair], Coroutine[Any, Any, None]]
 TransportCheck: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
 
 TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200)
-_LAST = 10_000  # the number of a message that ends a round
+_LAST = 10_000  # number of the message that ends a round
 
 
 async def cancelled_after(call: Coroutine[Any, Any, Any] | asyncio.Task[Any], turns: int) -> asyncio.Task[Any]:
-    """`call` as a task that has ended, by itself or because it was cancelled after `turns` turns of the loop."""
+    """Runs `call` as a task, cancels it after `turns` turns of the loop, and returns the task once it has ended."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -46,12 +46,12 @@ async def cancelled_after(call: Coroutine[Any, Any, Any] | asyncio.Task[Any], tu
 
 
 async def check_recv_cancelled_at_every_turn(make_pair: MakePair) -> None:
-    """A recv cancelled after any number of turns loses no message, small or in many pieces."""
+    """A recv that is cancelled after any number of turns loses no message, neither a small one nor one in many pieces."""
     limits = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 16)
     for nbytes in (100, 50_000, 200_000):
         async with opened(make_pair, limits) as (one, two):
             for number, turns in enumerate(TURNS * 2):
-                late = 2 * (number % 2)  # whether recv waits already when the message is sent
+                late = 2 * (number % 2)  # 2: recv already waits when the message is sent
                 sending = asyncio.ensure_future(_send_after(late, one, numbered(number, nbytes)))
                 receiving = await cancelled_after(two.recv(), turns)
                 message = await within(two.recv(), "recv after a cancelled one") if receiving.cancelled() else receiving.result()
@@ -66,7 +66,7 @@ async def _send_after(turns: int, channel: Channel, message: Message) -> None:
 
 
 async def check_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
-    """A send cancelled after any number of turns has sent the whole message or nothing, while the peer makes room for it."""
+    """A send that is cancelled after any number of turns, while the peer makes room for it, has sent the whole message or nothing."""
     limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
     for nbytes in (100, 30_000, 200_000):
         async with opened(make_pair, limits) as (one, two):
@@ -89,7 +89,7 @@ async def check_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
 
 
 async def check_waiting_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
-    """A send that waits behind another is cancelled after any number of turns: it ends cancelled or has sent, and the others send."""
+    """A waiting send that is cancelled after any number of turns is cancelled or has sent, and the sends before and behind it complete."""
     limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
     async with opened(make_pair, limits) as (one, two):
         for turns in TURNS:
@@ -118,7 +118,7 @@ async def _until(channel: Channel, last: int) -> list[Message]:
 
 
 async def check_aclose_cancelled_at_every_turn(make_pair: MakePair) -> None:
-    """An aclose that is cancelled has closed all the same: this side is closed, the peer learns of it, a second aclose returns."""
+    """A cancelled aclose still closes the channel: this side is closed, the peer receives the end, and a second aclose returns."""
     for turns in TURNS[:10]:
         async with opened(make_pair) as (one, two):
             await one.send(numbered(0))
@@ -129,7 +129,7 @@ async def check_aclose_cancelled_at_every_turn(make_pair: MakePair) -> None:
 
 
 async def expect_end(channel: Channel) -> None:
-    """That what is still here comes, and then an end of either kind."""
+    """Receives the remaining messages and expects EndOfChannel or BrokenChannelError after them."""
     try:
         while True:
             await within(channel.recv(), "the end of the channel")
@@ -138,7 +138,7 @@ async def expect_end(channel: Channel) -> None:
 
 
 async def check_connect_cancelled_at_every_turn(scheme: str) -> None:
-    """A connect cancelled after any number of turns leaves nothing, and the listener goes on serving others."""
+    """A connect that is cancelled after any number of turns leaves no resource, and the listener still serves other connectors."""
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         await _meet(scheme, listener, 0)
         before = num_descriptors()
@@ -152,7 +152,7 @@ async def check_connect_cancelled_at_every_turn(scheme: str) -> None:
 
 
 async def check_accept_cancelled_at_every_turn(scheme: str) -> None:
-    """An accept cancelled after any number of turns loses no connection."""
+    """An accept that is cancelled after any number of turns loses no connection."""
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         for number, turns in enumerate(TURNS):
             connecting = asyncio.ensure_future(get_transport(scheme).connect(listener.address, SMALL, KEY, Identity("caller", str(number))))
@@ -166,7 +166,7 @@ async def check_accept_cancelled_at_every_turn(scheme: str) -> None:
 
 
 async def _meet(scheme: str, listener: Listener, number: int) -> None:
-    """A channel through `listener` works; those of callers who have given up may come first, and end."""
+    """Checks that a channel through `listener` works. Channels of cancelled connectors may be accepted before it, and end."""
     caller = Identity(THERE.name, f"caller {number}")
     one = await within(get_transport(scheme).connect(listener.address, SMALL, KEY, caller), "connect")
     async with one:

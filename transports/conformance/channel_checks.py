@@ -1,4 +1,4 @@
-"""Checks of the contract for any two connected ends, and the lists of all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`).
+"""Checks the contract for any two connected ends, and lists all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`).
 
 Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes. A
 violation is a BrokenPromiseError that names what failed.
@@ -47,7 +47,7 @@ Check: TypeAlias = Callable[[MakePair], Coroutine[Any, Any, None]]
 
 
 async def check_order(make_pair: MakePair) -> None:
-    """Both directions at once, far more than the channel holds, of sizes that take different ways."""
+    """Messages of many sizes arrive in order in both directions at once, far more than the channel holds."""
     async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
         for sender, receiver in ((one, two), (two, one)):
             group.create_task(_send_sizes(sender))
@@ -120,7 +120,7 @@ async def check_bounds(make_pair: MakePair) -> None:
 
 
 async def check_larger_than_capacity(make_pair: MakePair) -> None:
-    """A message larger than all the channel holds travels alone; those around it keep their places."""
+    """A message larger than the channel's capacity travels alone, and the messages around it keep their order."""
     limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
     sizes = [10, 1 << 21, 0, 3_000_001, 1 << 23, 5]
     async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
@@ -135,7 +135,7 @@ async def _send_these(channel: Channel, sizes: list[int]) -> None:
 
 
 async def check_line_of_senders(make_pair: MakePair) -> None:
-    """Waiting senders are served in the order they came; one that is cancelled leaves nothing and holds up nobody."""
+    """Waiting senders are served in order of arrival; a cancelled one sends nothing and does not delay the others."""
     async with opened(make_pair) as (one, two):
         number = 0
         while one.send_nowait(numbered(number)):
@@ -153,10 +153,10 @@ async def check_line_of_senders(make_pair: MakePair) -> None:
 
 
 async def check_cancelled_at_the_head(make_pair: MakePair) -> None:
-    """Cancelling the first of the line, also at the moment its turn comes, passes the turn on."""
+    """Cancelling the first waiting sender passes its turn to the next one, also at the moment when its turn comes."""
     async with opened(make_pair) as (one, two):
         for turns in range(6):
-            await carry_one(two, one)  # after it come no more credits of the round before
+            await carry_one(two, one)  # after this message, no credits of the previous round arrive
             count, waited = 0, one.statistics().sends_waited
             while one.send_nowait(numbered(count)):
                 count += 1
@@ -174,7 +174,7 @@ async def check_cancelled_at_the_head(make_pair: MakePair) -> None:
 
 
 async def check_cancelled_large_send(make_pair: MakePair) -> None:
-    """A send cancelled half-way through a message larger than the channel leaves nothing that the peer could see, or all of it."""
+    """A send that is cancelled within a message larger than the channel delivers the whole message or nothing."""
     limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
     async with opened(make_pair, limits) as (one, two):
         for _ in range(3):
@@ -190,7 +190,7 @@ async def check_cancelled_large_send(make_pair: MakePair) -> None:
             await asyncio.wait([sending])
             next_one = asyncio.ensure_future(one.send(numbered(2, 50_000)))
             message = await within(receiving, "the message after a cancelled one")
-            if message.tensors[0].spec.shape == (1 << 23,):  # the cancelled one had just gone
+            if message.tensors[0].spec.shape == (1 << 23,):  # the cancelled message was already sent
                 check_numbered(message, 1, 1 << 23)
                 message = await within(two.recv(), "the message after one that was cancelled too late")
             else:
@@ -200,7 +200,7 @@ async def check_cancelled_large_send(make_pair: MakePair) -> None:
 
 
 async def check_cancelled_recv(make_pair: MakePair) -> None:
-    """A recv that is cancelled, before or just as its message comes, loses nothing."""
+    """A recv that is cancelled before its message arrives, or as it arrives, loses no message."""
     async with opened(make_pair) as (one, two):
         for number in range(40):
             receiving = asyncio.ensure_future(two.recv())
@@ -218,7 +218,7 @@ async def check_cancelled_recv(make_pair: MakePair) -> None:
 
 
 async def check_busy(make_pair: MakePair) -> None:
-    """A second task in recv is refused; the first goes on."""
+    """A second task in recv gets BusyChannelError; the first task keeps waiting."""
     async with opened(make_pair) as (one, two):
         receiving = asyncio.ensure_future(two.recv())
         await asyncio.sleep(0)
@@ -228,7 +228,7 @@ async def check_busy(make_pair: MakePair) -> None:
 
 
 async def check_close(make_pair: MakePair) -> None:
-    """Closing wakes this side's calls, ends the peer's after it has received everything, and may be done twice."""
+    """Closing wakes this side's calls and is idempotent; the peer receives everything sent before, then the end."""
     async with opened(make_pair) as (one, two):
         await send_all(one, 0, 5, 20_000)
         receiving = asyncio.ensure_future(one.recv())
@@ -251,7 +251,7 @@ async def _nowait(channel: Channel) -> Message | None:
 
 
 async def check_close_under_pending_calls(make_pair: MakePair) -> None:
-    """The peer's pending recv and send wake when this side closes, and so do this side's own senders."""
+    """Closing one end wakes the pending recv and sends of both ends."""
     for closer in (0, 1):
         async with opened(make_pair) as pair:
             one, two = pair
@@ -272,7 +272,7 @@ async def check_close_under_pending_calls(make_pair: MakePair) -> None:
 
 
 async def check_close_both(make_pair: MakePair) -> None:
-    """Both ends close at once, with messages on the way."""
+    """Both ends close at once while messages are in flight."""
     async with opened(make_pair) as (one, two):
         await send_all(one, 0, 3)
         await send_all(two, 0, 3)
@@ -280,7 +280,7 @@ async def check_close_both(make_pair: MakePair) -> None:
 
 
 async def check_refused_messages(make_pair: MakePair) -> None:
-    """What is too large, or no message at all, is refused before a byte leaves; the channel goes on."""
+    """A message that is too large or invalid is refused before any byte is sent, and the channel keeps working."""
     limits = Limits(max_header_bytes=2048, max_tensors=2, max_message_bytes=4096, capacity_bytes=1 << 16)
     tiny = Tensor(TensorSpec("uint8", (1,)), b"x")
     refused: list[tuple[type[TransportError], Message]] = [
@@ -298,7 +298,7 @@ async def check_refused_messages(make_pair: MakePair) -> None:
 
 
 async def check_lifetime(make_pair: MakePair) -> None:
-    """A received tensor stays as it is while the channel goes on, and after both ends are closed; then nothing is held."""
+    """A received tensor keeps its bytes while the channel is used and after both ends are closed; once freed, no buffer is held."""
     async with opened(make_pair) as (one, two):
         kept = []
         for number in range(3):
@@ -319,7 +319,7 @@ async def check_lifetime(make_pair: MakePair) -> None:
 
 
 async def check_holding_everything(make_pair: MakePair) -> None:
-    """A receiver that lets go of nothing does not stop the channel, and what it holds stays as it is."""
+    """A receiver that frees nothing does not block the channel, and its tensors keep their bytes."""
     async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
         group.create_task(send_all(one, 0, 60, 90_000))
         kept = [await within(two.recv(), f"message {number} while all others are held") for number in range(60)]
@@ -328,7 +328,7 @@ async def check_holding_everything(make_pair: MakePair) -> None:
 
 
 async def check_out_of_order_release(make_pair: MakePair) -> None:
-    """Received tensors may be let go of in any order, for ever."""
+    """Received tensors may be freed in any order, without limit."""
     async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
         group.create_task(send_all(one, 0, 200, 30_000))
         kept: dict[int, Message] = {}
@@ -350,7 +350,7 @@ async def check_statistics(make_pair: MakePair) -> None:
 
 
 async def check_sixty_four_mebibytes(make_pair: MakePair) -> None:
-    """A payload of 64 MiB through a channel of 4 MiB."""
+    """A payload of 64 MiB passes through a channel of 4 MiB."""
     size = 1 << 26
     limits = Limits(max_message_bytes=size, capacity_bytes=1 << 22)
     async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""Checks of listening, connecting, keys, identities, dead processes and leaks, for one scheme each."""
+"""Checks listening, connecting, keys, identities, dead processes and leaks; each check takes a scheme."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KEY = bytes(range(KEY_BYTES))
 SMALL = Limits(max_message_bytes=1 << 18, capacity_messages=8, capacity_bytes=1 << 18)
 HERE, THERE = Identity("here", "1"), Identity("there", "2")
 NUM_CONNECTIONS = 300
-_IDLE_LOOKS = 20  # one after another that find all threads of a process asleep
+_IDLE_LOOKS = 20  # consecutive polls that find all threads of a process asleep
 
 
 def pair_maker(scheme: str, address: str = "") -> MakePair:
-    """A maker of connected pairs over `scheme`, both ends in this process."""
+    """Returns a function that makes connected pairs over `scheme`, with both ends in this process."""
 
     async def make_pair(limits: Limits) -> tuple[Channel, Channel]:
         async with await get_transport(scheme).listen(address or f"{scheme}://", limits, KEY, HERE) as listener:
@@ -50,14 +50,17 @@ def pair_maker(scheme: str, address: str = "") -> MakePair:
 
 
 async def connect_pair(scheme: str, listener: Listener, limits: Limits) -> tuple[Channel, Channel]:
-    """A new channel through `listener`: the connecting end, the accepted end."""
+    """Opens a channel through `listener` and returns (the connecting end, the accepted end)."""
     one = await within(get_transport(scheme).connect(listener.address, limits, KEY, THERE), "connect")
     return one, await within(listener.accept(), "accept")
 
 
 @asynccontextmanager
 async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Channel, asyncio.subprocess.Process]]:
-    """This end of a channel to a new process that behaves as checks_peer.py says, and that process, gone at the end."""
+    """Starts a process with the given `behaviour` (see peer.py) and yields this end of the channel to it, and the process.
+
+    The process has ended when the context exits.
+    """
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         peer = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -73,19 +76,21 @@ async def other_process(scheme: str, behaviour: str) -> AsyncIterator[tuple[Chan
         finally:
             if peer.returncode is None:
                 with suppress(ProcessLookupError):
-                    os.kill(peer.pid, signal.SIGKILL)  # peer.kill() would reap one that has just died, before asyncio does: a warning
+                    os.kill(
+                        peer.pid, signal.SIGKILL
+                    )  # peer.kill() could reap a process that has just died before asyncio does, which logs a warning
             await peer.wait()
 
 
 def pause(peer: asyncio.subprocess.Process) -> None:
-    """Stop it, and return once it stands still: the signal alone leaves its threads running until each has been scheduled to see it."""
+    """Sends SIGSTOP and returns once the process has stopped. Without the wait, its threads run until the kernel schedules each one."""
     peer.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def threads_sleep(pid: int) -> bool:
-    """Whether no thread of the process, the main thread of this one aside, runs or is ready to run."""
-    with suppress(FileNotFoundError):  # one has ended meanwhile
+    """Whether no thread of the process runs or is ready to run, except the main thread of this process."""
+    with suppress(FileNotFoundError):  # a thread ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
             if state != "S" and thread.name != str(os.getpid()):
@@ -94,7 +99,7 @@ def threads_sleep(pid: int) -> bool:
 
 
 async def until_idle(peer: asyncio.subprocess.Process) -> None:
-    """That the process has nothing left to do: what it has sent is out of its hands."""
+    """Waits until the process is idle, so that everything that it sent has left it."""
     if sys.platform != "linux":
         await asyncio.sleep(1.0)
         return
@@ -108,7 +113,7 @@ async def until_idle(peer: asyncio.subprocess.Process) -> None:
 
 
 async def check_identities_and_limits(scheme: str) -> None:
-    """Each end knows who the other is; the smaller limit holds on both ends."""
+    """Each end knows the identity of the other; the smaller limit holds on both ends."""
     wide = Limits(max_message_bytes=1 << 20, max_tensors=2, capacity_messages=50)
     narrow = Limits(max_message_bytes=1 << 16, max_tensors=9, capacity_messages=2)
     async with await get_transport(scheme).listen(f"{scheme}://", wide, KEY, HERE) as listener:
@@ -124,7 +129,7 @@ async def check_identities_and_limits(scheme: str) -> None:
 
 
 async def check_wrong_key(scheme: str) -> None:
-    """A caller with another key gets HandshakeError, is counted, and costs the listener nothing else."""
+    """A connector with another key gets HandshakeError and is counted; the listener keeps working."""
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         for count in range(1, 4):
             wrong = get_transport(scheme).connect(listener.address, SMALL, bytes(KEY_BYTES), THERE)
@@ -141,7 +146,7 @@ async def check_wrong_key(scheme: str) -> None:
 
 
 async def check_addresses(scheme: str) -> None:
-    """Nobody there, somebody there already, and what is no address of the scheme, are AddressErrors."""
+    """AddressError is raised for an address without a listener, an address already in use, and an invalid address."""
     transport = get_transport(scheme)
     async with await transport.listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         address = listener.address
@@ -155,7 +160,7 @@ async def check_addresses(scheme: str) -> None:
 
 
 async def check_listener(scheme: str) -> None:
-    """One accept at a time; closing wakes it, ends channels nobody accepted, and leaves the accepted ones alone."""
+    """One accept runs at a time. Closing the listener wakes it, ends channels that were not accepted, and keeps the accepted ones open."""
     listener = await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE)
     one, two = await connect_pair(scheme, listener, SMALL)
     async with one, two:
@@ -173,7 +178,7 @@ async def check_listener(scheme: str) -> None:
 
 
 async def check_many_connections(scheme: str, count: int = NUM_CONNECTIONS) -> None:
-    """Hundreds of channels, opened and closed, each used; no descriptor is left."""
+    """Hundreds of channels are opened, used and closed one after another, and no descriptor is left open."""
     async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
         before = 0
         for number in range(count):
@@ -188,7 +193,7 @@ async def check_many_connections(scheme: str, count: int = NUM_CONNECTIONS) -> N
 
 
 async def check_other_process(scheme: str) -> None:
-    """Echo through another process, then an orderly end from here."""
+    """Messages are echoed by another process, which exits normally after this side closes the channel."""
     async with other_process(scheme, "echo") as (channel, peer):
         sizes = [0, 1, 5000, 60_000, 250_000]
         for number in range(40):
@@ -200,10 +205,10 @@ async def check_other_process(scheme: str) -> None:
 
 
 async def check_dead_peer(scheme: str) -> None:
-    """A killed peer is noticed: what it had sent arrives, then BrokenChannelError, for whoever waits too."""
+    """After a peer is killed, the messages that it sent arrive, then every call raises BrokenChannelError, pending calls included."""
     async with other_process(scheme, "send five and hang") as (channel, peer):
         check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
-        await until_idle(peer)  # the other four are on their way
+        await until_idle(peer)  # the other four messages have been sent
         number = 0
         while channel.send_nowait(numbered(number, 1000)):
             number += 1
@@ -222,7 +227,7 @@ async def check_dead_peer(scheme: str) -> None:
 
 
 async def check_stopped_peer(scheme: str) -> None:
-    """A stopped peer only makes send wait; when it goes on, everything arrives. Closing does not wait for it for ever."""
+    """A stopped peer makes send wait. When it continues, all messages arrive. Closing does not wait for it indefinitely."""
     async with other_process(scheme, "echo") as (channel, peer):
         await channel.send(numbered(0, 1000))
         check_numbered(await within(channel.recv(), "echo"), 0, 1000)

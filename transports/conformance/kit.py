@@ -1,4 +1,4 @@
-"""Tools of the conformance checks: numbered messages, expectations, and a pair of channels that is closed again."""
+"""Provides the helpers of the conformance checks: numbered messages, expectations, and channel pairs that are closed after use."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
 
-PATIENCE_SECONDS = 20.0  # before something that must happen is said not to
-_LOOK_SECONDS = 0.002  # between two looks at a condition that wakes no task
+PATIENCE_SECONDS = 20.0  # time limit for an event that must happen
+_LOOK_SECONDS = 0.002  # polling interval for conditions that wake no task
 SMALL = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 20)
 
 
 class BrokenPromiseError(AssertionError):
-    """A transport does not do what the contract says."""
+    """A transport violates the contract."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A header as the rooms above use them."""
+    """The message header that the checks send."""
 
     number: int
     words: list[str]
 
 
 def expect(condition: object, promise: str) -> None:
-    """Raise BrokenPromiseError unless `condition`."""
+    """Raises BrokenPromiseError with the text `promise` unless `condition` is true."""
     if not condition:
         raise BrokenPromiseError(promise)
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:
-    """`nbytes` that differ from place to place and from seed to seed."""
+    """Returns `nbytes` bytes that differ by position and by seed."""
     block = _block(seed % 256)
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
@@ -51,13 +51,13 @@ def _block(seed: int) -> bytes:
 
 
 def numbered(number: int, nbytes: int = 0) -> Message:
-    """Message `number`, with one tensor of `nbytes` if any."""
+    """Returns message `number`, with one tensor of `nbytes` bytes, or without tensors when `nbytes` is 0."""
     tensors = (Tensor(TensorSpec("uint8", (nbytes,)), pattern(nbytes, number)),) if nbytes else ()
     return Message("data", Tag("source@1", step=number), number % 3, Header(number, ["a", "b"]), tensors)
 
 
 def check_numbered(message: Message, number: int, nbytes: int = 0) -> None:
-    """That `message` is `numbered(number, nbytes)`."""
+    """Raises BrokenPromiseError unless `message` equals `numbered(number, nbytes)`."""
     expect(message.tag is not None and message.tag.step == number, f"order: message {number} was due, {message.tag} came")
     expect(message.kind == "data" and message.edge == number % 3, "kind and edge arrive as sent")
     expect(message.decode_header(Header) == Header(number, ["a", "b"]), "the header arrives as sent")
@@ -66,7 +66,7 @@ def check_numbered(message: Message, number: int, nbytes: int = 0) -> None:
 
 
 def received_bytes(tensor: Tensor) -> bytes:
-    """A copy of what is in `tensor`."""
+    """Returns a copy of the bytes of `tensor`."""
     data: Any = tensor.data
     return bytes(data)
 
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 async def within(awaitable: Awaitable[T], what: str) -> T:
-    """The result of `awaitable`, which must come soon."""
+    """Returns the result of `awaitable`. Raises BrokenPromiseError after PATIENCE_SECONDS."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await awaitable
@@ -84,7 +84,7 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
 
 
 async def expect_error(kind: type[TransportError], awaitable: Awaitable[object], promise: str) -> None:
-    """That `awaitable` raises `kind` soon."""
+    """Raises BrokenPromiseError unless `awaitable` raises `kind` within PATIENCE_SECONDS."""
     try:
         await within(awaitable, promise)
     except kind:
@@ -96,7 +96,7 @@ async def expect_error(kind: type[TransportError], awaitable: Awaitable[object],
 
 @asynccontextmanager
 async def opened(make_pair: MakePair, limits: Limits = SMALL) -> AsyncIterator[tuple[Channel, Channel]]:
-    """Two connected ends, closed at the end, neither of which may have been woken late."""
+    """Yields two connected ends and closes them afterwards. Raises BrokenPromiseError when either end counted a late wake-up."""
     one, two = await within(make_pair(limits), "connect")
     try:
         yield one, two
@@ -118,7 +118,7 @@ async def receive_all(channel: Channel, first: int, last: int, nbytes: int = 0) 
 
 
 async def until(condition: Callable[[], object], promise: str) -> None:
-    """That `condition` holds soon, for conditions that wake no task."""
+    """Polls until `condition` holds, for conditions that wake no task. Raises BrokenPromiseError after PATIENCE_SECONDS."""
 
     async def look() -> None:
         while not condition():  # noqa: ASYNC110
@@ -128,7 +128,7 @@ async def until(condition: Callable[[], object], promise: str) -> None:
 
 
 async def carry_one(sender: Channel, receiver: Channel) -> None:
-    """Carry a message to a `recv` that waits for it. Once it has come, whatever was started before, on this channel, has taken effect."""
+    """Sends message 0 to a waiting `recv`. After its arrival, every earlier call on this channel has taken effect."""
     async with asyncio.TaskGroup() as group:
         group.create_task(receive_all(receiver, 0, 1))
         await asyncio.sleep(0)
@@ -136,10 +136,10 @@ async def carry_one(sender: Channel, receiver: Channel) -> None:
 
 
 async def until_waiting(channel: Channel, count: int) -> None:
-    """That `count` sends of `channel` have found it full since it was opened."""
+    """Waits until `count` sends of `channel` have found it full since it was opened."""
     await until(lambda: channel.statistics().sends_waited >= count, f"{count} sends wait in a full channel")
 
 
 def num_descriptors() -> int:
-    """How many this process holds; 0 where the system does not tell."""
+    """The number of open descriptors of this process; 0 on systems without /proc/self/fd."""
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

@@ -11,11 +11,11 @@ from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 ONE_GIBIBYTE = 1 << 30
 _SLICE_BYTES = 1 << 24
-NEEDED_BYTES = {"check_one_gibibyte": 6 << 30}  # sender's copy, receiver's, and what the medium and the libraries hold meanwhile
+NEEDED_BYTES = {"check_one_gibibyte": 6 << 30}  # the sender's copy, the receiver's copy, and buffers of the medium and the libraries
 
 
 async def check_one_gibibyte(make_pair: MakePair, size: int = ONE_GIBIBYTE) -> None:
-    """A payload of 1 GiB through a channel of 4 MiB, every byte of it looked at."""
+    """A payload of 1 GiB passes through a channel of 4 MiB, and every byte arrives as sent."""
     limits = Limits(max_message_bytes=size, capacity_bytes=1 << 22)
     payload = memoryview(pattern(size, 1))
     async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
@@ -31,7 +31,7 @@ async def check_one_gibibyte(make_pair: MakePair, size: int = ONE_GIBIBYTE) -> N
 
 
 async def check_hundred_thousand_messages(make_pair: MakePair, count: int = 100_000) -> None:
-    """100 000 messages through one channel, in order, and none is held at the end."""
+    """100 000 messages pass through one channel in order, and the channel holds no buffer at the end."""
     async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
 
         async def send() -> None:
@@ -47,7 +47,7 @@ async def check_hundred_thousand_messages(make_pair: MakePair, count: int = 100_
 
 
 async def check_ten_thousand_connections(scheme: str) -> None:
-    """10 000 channels, opened and closed, each used; no descriptor is left."""
+    """10 000 channels are opened, used and closed one after another, and no descriptor is left open."""
     await check_many_connections(scheme, 10_000)
 
 

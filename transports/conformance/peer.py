@@ -1,4 +1,4 @@
-"""The second process of the conformance checks: connects to an address and behaves as its last argument says.
+"""Runs the second process of the conformance checks: it connects to ADDRESS and behaves as the last argument specifies.
 
 python -m flowrt.transports.conformance.peer ADDRESS "echo" | "hang" | "send five and hang"
 """

@@ -1,4 +1,4 @@
-"""Runs the conformance checks of one scheme: each check in its own event loop, on each kind of loop, with leak checks.
+"""Runs the conformance checks of one scheme, each in its own event loop, on each kind of event loop, with leak checks.
 
 For a transport of another package:
 
@@ -28,7 +28,7 @@ from flowrt.transports.registry import get_transport
 
 LoopKind = Literal["asyncio", "uvloop"]
 Verdict = Literal["kept", "broken", "not promised", "left out"]
-_SETTLE_SECONDS = 20.0  # for what ends by itself soon after a check: a killed process, a library's thread
+_SETTLE_SECONDS = 20.0  # time limit for resources that end by themselves soon after a check: a killed process, a library's thread
 
 
 class Planned(NamedTuple):
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a check went. `why` is empty when the promise was kept."""
+    """The result of one check. `why` is empty when the check passed."""
 
     name: str
     promise: str
@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 
 class _OpenResources(NamedTuple):
-    """Counts of what a check could forget to give back."""
+    """Counts of the resources that a check can leak."""
 
     descriptors: int
     threads: int
@@ -65,7 +65,7 @@ class _OpenResources(NamedTuple):
 
 
 def plan(scheme: str, *, full: bool = True) -> list[Planned]:
-    """Every check for `scheme`; `full` adds those that take minutes and gibibytes."""
+    """Returns all checks for `scheme`; `full` adds the checks that take minutes and gibibytes."""
     on_channels = (*CHANNEL_CHECKS, *WINDOW_CHECKS, *(LONG_CHANNEL_CHECKS if full else ()))
     on_schemes = (*TRANSPORT_CHECKS, *(LONG_TRANSPORT_CHECKS if full else ()))
     planned = [Planned(check.__name__, _promise(check), False, _bound(check, pair_maker(scheme))) for check in on_channels]
@@ -74,21 +74,24 @@ def plan(scheme: str, *, full: bool = True) -> list[Planned]:
 
 
 def usable_loops() -> tuple[LoopKind, ...]:
-    """The kinds of event loop that are installed; workers use the last of them."""
+    """Returns the kinds of event loop that are installed; workers use the last one."""
     return ("asyncio", "uvloop") if importlib.util.find_spec("uvloop") else ("asyncio",)
 
 
 def run_suite(
     scheme: str, *, full: bool = True, loops: Sequence[LoopKind] | None = None, only: str = "", begin: Callable[[str], None] | None = None
 ) -> Iterator[Result]:
-    """Run the checks of `scheme` whose names contain `only`, and give each one's result as it ends; `begin` is told a name before.
+    """Runs the checks of `scheme` whose names contain `only`, and yields each result as the check ends.
 
-    Call it outside any event loop. Raises AddressError for an unknown scheme, UnavailableError for one that does not work here.
+    `begin(name)` is called before each check. Call this function outside any event loop. Raises AddressError for an unknown scheme, and
+    UnavailableError for a scheme that does not work on this machine.
     """
     capabilities = get_transport(scheme).capabilities
     planned = [check for check in plan(scheme, full=full) if only in check.name]
     for loop in loops or usable_loops():
-        with suppress(Exception):  # what libraries open once for all must not count; what fails here fails below by name
+        with suppress(
+            Exception
+        ):  # warm-up: resources that libraries open once must not count as leaks; a failure is reported by the check itself below
             _in_new_loop(loop, plan(scheme, full=False)[0].call)
         for check in planned:
             if begin is not None:
@@ -111,7 +114,7 @@ def _run(check: Planned, loop: LoopKind) -> Result:
         verdict, why = "kept", ""
     except BrokenPromiseError as error:
         why = str(error)
-    except Exception as error:  # whatever it raises that it must not
+    except Exception as error:  # any unexpected exception is a failed check
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -144,7 +147,7 @@ def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
 def _expect_nothing_left(before: _OpenResources) -> None:
     deadline = time.monotonic() + _SETTLE_SECONDS
     while more := [f"{name} {was} -> {now}" for name, was, now in zip(_OpenResources._fields, before, _held(), strict=True) if now > was]:
-        gc.collect()  # only now: it takes long in a process that has loaded a lot
+        gc.collect()  # only after a difference was found: a collection is slow in a large process
         expect(time.monotonic() < deadline, f"nothing is left behind, but: {', '.join(more)}")
         time.sleep(0.02)
 

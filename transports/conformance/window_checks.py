@@ -1,4 +1,4 @@
-"""Checks of one-sided windows, for every transport, native or by message."""
+"""Checks one-sided windows of every transport, native or carried by messages."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from flowrt.transports.conformance.kit import (
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, Channel, Limits, RemoteWindow, Window
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, WindowError
 
-_BYTES = 300_000  # more than one piece, and more than any channel here holds inline
+_BYTES = 300_000  # more than one piece, and more than any transport sends inline
 
 
 @asynccontextmanager
 async def _windowed(
     make_pair: MakePair, nbytes: int = _BYTES, num_flags: int = 4, limits: Limits = SMALL
 ) -> AsyncIterator[tuple[Channel, Channel, Window, RemoteWindow]]:
-    """A channel's two ends, a window of the first, and the second's view of it."""
+    """Yields the two ends of a channel, a window of the first end, and the second end's remote view of it."""
     async with opened(make_pair, limits) as (one, two):
         window = one.open_window(nbytes, num_flags)
         yield one, two, window, await within(two.attach_window(window.key), "attach_window")
 
 
 async def check_window_writes_and_reads(make_pair: MakePair) -> None:
-    """Bytes written at an offset are there when the flag is, and what the owner writes is read; nothing beside them changes."""
+    """Bytes written at an offset are visible when their flag is set, reads return the owner's writes, and no other byte changes."""
     async with _windowed(make_pair) as (_, _, window, remote):
         expect((remote.nbytes, remote.num_flags) == (_BYTES, 4) == (window.nbytes, window.num_flags), "both ends know the window's size")
         expect(window.buffer.nbytes == _BYTES and not any(window.buffer), "a new window is zero")
@@ -55,7 +55,7 @@ async def check_window_writes_and_reads(make_pair: MakePair) -> None:
 
 
 async def check_window_of_strides(make_pair: MakePair) -> None:
-    """A slice with strides is written row by row, a buffer of any format as its bytes."""
+    """A strided slice is written row by row, and a buffer of any format is written as its bytes."""
     async with _windowed(make_pair, 5000) as (_, _, window, remote):
         strided = memoryview(pattern(2000))[::2]
         await within(remote.write(8, strided), "write")
@@ -66,7 +66,7 @@ async def check_window_of_strides(make_pair: MakePair) -> None:
 
 
 async def check_window_bounds(make_pair: MakePair) -> None:
-    """Nothing outside of a window can be reached, and no flag that it has not; the channel goes on."""
+    """Accesses outside a window or to missing flags raise WindowError, and the channel keeps working."""
     async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
         for offset, nbytes in ((-1, 1), (1000, 1), (999, 2), (0, 1001), (2**63, 1), (-(2**63), 5)):
             await expect_error(WindowError, remote.write(offset, bytes(nbytes)), f"{nbytes} bytes at {offset} are outside")
@@ -87,7 +87,7 @@ async def _set(window: Window, flag: int, value: int) -> None:
 
 
 async def check_window_keys(make_pair: MakePair) -> None:
-    """A key opens its window on its channel and nothing else; keys cannot be guessed from each other."""
+    """A key opens its own window on its own channel only, and altered keys open nothing."""
     async with opened(make_pair) as (one, two), opened(make_pair) as (three, four):
         windows = [one.open_window(100) for _ in range(4)]
         expect(len({bytes(window.key) for window in windows}) == 4, "every window has a key of its own")
@@ -110,7 +110,7 @@ def _flipped(key: bytes, place: int) -> bytes:
 
 
 async def check_window_flags(make_pair: MakePair) -> None:
-    """Either side sets a flag, the other, asleep, is woken; several wait at once; a flag set before anyone waits is not lost."""
+    """Setting a flag on either side wakes waiters on the other. Several calls wait at once. A flag set before a wait is not lost."""
     async with _windowed(make_pair, 64, MAX_FLAGS) as (_, _, window, remote):
         for turn in range(1, 30):
             waiting = asyncio.ensure_future(window.wait_flag(3, turn - 1))
@@ -133,8 +133,8 @@ async def check_window_flags(make_pair: MakePair) -> None:
 
 
 async def check_window_is_one_sided(make_pair: MakePair) -> None:
-    """The owner's user receives nothing, sends nothing and waits for nothing, and the window is read and written all the same; messages
-    under way arrive in order, and unread ones do not hold it up."""
+    """A window is read and written without any call of the owner's user. Messages in flight arrive in order, and unread messages do not
+    delay the window."""
     async with _windowed(make_pair) as (one, two, window, remote):
         await send_all(two, 0, 3, 1000)  # not received yet
         for turn in range(100):
@@ -147,7 +147,7 @@ async def check_window_is_one_sided(make_pair: MakePair) -> None:
 
 
 async def check_window_among_messages(make_pair: MakePair) -> None:
-    """Windows both ways, many calls at once, and messages of all sizes between: each stays what it is."""
+    """Windows in both directions, concurrent calls, and messages do not disturb each other."""
     async with opened(make_pair) as (one, two):
         windows = [(one.open_window(60_000, 20), two), (two.open_window(60_000, 20), one)]
         async with asyncio.TaskGroup() as group:
@@ -172,7 +172,7 @@ async def _write_and_read(remote: RemoteWindow, part: int) -> None:
 
 
 async def check_window_closed(make_pair: MakePair) -> None:
-    """A window that its owner takes back is refused, who waits for it is told, and the channel and other windows go on."""
+    """Calls on a closed window raise WindowError, pending waits included; the channel and its other windows keep working."""
     async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
         other = one.open_window(1000, 2)
         waiting = asyncio.ensure_future(window.wait_flag(0))
@@ -191,7 +191,7 @@ async def check_window_closed(make_pair: MakePair) -> None:
         check_numbered(await within(two.recv(), "recv"), 1)
         for _ in range(3 * MAX_WINDOWS):
             await one.open_window(10).aclose()
-            await asyncio.sleep(0)  # the peer hears of it in this loop
+            await asyncio.sleep(0)  # lets the peer process the close in this loop
         many = [one.open_window(10) for _ in range(MAX_WINDOWS - 1)]
         await expect_error(WindowError, _open(one), f"{MAX_WINDOWS} windows are the most")
         expect(len(many) == MAX_WINDOWS - 1, "as many as the contract says can be open")
@@ -202,7 +202,7 @@ async def _open(channel: Channel) -> None:
 
 
 async def check_window_ends_with_the_channel(make_pair: MakePair) -> None:
-    """Closing either end wakes those who wait for flags, and ends every call; the owner's memory stays as long as it is referred to."""
+    """Closing either end wakes waits for flags and fails every call; the owner's memory stays valid while it is referenced."""
     for closer in (0, 1):
         async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
             waiting = [asyncio.ensure_future(window.wait_flag(0)), asyncio.ensure_future(remote.wait_flag(1))]
@@ -218,7 +218,7 @@ async def check_window_ends_with_the_channel(make_pair: MakePair) -> None:
 
 
 async def check_window_cancelled(make_pair: MakePair) -> None:
-    """A cancelled call leaves the window and the channel usable; a cancelled write sets no flag later than it was cancelled."""
+    """A cancelled call leaves the window and the channel usable, and a cancelled write sets no flag after its cancellation."""
     async with _windowed(make_pair, 1 << 20, 2) as (one, two, window, remote):
         data = bytearray(pattern(1 << 20))
         for turns in range(12):
@@ -241,7 +241,7 @@ async def check_window_cancelled(make_pair: MakePair) -> None:
 
 
 async def check_acknowledged(make_pair: MakePair) -> None:
-    """A synchronous send returns when its message was taken and not before; also with others, large ones and windows between."""
+    """A synchronous send returns once its message is taken and not before, also among other sends, large messages and window calls."""
     async with opened(make_pair) as (one, two):
         remote = await within(two.attach_window((window := one.open_window(5000)).key), "attach_window")
         for number, nbytes in enumerate((0, 100, 5000, 9000, 100_000, 700_000)):

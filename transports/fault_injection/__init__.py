@@ -1,1 +1,1 @@
-"""MessageFault injection: a transport that drops, delays or corrupts messages as planned."""
+"""Fault injection: a transport that drops, delays or corrupts messages as planned."""
