@@ -1,1 +1,1 @@
-"""dataflow: matching inputs by tag and firing nodes through the compute seam. One runner for model graphs and users' graphs."""
+"""Data flow of one worker: matches inputs by tag, fires nodes, and sends their outputs, for model graphs and users' graphs alike."""

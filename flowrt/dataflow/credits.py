@@ -16,7 +16,7 @@ class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Window:
-    """Credits of one outgoing edge, and the outputs that wait for one. `closed`: there is nobody at the other end."""
+    """Credits of one outgoing edge, and the outputs that wait for a credit. `closed` means that no process is at the other end."""
 
     __slots__ = ("closed", "free", "pending", "size")
 
@@ -25,18 +25,20 @@ class Window:
         self.renew(closed=False)
 
     def renew(self, closed: bool) -> None:
-        """Nothing is out and nothing waits: the end of the other side, or the beginning of its next life. A closed edge holds up no
-        firing: what is sent on it takes another way."""
+        """Reset all credits and drop pending outputs, because the peer ended or its next incarnation starts.
+
+        A closed edge blocks no firing: `OutboundEdges` passes its outputs to `on_unsent`.
+        """
         self.closed = closed
         self.free = self.size
         self.pending: deque[Output] = deque()
 
 
 class Owed:
-    """Credits of one incoming edge that are to go back, several in one message.
+    """Outstanding credits of one incoming edge. The receiver returns several in one message.
 
-    They may wait until half of the edge's credits have gathered, because a sender that could need one earlier is known: it has used
-    all that it has, so all its messages are here, consumed or not. Then they go back at once, and nobody waits for a credit held here.
+    Credits are returned once half of the edge's credits have gathered. If the sender has used all its credits, they are returned
+    at once: all its messages are then here, consumed or not. No sender ever waits for a credit that is held back here.
     """
 
     __slots__ = ("consumed", "half", "here", "size")
@@ -44,11 +46,11 @@ class Owed:
     def __init__(self, size: int) -> None:
         self.size = size
         self.half = max(1, size // 2)
-        self.here = 0  # messages that came and whose credit has not gone back
-        self.consumed = 0  # of these, the ones used up
+        self.here = 0  # received messages whose credit has not been returned
+        self.consumed = 0  # how many of these are consumed
 
     def consume(self) -> int:
-        """One more message is used up. Returns how many credits go back now."""
+        """Record one consumed message. Returns how many credits to return now."""
         self.consumed += 1
         if self.consumed < self.half and self.here < self.size:
             return 0

@@ -1,6 +1,7 @@
-"""Incoming edges: who may send on each, and what. A received message is checked here before anything else uses it.
+"""Incoming edges: validates each received message before any other code uses it, and turns it into a payload.
 
-A peer of the same run is authenticated but may have bugs. What fails here costs the sender its link, and nothing else the run.
+A peer of the same run is authenticated but may have bugs. A message that fails a check ends the link to its sender and affects
+nothing else in the run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FAILED = "failed"  # kind of the response to a request whose firing failed
 
 
 class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a FAILED message: what went wrong, in one line, and the part of the request if it has one."""
+    """Header of a FAILED message: the error in one line, and the part id of the request if it has one."""
 
     error: str
     part: int | None = None
@@ -31,8 +32,8 @@ class FailedHeader(msgspec.Struct, frozen=True, array_like=True):
 class InboundEdge:
     """An edge from another worker, `peer`. Turns a received message into a checked payload, or raises BadMessageError.
 
-    `schema` is None for an edge whose messages are not described, and for one within this OS process. `requests`: the outbound edge
-    that this one brings the responses to; with a schema on both, each response must belong to an outstanding request, in tag, part
+    `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
+    edge whose responses arrive on this edge. If both edges have a schema, each response must match an outstanding request in tag, part
     and shape.
     """
 
@@ -50,13 +51,16 @@ class InboundEdge:
     ) -> None:
         self.edge, self.peer, self.owed, self.by_reference = edge, peer, owed, by_reference
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
-        self.alone: dict[int, bool] = {}  # by layer: whether a message of this edge is all that its node waits for
+        self.alone: dict[int, bool] = {}  # by layer: whether one message of this edge is the only input of its node
         self._device, self._schema = device, schema
         self._requests = requests if requests is not None and requests.schema is not None and schema is not None else None
-        self._layers: dict[int, bool] = {}  # whether this edge brings tags of that layer
+        self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
 
     def check(self, peer: str, message: Message) -> Tag:
-        """The tag of a message that `peer` may send now; an outstanding request is no longer outstanding then."""
+        """Return the tag of a message that `peer` may send now, and clear the outstanding request that it responds to.
+
+        Raises BadMessageError for any other message.
+        """
         tag = message.tag
         if peer != self.peer:
             raise BadMessageError(f"a message on {self.edge}, which leads here from {self.peer}")
@@ -89,14 +93,14 @@ class InboundEdge:
         return tag
 
     def _end_request(self, tag: Tag, part: int | None) -> dict[str, int]:
-        """A response has come: the sizes of its request's free dimensions."""
+        """Clear the request that a response belongs to. Returns the sizes of the request's free dimensions."""
         sizes = None if self._requests is None else self._requests.outstanding.pop((tag, part), None)
         if sizes is None:
             raise BadMessageError(f"a response on {self.edge} to no outstanding request: {_text(tag)}, part {part}")
         return sizes
 
     def read(self, message: Message) -> Payload:
-        """The payload of a message that was checked."""
+        """Convert a checked message to a payload."""
         return from_reference(message) if self.by_reference else from_message(message, self._device)
 
     def _brings(self, layer: int) -> bool:

@@ -1,11 +1,8 @@
-"""The matching table: arrivals in, firings out. Pure: no torch, no loop, no clock.
+"""The matching table: collects inputs by node and tag, and returns the firings that are complete. Pure: no torch, no loop, no clock.
 
-Here: Firing, MatchingTable. Not here: running a firing (region.py, runner.py), what a part is (parts.py). Called by the runner
-for every message, and by region.py for nodes fused behind an entry.
-
-A row is (node, tag) and holds what has come for it. Waiting for something means having a row here and nothing else, so that
-rolling back deletes rows and cancels no coroutine. A row is touched by one thread at a time: rows of fused nodes by the
-compute call, all others by the loop.
+A row is (node, tag) and holds the inputs that have arrived for it. Waiting is represented only by a row in this table, so a rollback
+deletes rows and cancels no coroutine. One thread at a time touches a row: the compute call for rows of fused nodes, the event loop
+for all others.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from flowrt.transports.wire.message import Tag
 
 
 class Firing(msgspec.Struct, frozen=True):
-    """A node whose inputs for one tag are all there. A gather port's input is a list in plan order.
+    """A node with all its inputs for one tag. The input of a gather port is a list in plan order.
 
-    `via` names the edges the inputs came along: an edge that `answers` one of them carries this firing's result back.
+    `via` lists the ids of the edges that carried the inputs. If an edge responds to one of them, it carries this firing's result.
     """
 
     node: str
@@ -34,13 +31,13 @@ class Firing(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What `arrive` decided: what can fire now (a stateful node may let go of later steps too), or that the message was dropped."""
+    """Result of `arrive`: the firings that are now ready (a stateful node may release later steps too), or that the message was dropped."""
 
     firings: tuple[Firing, ...] = ()
     dropped: bool = False
 
 
-FINISHED_TAGS = 1024  # of gather rows are remembered, so that what comes too late opens no new row
+FINISHED_TAGS = 1024  # finished gather rows to remember, so that a late message opens no new row
 
 _WAITS = Arrival()
 _DROPPED = Arrival(dropped=True)
@@ -55,17 +52,17 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a node needs at one layer."""
+    """Inputs that a node needs at one layer."""
 
     ports: frozenset[str]
     gathers: tuple[tuple[str, str], ...]  # (gather port, its count port)
-    alone: bool  # one message is all it needs
+    alone: bool  # one message completes the inputs
 
 
 class MatchingTable:
     """Matches the inputs of `nodes` by tag.
 
-    `plan_of(value)` reads the message of a count port: the ids of the parts to wait for, or how many if they carry none.
+    `plan_of(value)` reads the message of a count port: the ids of the expected parts, or their number if they carry no ids.
     """
 
     def __init__(self, nodes: Iterable[Node], edges: Iterable[Edge], plan_of: Callable[[Any], tuple[int, ...] | int]) -> None:
@@ -82,13 +79,13 @@ class MatchingTable:
         self._finished: dict[tuple[str, Tag], None] = {}  # gather rows that have fired, oldest first
 
     def __len__(self) -> int:
-        """Rows that wait for something, and firings held back for their turn."""
+        """Number of incomplete rows plus firings held back for an earlier step."""
         return len(self._rows) + sum(len(firings) for steps in self._held.values() for firings in steps.values())
 
     def arrive(self, edge: Edge, tag: Tag, value: Any, part: int | None = None) -> Arrival:
-        """A message for `edge.target`, its tag already stepped along the edge.
+        """Add a message for `edge.target`. `tag` already has the edge's step applied.
 
-        Raises ValueError when a `one` port gets a second message for a tag: the graph, not the network, is then wrong.
+        Raises ValueError when a `one` port receives a second message for a tag: that is an error of the graph, not of the network.
         """
         shape = self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)
         node = self._nodes[edge.target]
@@ -100,9 +97,9 @@ class MatchingTable:
         port = node.inputs[edge.target_port]
         if row is None:
             if part is not None and port.takes == "gather":
-                return _DROPPED  # its plan is minted before it is asked for: no row means the tag is over
+                return _DROPPED  # the plan is emitted before its parts: no row means that the tag is complete
             if port.takes == "gather" and key in self._finished:
-                return _DROPPED  # more came than were counted
+                return _DROPPED  # more messages than the plan expects
             row = self._rows[key] = _Row()
         if port.takes == "gather":
             cover = row.covers.get(port.name)
@@ -128,7 +125,7 @@ class MatchingTable:
         return Arrival(self._in_turn(firing) if node.stateful else (firing,))
 
     def alone(self, edge: Edge, layer: int) -> bool:
-        """Whether a message of `edge` at `layer` is all that its node waits for, at any time and in any order: it need not come here."""
+        """Whether a message of `edge` at `layer` is the only input of a stateless node, so that the caller may fire without this table."""
         return self._shape(edge.target, layer).alone and not self._nodes[edge.target].stateful
 
     def gathers(self, edge: Edge) -> bool:
@@ -136,7 +133,7 @@ class MatchingTable:
         return self._nodes[edge.target].inputs[edge.target_port].takes == "gather"
 
     def supersede(self, node: str, port: str, tag: Tag, part: int, by: Iterable[int]) -> bool:
-        """Replace a lost or late part. False when the tag no longer waits for anything."""
+        """Replace a lost or late part. Returns False when the tag no longer waits for anything."""
         row = self._rows.get((node, tag))
         if row is None or port not in row.covers:
             return False
@@ -144,15 +141,17 @@ class MatchingTable:
         return True
 
     def missing(self, node: str, port: str, tag: Tag) -> list[int]:
-        """Ids of parts that a tag still waits for, in plan order; [] when it is over or its plan is not here yet."""
+        """Ids of parts that a tag still waits for, in plan order; [] when the tag is complete or its plan has not arrived."""
         row = self._rows.get((node, tag))
         cover = None if row is None else row.covers.get(port)
         return [] if cover is None else cover.missing()
 
     def drop(self, stale: Callable[[Tag], bool]) -> tuple[int, list[int]]:
-        """Forget every tag that is stale (a roll-back). Returns how many rows and held firings went, and the edges of their messages,
-        one entry per message, so that the caller can return the credits."""
-        # A fused firing on the compute thread may open and complete rows of this table meanwhile: each row goes to one of the two.
+        """Delete all rows and held firings whose tag is stale (rollback).
+
+        Returns how many were deleted, and one edge id per deleted message, so that the caller can return the credits.
+        """
+        # A fused firing on the compute thread may add and complete rows concurrently. `pop` gives each row to exactly one of the two.
         rows = [row for key in list(self._rows) if stale(key[1]) and (row := self._rows.pop(key, None)) is not None]
         via = [edge for row in rows for edge in row.via]
         dropped = len(rows)
@@ -171,7 +170,7 @@ class MatchingTable:
         return dropped, via
 
     def waiting(self) -> list[tuple[str, Tag, list[str]]]:
-        """(node, tag, ports still empty) of every row: what a stuck graph waits for."""
+        """(node, tag, ports still empty) of every row, to diagnose a stuck graph."""
         found = []
         for (node, tag), row in list(self._rows.items()):
             shape = self._shape(node, tag.layer)
@@ -199,13 +198,13 @@ class MatchingTable:
             if values is None:
                 return None
             inputs[gather] = values
-        if self._rows.pop(key, None) is None:  # a rollback has dropped the row since
+        if self._rows.pop(key, None) is None:  # a rollback has deleted the row meanwhile
             return None
         node, tag = key
         return Firing(node, tag, inputs, tuple(row.via))
 
     def _in_turn(self, firing: Firing) -> tuple[Firing, ...]:
-        """A stateful node fires in step order per lane: step s only after step s-1. A new epoch begins where its first step is."""
+        """Release a stateful node's firings in step order per micro-batch: step s after step s-1. A new epoch starts at its first step."""
         tag = firing.tag
         lane = (firing.node, tag.source, tag.epoch, tag.micro_batch)
         expected = self._next_step.get(lane, tag.step if tag.epoch else 0)

@@ -1,4 +1,4 @@
-"""Edges that lead to other workers: sends each output as soon as its edge has a credit, and takes credits back."""
+"""Outbound edges: sends each output as soon as its edge has a credit, and accepts returned credits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from flowrt.transports.wire.message import Message, Tag
 
 
 class OutboundEdge:
-    """An edge to another worker. `window` is None for responses; `sent` counts messages and payload bytes. `outstanding`: with a schema,
-    the requests that wait for a response, by tag and part, with the sizes of their free dimensions."""
+    """An edge to another worker. `window` is None for responses; `sent` counts messages and payload bytes.
+
+    `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of their free dimensions.
+    """
 
     __slots__ = ("edge", "outstanding", "peer", "schema", "sent", "to_message", "window")
 
@@ -37,11 +39,13 @@ class OutboundEdge:
 
 
 class OutboundEdges:
-    """`edges` leave the process; those in `staying` lead to another worker of the same OS process and carry the tensors themselves;
-    those in `on_device` take tensors that lie on a device as they are, all others bring them to the host.
+    """All edges that leave a worker.
 
-    `post(edge, message)` never waits. `on_unsent` is given what would leave on an edge that is closed. `peer_of`: the process that an edge
-    leads to. `schemas`: of edges with requests whose responses are checked against them.
+    `edges` leave the process. Edges in `staying` lead to another worker of the same OS process and pass tensors by reference. Edges in
+    `on_device` send tensors in device memory without a copy to the host; all others copy them to the host.
+
+    `post(edge, message)` never waits. `on_unsent` receives each output of a closed edge. `peer_of` maps an edge to its target process.
+    `schemas` holds the schemas of request edges whose responses are checked.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class OutboundEdges:
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
     def take(self, output: Output) -> bool:
-        """Send an output as soon as there is a credit. False for an edge within the process. Raises OperatorError if it cannot be sent."""
+        """Send an output as soon as there is a credit. Returns False for an edge within the process. Raises OperatorError on failure."""
         outbound = self.edges.get(output.edge.id)
         if outbound is None:
             return False
@@ -83,7 +87,7 @@ class OutboundEdges:
         return True
 
     def return_credits(self, peer: str, message: Message) -> None:
-        """`peer` returns credits of an edge to it. Raises BadMessageError when it may not, or for more than are out."""
+        """Accept credits from `peer`. Raises BadMessageError if the edge does not lead to `peer`, or for more than are outstanding."""
         outbound = self.edges.get(message.edge)
         try:
             count = message.decode_header(CreditHeader).count
@@ -94,7 +98,7 @@ class OutboundEdges:
         self.release(message.edge, count)
 
     def release(self, edge_id: int, count: int) -> None:
-        """Credits of an edge came back. Raises BadMessageError when they are more than were out."""
+        """Add returned credits to an edge and send what waits for them. Raises BadMessageError for more than are outstanding."""
         window = self.windows.get(edge_id)
         if window is not None and window.closed:
             return
@@ -106,14 +110,14 @@ class OutboundEdges:
             self._send(self.edges[edge_id], window.pending.popleft())
 
     def renew(self, edges: Iterable[int], closed: bool) -> None:
-        """The process at the other end is gone (`closed`), or a new incarnation is there: forget all messages and credits on the way."""
+        """Discard all messages and credits in flight: the peer process has ended (`closed`), or a new incarnation has joined."""
         for edge in edges:
             if (window := self.windows.get(edge)) is not None:
                 window.renew(closed)
                 self.edges[edge].outstanding.clear()
 
     def waiting(self) -> list[Edge]:
-        """Edges on which something waits for a credit."""
+        """Edges with an output that waits for a credit."""
         return [self.edges[edge].edge for edge, window in self.windows.items() if window.pending]
 
     def _send(self, outbound: OutboundEdge, output: Output) -> None:

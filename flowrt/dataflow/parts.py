@@ -1,11 +1,7 @@
-"""Parts: how one tag's work is cut, answered piece by piece, and known to be whole again. Pure.
+"""Parts: headers of parts and plans, and `Cover`, which decides when the responses of a tag are complete. Pure.
 
-Here: the headers of a part and of a plan, and Cover, which decides when the answers at hand make a tag whole. Not here: how
-rows are cut (operators/dispatch.py), who asks again for a lost part (flowrt/engine/recovery, later), the table that holds a
-Cover per tag (matching.py).
-
-A part is answered whole or not at all. A lost or late part is superseded by new parts with new ids that cover the same
-(row, slot) pairs; the first complete cover counts and whatever comes besides is dropped (DESIGN section 1).
+A part is answered whole or not at all. New parts with new ids supersede a lost or late part and cover the same (row, slot)
+pairs. The first complete cover counts; later responses are dropped (DESIGN section 1).
 """
 
 from __future__ import annotations
@@ -19,19 +15,19 @@ V = TypeVar("V")
 
 
 class PartHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a part and of its answer: the part's id, unique within its tag."""
+    """Header of a part and of its response: the part's id, unique within its tag."""
 
     part: int
 
 
 class PlanHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Header of the message on a `count` port: the ids to wait for, in the order in which they are combined."""
+    """Header of the message on a `count` port: the expected part ids, in the order in which they are combined."""
 
     parts: tuple[int, ...]
 
 
 class Cover(Generic[V]):
-    """The answers of one tag on one gather port, until they are complete. V is what an answer carries."""
+    """Responses of one tag on one gather port, until they are complete. V is the type of one response."""
 
     __slots__ = ("_anonymous", "_arrived", "_count", "_plan", "_replaced_by", "_wanted")
 
@@ -44,18 +40,21 @@ class Cover(Generic[V]):
         self._replaced_by: dict[int, tuple[int, ...]] = {}
 
     def expect(self, parts: Iterable[int]) -> None:
-        """Wait for these ids, to be combined in this order."""
+        """Expect these part ids, to be combined in this order."""
         self._plan = tuple(parts)
         self._wanted.update(self._plan)
 
     def expect_count(self, count: int) -> None:
-        """Wait for `count` answers that carry no id (a user's graph)."""
+        """Expect `count` responses without ids (a user's graph). Raises ValueError for a negative count."""
         if count < 0:
             raise ValueError(f"a plan cannot expect {count} messages")
         self._count = count
 
     def supersede(self, part: int, by: Iterable[int]) -> None:
-        """Ask for `by` in the place of `part`; together they cover the same pairs. Either side may still answer first."""
+        """Let the parts `by` replace `part`; together they cover the same pairs. Either side may still complete first.
+
+        Raises ValueError if `part` is not expected or already superseded, or if `by` is empty or contains a known id.
+        """
         if part not in self._wanted or part in self._replaced_by:
             raise ValueError(f"part {part} is not awaited, or was superseded before")
         new = tuple(by)
@@ -65,7 +64,7 @@ class Cover(Generic[V]):
         self._wanted.update(new)
 
     def arrive(self, part: int | None, value: V) -> bool:
-        """Take an answer. False: it is a duplicate or nobody asked for it, and the caller drops it."""
+        """Add a response. Returns False for a duplicate or an unexpected part, which the caller drops."""
         if part is None:
             self._anonymous.append(value)
             return True
@@ -75,11 +74,11 @@ class Cover(Generic[V]):
         return True
 
     def missing(self) -> list[int]:
-        """Ids still to come, in plan order; those with replacements are given as their replacements."""
+        """Ids still expected, in plan order. A superseded part is listed as its missing replacements."""
         return [part for planned in self._plan or () for part in self._missing_of(planned)]
 
     def complete(self) -> list[V] | None:
-        """The first complete cover, in plan order, or None while something is missing."""
+        """The first complete cover, in plan order, or None while a response is missing."""
         if self._plan is None:
             if self._count is None or len(self._anonymous) < self._count:
                 return None

@@ -1,8 +1,6 @@
-"""Payload: the torch side of a message, and the way to and from a transport's buffers.
+"""Payload: the torch representation of a message, and its conversion to and from transport buffers.
 
-Here: Payload, `to_message`, `to_device_message` and `from_message`, `by_reference` and `from_reference`. Not here: what the bytes look
-like on a wire (transports/wire/codec.py), whether a payload fits a port's spec (specs.py). Called by the runner at every edge that leaves a
-process.
+The wire format is in transports/wire/codec.py; checks against a port's spec are in specs.py.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ H = TypeVar("H", bound=msgspec.Struct)
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _BYTE_TYPES = {name for name in DTYPE_BYTES if not name.startswith("complex")}  # complex tensors may be conjugated lazily
-# Those that numpy has too.
+# dtypes that numpy has too
 _NUMPY_TYPES = {name for name in DTYPE_BYTES if not name.startswith(("bfloat", "float8", "float4", "complex"))}
-# What libraries take for indices, masks, lengths or counts.
+# dtypes that libraries use for indices, masks, lengths or counts
 _INDEX_TYPES = {name for name in DTYPE_BYTES if name == "bool" or "int" in name}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 class Payload(msgspec.Struct, gc=False):
-    """What one message means to an operator: a typed header (or its undecoded bytes, or none) and tensors on any device."""
+    """Content of a message as an operator sees it: a typed header (or its undecoded bytes, or None) and tensors on any device."""
 
     tensors: tuple[torch.Tensor, ...] = ()
     header: msgspec.Struct | bytes | None = None
 
     def header_as(self, header_type: type[H]) -> H:
-        """Raises msgspec.ValidationError when the header is not one."""
+        """Decode the header. Raises msgspec.ValidationError when it is not of this type."""
         if type(self.header) is header_type:
             return self.header
         if isinstance(self.header, bytes):
@@ -42,17 +40,17 @@ class Payload(msgspec.Struct, gc=False):
 
 
 def to_message(payload: Payload, edge: int, tag: Tag, kind: str = "data") -> Message:
-    """The payload's own bytes only: a view is made contiguous, a tensor on another device is brought to the host."""
+    """Convert to a host message with the payload's own bytes: a view is made contiguous, a device tensor is copied to the host."""
     return Message(kind, tag, edge, payload.header, tuple(map(_to_buffer, payload.tensors)))
 
 
 def to_device_message(payload: Payload, edge: int, tag: Tag) -> Message:
-    """As `to_message`, for a transport whose capabilities say `device_memory`: a tensor on a device stays there."""
+    """Like `to_message`, for a transport with the capability `device_memory`: a tensor in device memory stays there."""
     return Message("data", tag, edge, payload.header, tuple(map(_to_device_buffer, payload.tensors)))
 
 
 def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
-    """As `to_message`, for a transport that stays in this process: the tensors themselves, wherever they lie."""
+    """Like `to_message`, for a transport within this OS process: the message holds the tensors themselves, on any device."""
     tensors = payload.tensors
     if len(tensors) == 1:
         only = tensors[0]
@@ -61,15 +59,18 @@ def by_reference(payload: Payload, edge: int, tag: Tag) -> Message:
 
 
 def from_reference(message: Message) -> Payload:
-    """The tensors themselves, as `by_reference` put them in."""
+    """Return the tensors that `by_reference` put into the message, without a copy."""
     tensors: Any = message.tensors
     data = (tensors[0].data,) if len(tensors) == 1 else tuple([tensor.data for tensor in tensors])
     return Payload(data, message.header)
 
 
 def from_message(message: Message, device: torch.device | None = None) -> Payload:
-    """Floating-point tensors alias the message's buffers (which live as long as any tensor on them), unless `device` (None: the host) is
-    another one. Integers and booleans are always in memory that the peer cannot write: operators check them, then use them as indices."""
+    """Convert a message to a payload on `device` (None: the host).
+
+    Floating-point tensors alias the message's buffers, which live as long as any tensor on them, unless they are copied to another device.
+    Integers and booleans are always in memory that the peer cannot write: operators check them, then use them as indices.
+    """
     buffers = message.tensors
     if device is not None and device.type != "cpu":
         tensors = tuple([_from_buffer(buffer, device).to(device, non_blocking=True) for buffer in buffers])
@@ -80,7 +81,7 @@ def from_message(message: Message, device: torch.device | None = None) -> Payloa
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Raises TypeError for a dtype that no transport carries."""
+    """dtype and shape of a tensor. Raises TypeError for a dtype that no transport carries."""
     return _spec(tensor.dtype, tensor.shape)
 
 
@@ -118,17 +119,17 @@ def _to_device_buffer(tensor: torch.Tensor) -> Tensor:
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether its memory is of a kind that transports know by `__cuda_array_interface__`."""
+    """Whether transports can read the tensor's memory through `__cuda_array_interface__`."""
     return tensor.is_cuda
 
 
 def device_buffer(flat: torch.Tensor) -> object:
-    """What a transport takes for the bytes of `flat`, contiguous uint8 on a device: something with `__cuda_array_interface__`."""
+    """The transport buffer for `flat`, contiguous uint8 on a device: an object with `__cuda_array_interface__`."""
     return flat
 
 
 def from_device_buffer(data: object) -> torch.Tensor:
-    """The bytes that such a buffer shows, on their device, without a copy; keeps `data` alive."""
+    """The bytes of a device buffer as a tensor on its device, without a copy. The tensor keeps `data` alive."""
     return torch.as_tensor(data, device="cuda")
 
 
@@ -140,14 +141,14 @@ def _from_buffer(tensor: Tensor, device: torch.device | None = None) -> torch.Te
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     try:
-        view = memoryview(cast("bytearray", data))  # any buffer will do
+        view = memoryview(cast("bytearray", data))  # any buffer object works
     except TypeError:
         found = from_device_buffer(data).view(dtype).view(shape)
         if device is None:
             return found.cpu()
         return found.clone() if spec.dtype in _INDEX_TYPES else found
-    is_shared = spec.dtype in _INDEX_TYPES and type(data) is not bytearray  # which transports fill for the receiver alone
+    is_shared = spec.dtype in _INDEX_TYPES and type(data) is not bytearray  # transports fill a bytearray for this receiver alone
     if view.readonly or is_shared:
-        view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would reach memory that is not ours
+        view = memoryview(bytearray(view))  # torch has no read-only tensors, and a write would change the peer's memory
     flat = torch.frombuffer(view, dtype=dtype)
     return flat if len(shape) == 1 else flat.view(shape)

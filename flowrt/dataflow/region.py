@@ -1,8 +1,7 @@
-"""One firing and all that is fused behind it: the pure-compute half of the runner.
+"""Executes one firing and the nodes fused behind it: the pure computing part of the runner.
 
-Here: NodeFunction, Output, Region, which runs an entry node and goes on into every node of the process whose inputs are then
-at hand. Not here: the loop, credits, links (runner.py), which nodes are fused (flowrt/graph/fuse.py). Called by the runner,
-inside the compute seam.
+A `Region` runs an entry node and continues into every fused node whose inputs are then complete. flowrt/graph/fuse.py decides
+which nodes are fused.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ per firing, at most one Payload per output port. A port left out sends nothing."
 
 
 class OperatorError(Exception):
-    """An operator raised, or gave something its ports do not allow. The text names the node; the cause is kept."""
+    """An operator raised an error, or returned outputs that its ports do not allow. The text names the node; `__cause__` is kept."""
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """A payload that leaves the firing: along `edge`, with its tag already stepped."""
+    """A payload that leaves a firing along `edge`. `tag` already has the edge's step applied."""
 
     edge: Edge
     tag: Tag
@@ -41,7 +40,7 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Route:
-    """One way of an output at one layer, and all that is asked of it for each message."""
+    """One edge that takes an output at one layer, with the properties needed per message."""
 
     __slots__ = ("alone", "changes_tag", "edge", "fused", "port", "request_id", "target", "urgent", "via")
 
@@ -49,12 +48,12 @@ class _Route:
         self.edge, self.request_id, self.changes_tag = edge, edge.request_id, edge.tag.kind != "same"
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.fused = fused
-        self.alone = alone  # of a fused one: its message is all that the target waits for
-        self.urgent = urgent  # of a fused one: what the target gives may leave for another worker
+        self.alone = alone  # fused targets: this message is the target's only input
+        self.urgent = urgent  # fused targets: outputs of the target may go to another worker
 
 
 class Region:
-    """The nodes of one process, run from an entry until everything left goes to another entry or another process."""
+    """The nodes of one process. Runs from an entry node until all remaining outputs go to another entry or another process."""
 
     def __init__(
         self, graph: Graph, process: str, fused: frozenset[str], functions: Mapping[str, NodeFunction], table: MatchingTable
@@ -76,9 +75,11 @@ class Region:
         self._urgent = _leading_to(self._crossing, [edge for edge in graph.edges.values() if edge.source in fused])
 
     def run(self, firings: Sequence[Firing], leave: Callable[[list[Output]], None] | None = None) -> list[Output]:
-        """Fire them (all of one node, more than one only if it `batches`), and what is fused behind; first what may lead to other
-        workers. `leave` is given outputs for these, and what was given before them, as soon as they are there if the firing goes on.
-        Raises OperatorError."""
+        """Run `firings` (all of one node; several only if it `batches`) and the nodes fused behind them.
+
+        Nodes with outputs to other workers run first. Calls `leave(outputs)` with the outputs collected so far when they include outputs to
+        other workers and the firing continues, so that they are sent early. Raises OperatorError.
+        """
         functions, routes = self._functions, self._routes
         leaving: list[Output] = []
         urgent: deque[Sequence[Firing]] = deque()
@@ -134,7 +135,7 @@ class Region:
         return self._table.arrive(edge, output.tag, payload, part).firings
 
     def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
-        """Which edges the outputs of a firing take. Raises OperatorError for a port the node does not have."""
+        """Select the edges of each output of a firing. Raises OperatorError for an output port that no edge takes."""
         routed = []
         node, tag = firing.node, firing.tag
         for port, payload in outputs.items():
@@ -162,7 +163,7 @@ class Region:
 
 
 def _leading_to(crossing: set[int], edges: Sequence[Edge]) -> frozenset[str]:
-    """The sources of `edges` from which one of the `crossing` edges can be reached over them."""
+    """Sources of `edges` from which a path over `edges` reaches one of the `crossing` edges."""
     found = {edge.source for edge in edges if edge.id in crossing}
     while more := {edge.source for edge in edges if edge.target in found} - found:
         found |= more
@@ -175,5 +176,5 @@ def _failed(firing: Firing, error: BaseException) -> OperatorError:
 
 
 def part_of(payload: Payload) -> int | None:
-    """The part id a payload carries, if it carries one."""
+    """The part id of a payload, or None if it has no header."""
     return None if payload.header is None else payload.header_as(PartHeader).part

@@ -1,13 +1,10 @@
-"""The runner of one process: takes messages and minted tags, matches them, fires nodes, sends what comes out.
+"""The runner of one process: accepts messages and emitted tags, matches them, fires nodes, and sends the outputs.
 
-Here: Runner. Not here: what a firing computes (region.py), when inputs are complete (matching.py), what leaves and its credits
-(departures.py, credits.py), channels
-(flowrt/actors/links.py), minting tags (the source: flowrt/workers/group.py, or `input` of a user's graph). One Runner per
-worker; model graphs and users' graphs run through it alike.
+Each worker has one Runner; model graphs and users' graphs run through it alike.
 
-Credits. An edge that leaves the process has `credits` messages that may be on the way or unconsumed. The credit of a request
-comes back with its answer, so whoever answers never waits for whoever asked; other credits are returned when the firing that
-consumed the message has ended, several in one message where the sender cannot need one sooner. A firing starts only when every
+Credits. An edge that leaves the process has `credits` messages that may be in flight or unconsumed. The response to a request
+returns the request's credit, so a responding process never waits for the requesting one. Other credits are returned when the firing
+that consumed the message has ended, several in one message where the sender cannot need one sooner. A firing starts only when every
 edge that it can reach has a credit left.
 """
 
@@ -44,8 +41,11 @@ MAX_INLINE = 16  # short firings in a row before the loop gets a turn
 
 
 class RunnerStatistics(msgspec.Struct):
-    """Counters since the start. `sent` is (messages, payload bytes) per edge that leaves the process. `inline_seconds` is the part of
-    `compute_seconds` that the loop itself computed."""
+    """Counters since the start.
+
+    `sent` is (messages, payload bytes) per edge that leaves the process. `inline_seconds` is the part of `compute_seconds` that ran on
+    the event loop.
+    """
 
     num_firings: int = 0
     num_dropped: int = 0
@@ -55,15 +55,17 @@ class RunnerStatistics(msgspec.Struct):
 
 
 class Runner:
-    """Runs the nodes of `process`. `functions` gives each node its function; a node without one is a sink: its firings go to `on_sink`.
-    `post(edge, message)` hands a message to the link of that edge and never waits. `staying`, `on_device`: see OutboundEdges. `early`: long
-    calls run on a thread of their own, so what leaves for other workers goes while the rest of its firing is still computed. `on_unsent`
-    is given what would leave on a closed edge, `on_answer` the edge and the tag of every answer. `on_failed(tag, error)` is called when a
-    firing of that tag fails here, unless it belongs to a request of another worker: that worker receives the error as the response, and
-    its own `on_failed` is called. Without `on_failed` the first error ends `run`.
+    """Runs the nodes of `process`.
 
-    Messages come in by `accept`, and then one `settle` fires what is short without a turn of the loop. `schemas`, by edge: what messages
-    from other OS processes must look like.
+    `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
+    a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
+    thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
+    edge; `on_answer` receives the edge and tag of every response. `on_failed(tag, error)` is called when a firing of that tag fails here,
+    unless it belongs to a request of another worker: that worker receives the error as the response, and its own `on_failed` is called.
+    Without `on_failed` the first error ends `run`.
+
+    `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
+    form of messages from other OS processes.
     """
 
     def __init__(
@@ -131,22 +133,23 @@ class Runner:
         self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
-        self._sleeper: asyncio.Future[None] | None = None  # what `run` waits on when there is nothing to fire
+        self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound_edges.sent)
 
-    # --- what comes in -------------------------------------------------------------------------------------------------
+    # --- incoming messages -------------------------------------------------------------------------------------------------
 
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
-        """A source gives out the messages of a new tag. Never waits; the source bounds the tags in flight."""
+        """Send the messages of a new tag from a source node. Never waits; the source bounds the tags in flight."""
         for output in self._region.route(Firing(node, tag, {}), outputs):
             self._emit(output)
         self._wake()
 
     def accept(self, peer: str, message: Message) -> None:
-        """A message from another process: data, or credits coming back. Nothing is fired before `settle`.
+        """Accept a message from another process: data, or returned credits. Nothing is fired before `settle`.
 
-        Raises BadMessageError, with nothing changed but that a request is no longer outstanding, when `peer` must not send this.
+        Raises BadMessageError when `peer` must not send this message. Then nothing has changed, except that a request may no longer be
+        outstanding.
         """
         if message.kind == "credit":
             self._outbound_edges.return_credits(peer, message)
@@ -175,7 +178,7 @@ class Runner:
         alone = incoming.alone.get(tag.layer)
         if alone is None:
             alone = incoming.alone[tag.layer] = self._table.alone(edge, tag.layer)
-        if alone:  # the table would say the same, more slowly
+        if alone:  # the table would return the same firing, more slowly
             self._fire(Firing(incoming.target, tag, {incoming.port: payload}, incoming.via))
             return
         try:
@@ -186,9 +189,9 @@ class Runner:
             self._fire(firing)
 
     def settle(self) -> None:
-        """All that has come was accepted: fire here what is expected to be short, wake `run` for the rest.
+        """Run the firings that are expected to be short, and wake `run` for the rest. Called after all arrived messages are accepted.
 
-        A node that takes several tags at once is left to `run`: until its turn comes, more may arrive.
+        A node that batches several tags is left to `run`: more tags may arrive until its turn.
         """
         ready = self._ready
         if not ready or self._failure is not None:
@@ -209,14 +212,17 @@ class Runner:
                     self._finish(batch, outputs, start, inline=True)
                 if not ready:
                     return
-        except Exception as error:  # it belongs to `run`, not to the link whose messages led to it
+        except Exception as error:  # `run` raises the error, not the link whose messages led to it
             self._failure = error
         if self._ready or self._failure is not None:
             self._wake()
 
     def roll_back(self, source: str, epoch: int) -> int:
-        """From now on only `epoch` and later of `source` count. Older rows and waiting firings are deleted, their credits go back;
-        what an older firing that runs now will give is dropped when it ends. Returns how many rows and firings went."""
+        """Invalidate all tags of `source` older than `epoch`.
+
+        Deletes older rows and waiting firings and returns their credits. The outputs of an older firing that runs now are dropped when it
+        ends. Returns how many rows and firings were deleted.
+        """
         self._epochs[source] = epoch
         dropped = self._drop_rows()
         via: list[int] = []
@@ -231,26 +237,26 @@ class Runner:
         self._return_credits(via)
         return dropped
 
-    # --- who is at the other end ----------------------------------------------------------------------------------------
+    # --- peers of the edges ------------------------------------------------------------------------------------------
 
     def close_edges(self, edges: Iterable[int]) -> None:
-        """Whoever these edges lead to is gone, with all that was sent there or waited for a credit; credits on the way are void."""
+        """Close edges whose peer process has ended. Messages sent or waiting there and credits in flight are discarded."""
         self._outbound_edges.renew(edges, closed=True)
         self._wake()
 
     def open_edges(self, edges: Iterable[int]) -> None:
-        """Somebody new is there, who owes nothing."""
+        """Open edges to a new incarnation, with all credits free."""
         self._outbound_edges.renew(edges, closed=False)
         self._wake()
 
     def missing(self, node: str, port: str, tag: Tag) -> list[int]:
-        """The parts that a gather port still waits for; [] when the tag is whole, or its plan is still to come."""
+        """Part ids that a gather port still waits for; [] when the tag is complete or its plan has not arrived."""
         return self._table.missing(node, port, tag)
 
     def replace_part(
         self, node: str, port: str, tag: Tag, part: int, by: Sequence[int], source: str, outputs: Mapping[str, Payload]
     ) -> None:
-        """Let `by` stand for `part` at a gather port, and have `source` send `outputs`. Nothing for a tag that is whole."""
+        """Replace `part` by the parts `by` at a gather port, and send `outputs` from `source`. No-op for a complete tag."""
         if self._table.supersede(node, port, tag, part, by):
             for output in self._region.route(Firing(source, tag, {}), outputs):
                 self._emit(output)

@@ -1,4 +1,4 @@
-"""What the messages of an edge look like: the schema against which a received message is checked before anything else uses it."""
+"""Message schemas of edges: each received message is checked against its schema before any other code uses it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.specs import Spec, check_spec
 from flowrt.transports.wire.message import Tag, Tensor
 
-MAX_KNOWN_SOURCES = 1024  # a source has another name in each incarnation
+MAX_KNOWN_SOURCES = 1024  # a source has a different name in each incarnation
 
 
 @dataclass(frozen=True)
 class MessageSchema:
     """Count, dtype and shape of the tensors of an edge's messages, their header, and the range of their tags.
 
-    `tensors` come first, one each; None stands for any tensor. Then `optional` ones follow, all or none, and any number of `repeated`
-    ones. A dimension that is a word has the same size in all tensors of a message but the repeated ones. `sources`: the nodes that emit
-    tags.
+    `tensors` come first, one each; None matches any tensor. Then `optional` tensors follow, all or none, and any number of `repeated`
+    ones. A named dimension has the same size in all tensors of a message except the repeated ones. `sources`: the nodes that emit tags.
     """
 
     tensors: tuple[Spec | None, ...]
@@ -32,7 +31,7 @@ class MessageSchema:
     _known_sources: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def sizes(self, payload: Payload) -> dict[str, int]:
-        """The sizes of the free dimensions of a payload that fits."""
+        """Sizes of the free dimensions of a payload that fits the schema."""
         sizes: dict[str, int] = {}
         for spec, tensor in zip(self.tensors, payload.tensors, strict=False):
             if spec is not None:
@@ -40,7 +39,7 @@ class MessageSchema:
         return sizes
 
     def fault_of_tensors(self, tensors: Sequence[Tensor], sizes: dict[str, int]) -> str | None:
-        """What is wrong with the tensors of a message; None when they fit. `sizes`: the free dimensions known before; it grows."""
+        """The error in the tensors of a message, or None if they fit. `sizes` holds the free dimensions known so far and is extended."""
         expected: tuple[Spec | None, ...] = self.tensors
         if (extra := len(tensors) - len(expected)) != 0:
             if extra < 0 or (extra != len(self.optional) and self.repeated is None):
@@ -52,7 +51,7 @@ class MessageSchema:
         return None
 
     def fault_of_tag(self, tag: Tag) -> str | None:
-        """What is wrong with the tag of a message; None when it is in range."""
+        """The error in the tag of a message, or None if it is in range."""
         if tag.source not in self._known_sources:
             if tag.source.partition("@")[0] not in self.sources:
                 return f"a tag of {tag.source[:80]!r}, which emits none"

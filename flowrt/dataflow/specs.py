@@ -1,7 +1,6 @@
-"""Checking real tensors against the specs of ports: "float32[rows,64]".
+"""Checks tensors against the specs of ports: "float32[rows,64]".
 
-Here: Spec, `parse_spec`, `check_tensor`. Not here: the notation (flowrt/graph/notation.py), checks between two ports before the
-start (flowrt/graph/checks.py).
+The notation is in flowrt/graph/notation.py; checks between two ports before the start are in flowrt/graph/checks.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from flowrt.transports.wire.message import TensorSpec
 
 @dataclass(frozen=True)
 class Spec:
-    """dtype and dimensions of a port; a word is a free dimension, the same word the same size within one firing."""
+    """dtype and dimensions of a port. A word is a free dimension; equal words have equal sizes within one firing."""
 
     dtype: str
     dimensions: tuple[int | str, ...]
@@ -27,17 +26,17 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Raises ValueError, with what would be right."""
+    """Parse the text of a spec. Raises ValueError with the expected notation."""
     return Spec(*parse_tensor_spec(text))
 
 
 def check_tensor(spec: Spec, tensor: torch.Tensor, sizes: dict[str, int]) -> str | None:
-    """As `check_spec`, for a tensor."""
+    """Like `check_spec`, for a tensor."""
     return check_spec(spec, spec_of(tensor), sizes)
 
 
 def check_spec(spec: Spec, actual: TensorSpec, sizes: dict[str, int]) -> str | None:
-    """None when `actual` fits, else what it is. `sizes` holds the free dimensions known so far in this firing, and grows."""
+    """None when `actual` fits, else its description. `sizes` holds the free dimensions known so far in this firing and is extended."""
     if actual.dtype != spec.dtype or len(actual.shape) != len(spec.dimensions):
         return _text(actual)
     for size, dimension in zip(actual.shape, spec.dimensions, strict=True):
