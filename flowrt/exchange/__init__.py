@@ -1,1 +1,1 @@
-"""exchange: how workers trade tensors. Now: dispatch and combine at the client, the expert service at the server."""
+"""Expert exchange between workers: dispatch and combine at the client, the expert service at the server."""

@@ -1,8 +1,7 @@
-"""The client's side of the expert exchange: cut a step's rows into parts, one per server, and add the answers up again.
+"""The client side of the expert exchange: splits a step's rows into parts, one per server, and combines the responses.
 
-Here: Dispatch and Combine, the functions of the nodes of those names. Not here: the cutting and adding themselves
-(operators/dispatch.py, operators/combine.py), what is asked of whom and asked again (expert_client.py), credits (the runner).
-Built by flowrt/workers. Direct sending, one message per server with rows (EaaS section 3.2: header, rows, expert ids, scores).
+Dispatch and Combine are the functions of the nodes of those names. Dispatch sends directly, one message per server with rows
+(EaaS section 3.2: header, rows, expert ids, scores). expert_client.py chooses servers and redispatches lost parts.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from flowrt.operators.dispatch import cut
 
 class Dispatch:
     """Ports in: `x` (normed_TH, positions_T), `routing` (expert_ids_TA, weights_TA). Out: `plan` (rows_R of each part; header: the
-    part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets nothing.
+    part ids) and `server<s>` (x_RH, row_P, expert_P, weight_P; header: the part id). A server without rows gets no message.
 
-    With strict numerics the plan is (weights_TA, pair_P of each part): the client weighs the answers and adds them by slot."""
+    With strict numerics the plan is (weights_TA, pair_P of each part): the client weights the responses and adds them by slot.
+    """
 
     def __init__(self, client: ExpertClient, strict: bool = False) -> None:
         self.client = client
@@ -39,16 +39,17 @@ class Dispatch:
         parts = self.client.parts_to_ask(tag, cut(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer)))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
-        # The plan first: an answer may be back as soon as its part has left.
+        # The plan goes first: a response may arrive as soon as its part is sent.
         return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
 
 
 class Combine:
     """Ports in: `plan` (rows_R per part), `parts` (gather: y_RH each, in plan order), `residual` (x_TH). Out: `y` (x_TH).
 
-    Parts are added in plan order, not in order of arrival, so that the sum does not depend on who was faster. With strict numerics
-    parts bring one unweighted row per pair, and the sum does not depend on the placement either. A pair that was left out, since its
-    expert is given up, adds nothing; the weights of the others stay as they are."""
+    Parts are added in plan order, not in order of arrival, so the sum does not depend on the servers' speed. With strict numerics
+    parts carry one unweighted row per pair, so the sum does not depend on the placement either. A pair of an unavailable expert that
+    was left out adds nothing; the weights of the other pairs are unchanged.
+    """
 
     def __init__(self, client: ExpertClient, strict: bool = False) -> None:
         self._client, self._strict = client, strict
@@ -62,9 +63,9 @@ class Combine:
         (residual_TH,) = firing.inputs["residual"].tensors
         where = plan[1:] if self._strict else plan
         numbers = [answer.header_as(PartHeader).part for answer in answers]
-        if numbers != list(range(len(where))):  # some were asked for again
+        if numbers != list(range(len(where))):  # some parts were redispatched
             parts = self._client.parts(firing.tag, numbers)
-            if parts is None:  # rolled back while this was on its way here: what it gives is dropped
+            if parts is None:  # rolled back meanwhile: the runner drops this output
                 return {"y": firing.inputs["residual"]}
             where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
         parts_added = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]

@@ -1,14 +1,13 @@
-"""What one client of the expert servers knows: who holds what now, and which parts of which tag are out. Pure but for tensors.
+"""State of one client of the expert servers: the current expert map, and the outstanding parts of each tag. Pure but for tensors.
 
-Here: ExpertClient, shared by the dispatch and combine nodes of a group. Not here: sending and matching (flowrt/dataflow), when a server
-counts as lost (flowrt/workers), cutting itself (operators/dispatch.py).
+The dispatch and combine nodes of a group share one ExpertClient.
 
-A part that is lost is cut anew over the copies that are left, under new ids, and the first complete cover of a tag counts (DESIGN section
-1; EaaS section 3.4). Pairs whose expert has no copy are a part of NOWHERE, which is sent to nobody and cut anew when a copy is back. Those
-of experts that are given up are left out when a tag is cut (without.py).
+A lost part is split again over the remaining replicas, under new ids, and the first complete cover of a tag counts (DESIGN section 1;
+EaaS section 3.4). Pairs of an expert without a replica form a part of NOWHERE: it is not sent, and is split again when a replica
+returns. Pairs of experts that are given up are left out when a tag is split (without.py).
 
-Nodes call `begin`, `ask`, `parts` and `forget` from the compute thread, the rest is called from the loop; each is one step on a dict, or
-works on what it has taken out.
+Nodes call `begin`, `ask`, `parts` and `forget` from the compute thread; all other calls come from the loop. Each call is one step on a
+dict, or works on entries that it has taken out.
 """
 
 from __future__ import annotations
@@ -73,7 +72,10 @@ class Tables:
 
 
 class ExpertClient:
-    """`expert_map`: as the graph places experts, every server alive. Servers are numbers, as in the ports "server<s>". `now`: the clock."""
+    """Expert map and outstanding parts of one client. `expert_map` is the placement of the graph, with every server alive.
+
+    Servers are numbers, as in the ports "server<s>". `now` returns the time in seconds.
+    """
 
     def __init__(
         self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
@@ -95,7 +97,7 @@ class ExpertClient:
         return self._map
 
     def begin(self, layer: int) -> CopyTable:
-        """The table by which a new tag is cut now: without servers that are slow, where others hold a copy. `ask` follows."""
+        """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica. `ask` must follow."""
         avoided = self._owing if self.steering.avoided and self.steering.probes() else self._avoided
         tables = self._cutting = self._without(avoided)
         return tables.of(layer)
@@ -126,7 +128,7 @@ class ExpertClient:
         return self.without.leave_out(tag, parts) if self.without.any_given_up else parts
 
     def ask(self, tag: Tag, x_TH: Tensor, positions_T: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
-        """Note the parts of a tag. What goes to whom, by output port; ids are places in `parts`."""
+        """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
         self._asked[tag] = Asked(self._now(), x_TH, positions_T, num_active, parts, len(parts))
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was cut: nobody will ever add it up
             self._asked.pop(tag, None)
@@ -135,25 +137,25 @@ class ExpertClient:
         return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
 
     def parts(self, tag: Tag, numbers: Sequence[int]) -> list[Part] | None:
-        """None for a tag that was rolled back meanwhile."""
+        """The parts with these ids. None for a tag that was rolled back meanwhile."""
         asked = self._asked.get(tag)
         return None if asked is None else [asked.parts[number] for number in numbers]
 
     @property
     def waits(self) -> bool:
-        """Whether some part waits for a copy, or may turn out to when it has been cut."""
+        """Whether some part waits for a replica, or may wait for one once it is split."""
         cutting = self._cutting
         if cutting is not None and cutting not in list(self._tables.values()):
             return True
         return any(part.server == NOWHERE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
 
     def forget(self, tag: Tag) -> None:
-        """It is whole, or as whole as it can be."""
+        """Delete a tag that is complete, possibly without unavailable experts."""
         self._asked.pop(tag, None)
         self.without.forget(tag)
 
     def roll_back(self, source: str, epoch: int) -> None:
-        """Forget what is older than `epoch`."""
+        """Delete the tags of `source` older than `epoch`."""
         self._epochs[source] = epoch
         for tag in self.tags:
             if tag.source == source and tag.epoch < epoch:
@@ -162,7 +164,7 @@ class ExpertClient:
 
     @property
     def has_copies(self) -> bool:
-        """Whether any expert has a second copy."""
+        """Whether any expert has a second replica."""
         layers: list[int | None] = [*self._full.by_layer] or [None]
         return any(len(servers) > 1 for layer in layers for servers in self._full.table(layer))
 
@@ -184,7 +186,7 @@ class ExpertClient:
         return [number for number in here if can_be_asked(asked.parts[number])]
 
     def lose_part(self, tag: Tag, number: int) -> int:
-        """The server of this part was lost. Returns how many were lost with it, or with those that it replaces."""
+        """Record that the server of this part was lost. Returns how many servers were lost with it, or with the parts that it replaces."""
         asked = self._asked.get(tag)
         if asked is None:
             return 0
@@ -192,7 +194,7 @@ class ExpertClient:
         return asked.losses[number]
 
     def again(self, tag: Tag, number: int) -> Again | None:
-        """Cut a part anew by the map of now. None for a tag that is whole."""
+        """Split a part again by the current map. None for a tag that is complete."""
         asked = self._asked.get(tag)
         if asked is None:
             return None
@@ -245,7 +247,7 @@ class ExpertClient:
         return found
 
     def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[int, tuple[float, float]]:
-        """Servers that owe `tag` an answer for far too long: server -> seconds waited, seconds usual at most."""
+        """Servers whose response to `tag` is long overdue: server -> (seconds waited, usual maximum in seconds)."""
         asked = self._asked.get(tag)
         if asked is None or (age := self._now() - asked.since_seconds) < OVERDUE_SECONDS:
             return {}
@@ -263,14 +265,14 @@ class ExpertClient:
     # --- who is there -----------------------------------------------------------------------------------------------------
 
     def lose(self, server: int) -> None:
-        """The next version of the map, without this server."""
+        """Switch to the next version of the map, without this server."""
         self._lost.add(server)
         self._owing -= {server}
         self.steering.forget(server)
         self._change(self._map.without(server))
 
     def regain(self, server: int) -> None:
-        """The next version, in which it holds what the graph gave it."""
+        """Switch to the next version of the map, in which this server again holds the experts that the graph assigns to it."""
         if server not in self._lost:
             return
         self._lost.discard(server)

@@ -1,9 +1,9 @@
-"""An expert server's service: a pure function of layer and rows, for whoever asks.
+"""The expert service: a pure function of layer and rows, for any client.
 
-Here: ExpertService, the function of an `experts` node. Not here: the products (operators/experts.py), which client asked and how
-the answer finds it (the runner's `answers` edges). Built by flowrt/workers.
+ExpertService is the function of an `experts` node. The products are in operators/experts.py; the runner routes each response to its
+client.
 
-The service keeps no state between calls (EaaS section 3.1) and waits for nobody: it is given every request that has arrived while
+The service keeps no state between calls (EaaS section 3.1) and waits for no client. It receives every request that arrived while
 it computed, from any client and of any layer, and batches those of one layer (section 3.3: "a sufficient number", not all).
 """
 
@@ -22,10 +22,11 @@ from flowrt.operators.experts import Experts
 class ExpertService:
     """Port in: `rows` (x_RH, row_P, expert_P, weight_P; header: part id). Out: `results` (y_RH, the weighted sums; same header).
 
-    With strict numerics the results are y_PH, one row per pair without its weight: which sums are taken here must not show.
+    With strict numerics the results are y_PH, one row per pair without its weight, so that they do not depend on the sums taken here.
 
-    Memory is bounded before it is taken: a call computes at most `max_pairs` pairs, unless one request alone has more, and a request
-    of more than `max_part_pairs` is refused."""
+    Memory is bounded before it is allocated: a call computes at most `max_pairs` pairs, unless one request alone has more. A request
+    of more than `max_part_pairs` raises ValueError.
+    """
 
     def __init__(self, experts: Experts, strict: bool = False, max_pairs: int = 1 << 20, max_part_pairs: int = 1 << 20) -> None:
         self._experts, self._strict = experts, strict

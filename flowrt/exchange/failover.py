@@ -1,9 +1,9 @@
-"""Carrying on without an expert server: what was asked of it is asked of others, and of itself again when it is back.
+"""Failover between expert servers: redispatches the parts of a lost server, and includes the server again when it returns.
 
-Here: Failover. Not here: which parts there are and how they are cut (expert_client.py), who says that a server is gone (the worker: its
-links, the launcher), links. One per attention worker whose experts lie in other processes. EaaS section 3.4; DESIGN section 1.
+Each attention worker whose experts are in other processes has one Failover (EaaS section 3.4; DESIGN section 1). The worker's links and
+the launcher detect the loss; expert_client.py splits the parts.
 
-Everything here is synchronous and on the loop. A server is known by its process name; events may come twice and in any order.
+All calls are synchronous and on the loop. A server is identified by its process name. Events may come twice and in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowrt.transports.wire.message import Tag
 
 
 class Failover:
-    """`dispatch`: the name of the node whose client this is. The runner is given later, because it is made with our `on_unsent`."""
+    """Failover of one client. `dispatch` names its dispatch node. `begin` passes the runner, which needs `on_unsent` first."""
 
     def __init__(self, graph: Graph, dispatch: str, client: ExpertClient) -> None:
         self._dispatch = dispatch
@@ -49,12 +49,12 @@ class Failover:
         self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
 
     def begin(self, runner: Runner, may_redispatch: Callable[[Tag, int], bool] = lambda tag, num_losses: True) -> None:
-        """`may_redispatch(tag, num_losses)`: whether a part that was lost with so many servers is sent again. False: its step is over."""
+        """`may_redispatch(tag, num_losses)`: whether to resend a part lost with that many servers. False: its step has ended."""
         self._runner, self._may_redispatch = runner, may_redispatch
 
     @property
     def processes(self) -> frozenset[str]:
-        """The expert servers that this group asks."""
+        """The expert servers that this group uses."""
         return frozenset(self._servers)
 
     @property
@@ -62,7 +62,7 @@ class Failover:
         return self._client.num_again
 
     def lost(self, process: str) -> None:
-        """It is gone, and all that it was asked. Its parts are cut anew over the copies that are left, under the same tags."""
+        """Mark the server lost and redispatch its pending parts to the remaining replicas, under the same tags."""
         assert self._runner is not None
         servers = self._servers.get(process, [])
         self._runner.close_edges(self._edges.get(process, []))
@@ -73,7 +73,7 @@ class Failover:
                 self._again(tag, part)
 
     def joined(self, process: str) -> None:
-        """A new life of it can be asked. What waited for a copy of an expert is asked now."""
+        """Use a new incarnation of the server, and dispatch the parts that waited for a replica."""
         assert self._runner is not None
         self._runner.open_edges(self._edges.get(process, []))
         for server in self._servers.get(process, []):
@@ -82,7 +82,7 @@ class Failover:
 
     @property
     def waits(self) -> bool:
-        """Whether some part waits for a copy of its experts."""
+        """Whether some part waits for a replica of its experts."""
         return self._client.waits
 
     def look_again(self) -> None:
@@ -90,15 +90,15 @@ class Failover:
         self._ask_again(frozenset({NOWHERE}))
 
     def on_answer(self, edge: int, tag: Tag) -> None:
-        """A server has answered; the runner tells before it matches."""
+        """Record the response of a server. The runner calls this before it matches the response."""
         self._client.answered(self._server_of[edge], tag)
 
     def hedges(self, settings: ReliabilitySettings) -> bool:
-        """Whether late parts are asked of others: it is wanted, and there are others."""
+        """Whether late parts are also sent to other servers: hedging is enabled and replicas exist."""
         return settings.hedge and bool(self._servers) and self._client.has_copies
 
     def hedge(self) -> None:
-        """Ask others for what is late. To be called every few milliseconds."""
+        """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         assert self._runner is not None
         self._client.steering.judge()
         for tag in self._client.tags:
@@ -107,11 +107,11 @@ class Failover:
 
     @property
     def idle(self) -> bool:
-        """Nothing is out."""
+        """Whether no tag is outstanding."""
         return not self._client.tags
 
     def overdue(self) -> dict[str, tuple[float, float]]:
-        """Expert servers that owe an answer for far too long: process -> seconds waited, seconds usual at most."""
+        """Expert servers whose response is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         assert self._runner is not None
         found: dict[str, tuple[float, float]] = {}
         for tag in self._client.tags:
@@ -120,7 +120,7 @@ class Failover:
         return found
 
     def on_unsent(self, output: Output) -> None:
-        """A part was cut before its server was known to be gone, and is to leave now."""
+        """Redispatch a part that was split before the loss of its server was known."""
         part = part_of(output.payload)
         if part is not None:
             self._again(output.tag, part)
@@ -129,21 +129,23 @@ class Failover:
         self._client.roll_back(source, epoch)
 
     def give_up(self, after_seconds: float) -> bool:
-        """Do without experts that have had no copy for so long. True when there are new ones: tags that wait for them are to be rolled
-        back, and are whole without them when they are cut again."""
+        """Leave out experts that have had no replica for `after_seconds`.
+
+        Returns True when there are new ones: the caller rolls back the tags that wait for them, and the next attempt leaves them out.
+        """
         return self._client.without.give_up(after_seconds)
 
     @property
     def does_without(self) -> bool:
-        """Whether some expert is given up, until a copy is back."""
+        """Whether some expert is left out until a replica returns."""
         return self._client.without.any_given_up
 
     def take_degraded(self, step: Tag) -> bool:
-        """Whether something was left out of this step, by any of its tags. Asked once per step, when it is over."""
+        """Whether any tag of this step left out an expert. Called once per step, after its end."""
         return self._client.without.take_degraded(step)
 
     def refusal(self) -> str | None:
-        """Why nothing can be computed now, for the user; None when every expert has a copy."""
+        """The user-visible reason why no step can be computed now; None when every expert has a replica."""
         experts = self._client.homeless
         if not experts:
             return None

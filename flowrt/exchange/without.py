@@ -1,14 +1,13 @@
-"""Experts that are done without, because no copy of them has been left for long: which ones, and what was left out for them.
+"""Unavailable experts that are left out (degraded mode): which ones, and which pairs were left out of each tag. Pure but for tensors.
 
-Here: Without, one per client of the expert servers. Not here: who decides that it comes to this (`reliability.unavailable_expert: degrade`;
-flowrt/workers/survival.py), the tags that wait (expert_client.py, the only user beside the dispatch and combine nodes), marking tokens
-(flowrt/engine). Pure but for tensors.
+Each client of the expert servers has one Without. `reliability.unavailable_expert: degrade` enables it, and flowrt/workers/survival.py
+decides when.
 
-A pair (row, slot) whose expert is given up is left out of its layer's sum. The weights of the row's other pairs stay as the gate gave them:
-nothing is shared out anew, so that a row without lost experts is the same to the last bit. Experts are given up layer by layer, and
-come back with their first copy.
+A pair (row, slot) of such an expert is left out of its layer's sum. The other pairs of the row keep the weights of the gate: they are
+not renormalised, so that a row without lost experts is bit-identical. Experts are given up layer by layer, and return with their first
+replica.
 
-`leave_out` and `forget` are called from the compute thread, the rest from the loop; each is one step on a dict or a set.
+The compute thread calls `leave_out` and `forget`; the loop makes all other calls. Each is one step on a dict or a set.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Layer = int | None  # None: all of them are alike
 
 
 class Without:
-    """`now`: the clock."""
+    """Unavailable experts of one client. `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -34,14 +33,14 @@ class Without:
         self._steps: set[Tag] = set()  # that are not over, of layer 0: something was left out of them
 
     def update(self, lost: Mapping[Layer, frozenset[int]]) -> None:
-        """Now these experts have no copy, by layer, and no others."""
+        """Set the experts without a replica, by layer."""
         now = self._now()
         self._since = {(layer, expert): self._since.get((layer, expert), now) for layer, experts in lost.items() for expert in experts}
         kept = {layer: [expert for expert in experts if (layer, expert) in self._since] for layer, experts in self._given_up.items()}
         self._given_up = {layer: experts for layer, experts in kept.items() if experts}
 
     def give_up(self, after_seconds: float) -> bool:
-        """Do without those that have had no copy for `after_seconds`. True when there are new ones."""
+        """Leave out experts that have had no replica for `after_seconds`. True when there are new ones."""
         if not self._since:
             return False
         latest = self._now() - after_seconds
@@ -58,7 +57,7 @@ class Without:
         return bool(self._given_up)
 
     def leave_out(self, tag: Tag, parts: Sequence[Part]) -> list[Part]:
-        """The parts of a tag without the pairs whose expert is given up; these are noted in `parts`."""
+        """Remove the pairs of given-up experts from the parts of a tag, and record them in `self.parts`."""
         given_up = self._given_up
         experts = given_up.get(tag.layer) or given_up.get(None)
         if not experts:
@@ -77,18 +76,18 @@ class Without:
         return kept
 
     def take_degraded(self, step: Tag) -> bool:
-        """Whether something was left out of this step; it is over."""
+        """Whether something was left out of this step, which has ended."""
         if step not in self._steps:
             return False
         self._steps.discard(step)
         return True
 
     def forget(self, tag: Tag) -> None:
-        """The tag is over."""
+        """Delete the record of a finished tag."""
         self.parts.pop(tag, None)
 
     def roll_back(self, source: str, epoch: int) -> None:
-        """Forget what is older than `epoch`."""
+        """Delete the records of tags older than `epoch`."""
         for tag in list(self.parts):
             if tag.source == source and tag.epoch < epoch:
                 self.parts.pop(tag, None)
