@@ -1,6 +1,6 @@
 """The Python API: open a graph, send it requests, close it.
 
-It imports torch only for a user's own graph, whose tensors are torch's.
+It imports torch only for graphs of user operators, whose inputs and outputs are torch tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Prompt = str | Sequence[int]
 
 
 def read_graph(path: Path | str, overrides: Iterable[str] = (), model: Path | str | None = None) -> Graph:
-    """The checked, expanded graph of a file. Raises GraphError, one line."""
+    """Read, check and expand a graph file. Raises GraphError of one line."""
     return load_graph(path, overrides, model, lambda directory: ModelFacts.of(read_model_config(directory)))
 
 
@@ -55,7 +55,7 @@ def open_graph(
     on_event: Callable[[events.Event], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
 ) -> RunningGraph:
-    """`async with flowrt.open("graph.yaml") as graph:` starts its processes and ends them again.
+    """Open a graph: `async with flowrt.open("graph.yaml") as graph:` starts its processes on entry and ends them on exit.
 
     `overrides` are "path=value" as for --set; `model` replaces the file's model directory. `on_event` receives events of the start and of
     deaths (flowrt.launcher.events; by default deaths go to stderr), `on_line` (process, line) of each process's output. Raises GraphError.
@@ -65,7 +65,7 @@ def open_graph(
 
 
 class RunningGraph:
-    """A graph and its processes. Use `generate` for a model, a call or `stream` for a graph of your own operators."""
+    """A running graph and its processes. Use `generate` for a model; call the graph or use `stream` for a graph of user operators."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RunningGraph:
 
     @property
     def max_requests(self) -> int:
-        """The maximum of active requests; one more is refused."""
+        """The maximum number of active requests; the gateway refuses further ones."""
         return self._of_model().gateway.max_requests
 
     @property
@@ -120,7 +120,7 @@ class RunningGraph:
         self._opened = True
         await check_machine(self.graph, self.launcher.seams)
         try:
-            if self._tokenizer_process is not None:  # it loads while the workers do
+            if self._tokenizer_process is not None:  # it loads while the workers load
                 self._tokenizer_process.start()
             await self.launcher.__aenter__()
         except BaseException:
@@ -166,11 +166,12 @@ class RunningGraph:
         logprobs: int | None = None,
         chat: bool = False,
     ) -> AsyncGenerator[ClientEvent, None]:
-        """Events of one request: a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
-        Leaving early cancels the request.
+        """Submit a request and yield its events. Closing the generator early cancels the request.
+
+        The events are a TokenEvent per token, with n > 1 a ChoiceEvent for each choice that ends, then exactly one EndEvent.
 
         `prompt` is text or token ids; `chat` applies the model's chat template to text. A request that cannot be served ends with
-        finish_reason "error" and the reason. Raises WorkerDiedError when a process dies that the run cannot survive without.
+        finish_reason "error" and the reason. Raises WorkerDiedError when the death of a process ends the run.
         """
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -193,21 +194,21 @@ class RunningGraph:
                 yield event
 
     async def submit(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> int:
-        """Take a request and return its number, to be given to `follow` once. It runs whether or not it is followed."""
+        """Submit a request and return its number for `follow`. The request runs whether or not it is followed."""
         requests = self._of_model()
         self._raise_failure()
         return await requests.submit(params, partial(self._encode, prompt, chat))
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
-        """The token ids of a submitted request's prompt; empty when it has none. KeyError after the request was followed to its end."""
+        """The prompt token ids of a submitted request; empty when it has none. KeyError after the request was followed to its end."""
         return self._of_model().gateway.log(index).prompt_token_ids
 
     def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """The events of a submitted request, from its first. Leaving early cancels the request. UserError for a second reader."""
+        """Yield the events of a submitted request from its first. Closing it early cancels the request. UserError for a second reader."""
         return self._of_model().follow(index)
 
     async def complete(self, prompt: Prompt, params: SamplingParams = SamplingParams(), *, chat: bool = False) -> Completion:
-        """The whole output of one request."""
+        """Submit a request and return its whole output."""
         index = await self.submit(prompt, params, chat=chat)
         prompt_token_ids = self.prompt_token_ids(index)
         return Completion.of(prompt_token_ids, [event async for event in self.follow(index)])
@@ -229,7 +230,7 @@ class RunningGraph:
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         """Send many inputs, keep limits.in_flight of them in flight, and yield the outputs in order.
 
-        Each item is a dict of tensors, or one tensor when the graph has one input. Leaving early cancels those in flight.
+        Each item is a dict of tensors, or one tensor when the graph has one input. Closing the generator early cancels the inputs in flight.
         """
         window: list[asyncio.Task[Any]] = []
         try:
@@ -249,7 +250,7 @@ class RunningGraph:
     # --- the run -----------------------------------------------------------------------------------------------------------------
 
     async def statistics(self) -> dict[str, Statistics]:
-        """Each worker's counters, by name."""
+        """The counters of each worker, by worker name."""
         return await self.launcher.statistics()
 
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
@@ -293,7 +294,7 @@ class RunningGraph:
         if not isinstance(chat, bool):
             raise UserError(f"chat is {shown(chat)}, it must be True or False")
         if not isinstance(prompt, str):
-            return prompt  # the gateway looks at its type
+            return prompt  # the gateway checks its type
         if self._tokenizer_process is None or self._config is None:
             raise UserError("a text prompt needs a tokenizer, and the model's directory has none; give token ids")
         limits = self.graph.group_limits()
@@ -338,10 +339,10 @@ def generate(
     chat: bool = False,
     **parameters: Any,
 ) -> list[Completion]:
-    """Start the graph, answer all prompts, stop the graph. Blocks; works inside a notebook's running loop too.
+    """Start the graph, answer all prompts, stop the graph. It blocks; it also works inside a running loop, such as a notebook's.
 
-    All prompts are submitted at once, up to the gateway's limit. `parameters` are those of RunningGraph.generate. Completions are in the
-    order of the prompts.
+    All prompts are submitted at once, up to the gateway's limit. `parameters` are those of RunningGraph.generate. The completions are in
+    the order of the prompts.
     """
     if not isinstance(prompts, Sequence):
         raise UserError(f"prompts is {shown(prompts)}, it must be a text, a sequence of token ids, or a sequence of these")

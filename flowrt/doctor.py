@@ -1,7 +1,7 @@
-"""`flowrt doctor`: what this machine offers a run, what is missing, and what would help. It changes nothing and starts no worker.
+"""Implements `flowrt doctor`: checks what this machine offers a run, what is missing, and what would help.
 
-Here: `collect` (the report as data) and `report` (the report as text). Not here: the choice of a transport (cluster/choose.py),
-whose outcome is shown. Called by the command line. Torch is imported only in a process of its own: whether that works is the question.
+`collect` returns the checks as data, `report` prints them. It changes nothing and starts no worker. Torch is imported in a separate
+process, because that import may fail.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ except ModelError as error:
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `remedy` says what would help; it is None when nothing needs help. A run needs what is `needed`."""
+    """One finding. `remedy` is what the user can do, or None. `needed`: a run fails without it."""
 
     name: str
     ok: bool
@@ -92,10 +92,10 @@ class _Torch(msgspec.Struct):
 
 
 async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
-    """Every check, in the order to read them. Takes as long as importing torch once.
+    """All checks, in the order of the report. It takes about as long as one import of torch.
 
-    With a `model` directory also the blocks that strict numerics of this model use here, as a run would pick them. With a `graph` file
-    also the smallest dilation at which it can be emulated. Raises GraphError for a bad one, UserError for a bad model.
+    With a `model` directory, it includes the row blocks of strict numerics for this model on this machine. With a `graph` file, it
+    includes the smallest dilation at which it can be emulated. Raises GraphError for a bad one, UserError for a bad model.
     """
     loaded = None if graph is None else _load_graph(graph)
     if model is not None:
@@ -110,7 +110,7 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
 
 
 def report(checks: Iterable[Check], console: Console | None = None) -> bool:
-    """Print the checks; True when everything a run needs is there. A line each where it is no terminal."""
+    """Print the checks, one line each outside a terminal. Returns whether this machine has everything that a run needs."""
     console = console or Console()
     checks = list(checks)
     if console.is_terminal:
@@ -123,7 +123,7 @@ def report(checks: Iterable[Check], console: Console | None = None) -> bool:
 
 
 def _grid(checks: Sequence[Check]) -> Table:
-    """Long texts go on below themselves, and break between words."""
+    """A table of the checks; long texts wrap between words within their column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
@@ -138,7 +138,7 @@ def _grid(checks: Sequence[Check]) -> Table:
 
 
 def _print_plain(checks: Sequence[Check], console: Console) -> None:
-    """A finding per line, whatever its length: for grep."""
+    """Prints one finding per line of any length, so that grep finds it."""
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
         for word, name, text in ((_mark(check)[0], check.name, check.text), ("", "", check.remedy)):
@@ -152,7 +152,7 @@ def _mark(check: Check) -> tuple[str, str]:
 
 
 def transport_checks(available: Mapping[str, str | None]) -> list[Check]:
-    """One check per scheme, and which one `auto` takes between processes. `available` as for choose_transports."""
+    """One check per scheme, and the scheme that `auto` chooses between processes. `available` is as for choose_transports."""
     checks = [
         Check(f"transport {scheme}", reason is None, "works" if reason is None else reason, None, needed=scheme == WITHIN)
         for scheme, reason in available.items()
@@ -180,7 +180,7 @@ async def _emulation_checks(graph: Graph | None) -> list[Check]:
 
 
 def emulation_checks(error_seconds: float, is_fine: bool, graph: Graph | None = None) -> list[Check]:
-    """The smallest dilation by kind of link, and that of `graph`, where waits are off by `error_seconds`."""
+    """The smallest dilation for each kind of link, and for `graph`, given waits with an error of `error_seconds`."""
     links = ", ".join(f"{name} {smallest_dilation({name: each.seconds(0)}, error_seconds)[0]:g}" for name, each in PROFILES.items())
     computing = f"{smallest_dilation({'': 1e-3}, error_seconds)[0]:g} for 1 ms of computing"
     text = f"a wait is off by {duration_text(error_seconds)}; smallest dilation: {links}, {computing}"
@@ -210,7 +210,7 @@ def _check_model(path: str, dtype: str | None) -> None:
 
 
 def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Check:
-    """The evidence that the failure detector has here. `times`, `activity`: of this process."""
+    """The evidence that this machine gives the failure detector. `times` and `activity` are those of this process."""
     if times is not None and activity is not None:
         return Check("detector", True, "/proc says which processes are stopped, busy or asleep")
     text = "no /proc/PID/schedstat: only closed connections and operations beyond their bounds mark a process dead"
@@ -218,7 +218,7 @@ def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Che
 
 
 def leftover_check(marked: Sequence[Marked]) -> Check:
-    """Processes of runs whose launcher is gone. Those of runs that go on are not counted."""
+    """Processes of runs whose launcher has ended. Processes of running graphs are not counted."""
     left = [process for process in marked if not os.path.exists(f"/proc/{process.launcher_pid}")]
     if not left:
         return Check("leftovers", True, "no process of an earlier run")
@@ -235,7 +235,7 @@ def _python_check() -> Check:
 
 
 async def _torch_checks() -> list[Check]:
-    """Torch, the GPUs it sees, and what is our own beside it; asked in a process of its own."""
+    """Checks of torch, its GPUs and flowrt's own kernels, collected in a separate process."""
     installed = _installed("torch")
     if installed is None:
         return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")]
@@ -267,7 +267,7 @@ async def _strict_check(model: str, dtype: str | None) -> Check:
 
 
 async def _ask_python(code: str) -> tuple[bytes | None, str]:
-    """What `code`, run by this interpreter, prints; or None and the last line of what it complained of."""
+    """Run `code` in a new process of this interpreter. Returns its output, or None and the last line of its errors."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -310,7 +310,7 @@ def _cgroup_cores() -> float | None:
 
 
 def _free_memory_bytes() -> int | None:
-    """Available memory: the machine's, or what the container's limit leaves."""
+    """Available memory in bytes: the machine's, or the rest of the container's limit if that is less."""
     try:
         with open("/proc/meminfo") as file:
             facts = dict(line.split(":", 1) for line in file)
@@ -326,7 +326,7 @@ def _free_memory_bytes() -> int | None:
 
 
 def products_check(kinds: Sequence[int] | None) -> Check:
-    """Which products of rows with weights are our own, or why none is. `kinds` as _panels.c numbers them, ascending."""
+    """The matrix products that flowrt's own kernels compute, or why there are none. `kinds` are the numbers of _panels.c, ascending."""
     if kinds is None:
         return Check("products", False, "the library's: kernels/cpu/_panels.c was not built", "install gcc 11 or newer, then flowrt again")
     found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
@@ -334,7 +334,7 @@ def products_check(kinds: Sequence[int] | None) -> Check:
 
 
 def rows_check(is_built: bool) -> Check:
-    """Whether what lies between products is our own (operators/kernels)."""
+    """Whether flowrt's own kernels compute the operations between matrix products (operators/kernels)."""
     what = "norms, attention over pages, routing:"
     if is_built:
         return Check("rows", True, f"{what} our own")
@@ -347,7 +347,7 @@ def _library_check(name: str, without: str) -> Check:
 
 
 def _kernel_checks() -> list[Check]:
-    """What the kernel must offer so that processes end together and shared memory has no name."""
+    """Checks of the system calls by which processes end together and shared memory has no name."""
     checks = []
     for name, call, without in (
         ("pidfd", "pidfd_open", "the ends of processes are noticed by polling"),
@@ -362,7 +362,7 @@ def _kernel_checks() -> list[Check]:
 
 
 def _try_kernel(call: str) -> str | None:
-    """None when the system call works, else why not."""
+    """None when the system call works, else the reason why it fails."""
     function = getattr(os, call, None)
     if function is None:
         return "not in this Python or system"

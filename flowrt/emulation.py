@@ -1,7 +1,7 @@
-"""Emulated time: computing that takes its modelled time, and how far reality kept to the model.
+"""Emulates compute time: makes each call take its modelled time, counts late calls, and decides whether a run's figures are valid.
 
-Here: EmulatedCompute, Lateness (counts of one worker), `judge` (what the counts mean for a run's figures) and the rule for the smallest
-dilation. Not here: links (transports/emulation/channel.py), what a graph charges for what (flowrt/workers/emulated.py). A leaf.
+EmulatedCompute makes calls last, Lateness counts late waits, `judge` evaluates the counts of a run, and `smallest_dilation` holds the rule
+for the dilation. Emulated links are in transports/emulation/channel.py; flowrt/workers/emulated.py charges the times of a graph.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from flowrt.timer import Timer
 
 T = TypeVar("T")
 
-TIMES_ITS_ERROR = 20  # every modelled time is at least so many times what a wait is off by
-TOLERANCE = 1 / TIMES_ITS_ERROR  # of its own length by which a wait may be late
-MAX_LATE_SHARE = 0.01  # of the computations, or of the messages, of a run whose figures hold
+TIMES_ITS_ERROR = 20  # every modelled time must be at least this many times the error of a wait
+TOLERANCE = 1 / TIMES_ITS_ERROR  # the allowed lateness of a wait, as a share of its length
+MAX_LATE_SHARE = 0.01  # the maximum share of late computations, or messages, of a valid run
 
 
 @dataclass
 class Lateness:
-    """Counts of one kind of wait. `worst_seconds` is the most by which one was late, beyond what it may be; all times are real ones."""
+    """Counts of one kind of wait. `worst_seconds` is the largest lateness beyond the allowed one. All times are real seconds (dilated)."""
 
     num: int = 0
     num_late: int = 0
     worst_seconds: float = 0.0
-    modelled_seconds: float = 0.0  # of all together
+    modelled_seconds: float = 0.0  # the sum over all waits
 
     def note(self, modelled_seconds: float, late_seconds: float) -> None:
-        """One that was to take `modelled_seconds` (dilated) ended `late_seconds` after that."""
+        """Count a wait of `modelled_seconds` (dilated) that ended `late_seconds` after its modelled end."""
         self.num += 1
         self.modelled_seconds += modelled_seconds
         beyond = late_seconds - TOLERANCE * modelled_seconds
@@ -45,8 +45,11 @@ class Lateness:
 
 
 class EmulationStatistics(msgspec.Struct, frozen=True):
-    """How far one worker kept to its model: computations and received messages, how many of each were late and by how much at most
-    beyond what is allowed; how long its computations were to take, and how long it computed what has no modelled time. Real seconds."""
+    """The lateness of one worker's computations and received messages. All times are real seconds (dilated).
+
+    `worst_*_seconds` is the largest lateness beyond the allowed one. `modelled_seconds` is the modelled time of all computations;
+    `free_seconds` is the time spent on computing that has no modelled time.
+    """
 
     num_computed: int = 0
     num_computed_late: int = 0
@@ -59,15 +62,15 @@ class EmulationStatistics(msgspec.Struct, frozen=True):
 
     @property
     def free_share(self) -> float:
-        """Of the time that this worker computed; 0.0 when nothing is modelled."""
+        """The share of this worker's compute time that has no modelled time; 0.0 when nothing is modelled."""
         return self.free_seconds / (self.free_seconds + self.modelled_seconds) if self.modelled_seconds else 0.0
 
 
 class EmulatedCompute:
-    """`inner`, but what a call charges is how long it takes: the call runs, then waits until `charged x dilation` after its start.
+    """Runs calls in `inner` and makes each last as long as it charges: a call ends `charged x dilation` after its start.
 
-    A call that took longer than that is late. `charging`: the labels whose calls may charge; they are never short. A call that charges
-    nothing takes the time it takes, which is added to `free_seconds`.
+    A call that computes for longer is late. `charging` are the labels whose calls may charge; they are never short. A call that charges
+    nothing is not delayed, and its time is added to `free_seconds`.
     """
 
     def __init__(self, inner: Compute, timer: Timer, dilation: float, charging: Collection[str]) -> None:
@@ -79,7 +82,7 @@ class EmulatedCompute:
         self._waiting: Running | None = None
 
     def charge(self, seconds: float) -> None:
-        """To be called within a call, from whatever thread it runs in: its modelled time grows by `seconds`."""
+        """Add `seconds` to the modelled time of the call in progress. Called within that call, in any thread."""
         self._charged += seconds
 
     @property
@@ -118,31 +121,31 @@ class EmulatedCompute:
         await self._inner.aclose()
 
     def _was_free(self, start: float) -> None:
-        if self.lateness.num:  # else: loading, or a worker of which nothing is modelled
+        if self.lateness.num:  # else: the worker is loading, or none of its computing is modelled
             self.free_seconds += self._timer.now() - start
 
 
 @dataclass(frozen=True)
 class Account:
-    """An emulated run: how many waits, how many late, and whether its figures are void, with the sentences for people."""
+    """The result of `judge` for an emulated run: counts of waits and late waits, whether the figures are void, and sentences for the user."""
 
     dilation: float
     num_computed: int = 0
     num_computed_late: int = 0
     num_delivered: int = 0
     num_delivered_late: int = 0
-    worst_late_seconds: float = 0.0  # beyond what is allowed
-    free_share: float = 0.0  # the largest of a worker
+    worst_late_seconds: float = 0.0  # beyond the allowed lateness
+    free_share: float = 0.0  # the largest share of any worker
     void: bool = False
     sentences: tuple[str, ...] = ()
 
 
 def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
-    """What the counts of all workers come to.
+    """Decide from the counts of all workers whether the figures of a run are void.
 
-    The dilation is chosen so that waits are off by a twentieth of themselves at most, but for the odd one on a busy machine. A run in
-    which more than one in a hundred computations, or messages, was later than that was slower than its model: its figures are void. So
-    they are when a worker spent more than a twentieth of its computing on what has no modelled time.
+    They are void when more than MAX_LATE_SHARE of the computations, or of the messages, ended late by more than TOLERANCE of their length:
+    the run was slower than its model. The dilation is chosen so that waits are less late than that, except for a few on a busy machine.
+    They are void too when a worker spent more than TOLERANCE of its compute time on computing that has no modelled time.
     """
     workers = list(workers)
     kinds = (
@@ -172,8 +175,10 @@ def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
 
 
 def smallest_dilation(modelled_seconds: Mapping[str, float], error_seconds: float) -> tuple[float, str]:
-    """The smallest dilation at which each of the times is TIMES_ITS_ERROR times `error_seconds`, rounded up to two digits, and the
-    name of the time that asks for it. Times are above 0. (1.0, "") when there are none."""
+    """The smallest dilation at which each time is at least TIMES_ITS_ERROR times `error_seconds`, and the name of the shortest time.
+
+    The dilation is rounded up to two digits. All times must be above 0. Returns (1.0, "") when there are none.
+    """
     if not modelled_seconds:
         return 1.0, ""
     name, shortest = min(modelled_seconds.items(), key=lambda item: item[1])
@@ -181,7 +186,7 @@ def smallest_dilation(modelled_seconds: Mapping[str, float], error_seconds: floa
 
 
 def check_dilation(dilation: float, modelled_seconds: Mapping[str, float], error_seconds: float) -> None:
-    """Raises UserError, naming the smallest allowed, when `dilation` is too small for a machine whose waits are off by that much."""
+    """Raises UserError with the smallest allowed dilation when `dilation` is too small for waits with an error of `error_seconds`."""
     smallest, name = smallest_dilation(modelled_seconds, error_seconds)
     if dilation < smallest:
         shortest = duration_text(modelled_seconds[name])

@@ -1,6 +1,6 @@
-"""What a user gets to read when something is wrong: one line, and the exit code that goes with it.
+"""Errors for the user: each has a text of one line and the exit code of the command line.
 
-Here: UserError and its kinds. Not here: what a transport may raise (transports/errors.py). A leaf: every room may import it.
+Errors of transports are in transports/errors.py. This module imports nothing from flowrt; every package may import it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ _SHOWN_CHARACTERS, _SHOWN_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 80, 160, 1000
 
 
 def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
-    """`text` for an error's line: what a user wrote may have any length."""
+    """`text` cut to `limit` characters for an error's line; a user's input may have any length."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def shown(value: object) -> str:
-    """A user's value for an error's line: as Python writes it, on one line and never long."""
+    """The `repr` of a user's value, shortened for an error's line. Never raises."""
     try:
         return shortened(repr(value))
-    except Exception:  # an integer of thousands of digits, or an object of the user's own
+    except Exception:  # an integer of thousands of digits, or an object whose repr fails
         return f"a {type(value).__name__} that cannot be shown"
 
 
 class UserError(Exception):
-    """Bad input. The text is one line: what, where, what would be right. Command lines print it and end with `exit_code`."""
+    """Bad input. The text is one line: what is wrong, where, what to do. The command line prints it and exits with `exit_code`."""
 
     exit_code = 2
 
@@ -35,7 +35,7 @@ class GraphError(UserError):
 
     def __init__(self, where: str, path: str, text: str) -> None:
         self.where, self.path, self.text = where, path, text
-        if where.startswith("--"):  # an option and its value; a file's name is shown whole
+        if where.startswith("--"):  # an option and its value; a file name is never shortened
             where = shortened(where, _SHOWN_PATH_CHARACTERS)
         message = ": ".join(part for part in (where, shortened(path, _SHOWN_PATH_CHARACTERS), text) if part)
         message = shortened(message, _MESSAGE_CHARACTERS)
@@ -46,7 +46,7 @@ class GraphError(UserError):
 
 
 class WorkerDiedError(Exception):
-    """A process of the graph ended by itself. `process` is its name, `output_tail` the last lines it wrote, oldest first."""
+    """A process of the graph died, or could not start. `process` is its name, `output_tail` the last lines that it wrote, oldest first."""
 
     exit_code = 3
 

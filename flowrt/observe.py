@@ -1,7 +1,6 @@
-"""What a worker says for people: log lines to stderr, one per event, level first.
+"""Logging of workers to stderr, one line per event with the level first, and texts of sizes and durations.
 
-Here: `get_logger`, `set_log_level`, and texts of sizes and durations. Not here: who reads the lines (the launcher prefixes them with the
-worker's name and keeps the last ones), counters (flowrt/actors/control.py Statistics), traces. A leaf: every room may import it.
+The launcher prefixes each line with the worker's name and keeps the last ones. Counters are in flowrt/actors/control.py (Statistics).
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ ROOT = "flowrt"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of one worker or room, below "flowrt". It is silent under its level until `set_log_level` is called."""
+    """The logger of a worker or package, below "flowrt". Until `set_log_level` is called, it has the defaults of the logging module."""
     return logging.getLogger(name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}")
 
 
 def set_log_level(level: str) -> None:
     """Send lines of at least `level` (one of LEVELS) to stderr as "LEVEL text". Calling it again only changes the level.
 
-    For processes of flowrt's own: it configures flowrt's loggers only, never those of a program that imports flowrt.
+    Call it in processes that flowrt starts. It configures flowrt's loggers only, never those of a program that imports flowrt.
     """
     if level not in LEVELS:
         raise UserError(f"log level {level!r} is unknown; one of: {', '.join(LEVELS)}")
@@ -38,7 +37,7 @@ def set_log_level(level: str) -> None:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what sys.stderr is at the moment of writing: a worker's is redirected after the fork."""
+    """Writes to the current sys.stderr: a worker redirects it after the fork."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -53,7 +52,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def size_text(num_bytes: float) -> str:
-    """ "1.5 MiB": at most four digits, a binary unit."""
+    """A size in binary units with at most four digits, such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -62,7 +61,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """ "250 us", "12.3 ms", "4.56 s", "3 min 20 s"."""
+    """A duration for people: "250 us", "12.3 ms", "4.56 s" or "3 min 20 s"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1.0:

@@ -12,7 +12,7 @@ class Activity(enum.Enum):
 
     STOPPED = "stopped"  # by a signal: state T
     RUNNABLE = "runnable"  # the event loop's thread runs or waits for a processor
-    OTHERS_RUNNABLE = "other threads runnable"  # another thread does; the event loop's thread sleeps
+    OTHERS_RUNNABLE = "other threads runnable"  # another thread runs or waits for a processor; the event loop's thread sleeps
     DISK = "waiting for a disk"  # no thread is runnable and one is in uninterruptible sleep
     ASLEEP = "asleep"
 
@@ -23,11 +23,11 @@ class ProcessTimes:
 
     cpu_seconds: float  # received by all threads
     loop_cpu_seconds: float  # received by the event loop's thread
-    queued_seconds: float  # that the event loop's thread was runnable without a processor
+    queued_seconds: float  # during which the event loop's thread was runnable without a processor
 
 
 def process_times(pid: int) -> ProcessTimes | None:
-    """None when the system does not say, or when there is no such process."""
+    """The processor time of a process. None when the system does not report it, or when there is no such process."""
     try:
         fields = _stat_fields(f"/proc/{pid}/stat")
         with open(f"/proc/{pid}/schedstat", "rb") as file:
@@ -38,7 +38,7 @@ def process_times(pid: int) -> ProcessTimes | None:
 
 
 def process_activity(pid: int) -> Activity | None:
-    """None when the system does not say, and for a process that has ended or is traced."""
+    """The activity of a process. None when the system does not report it, and for a process that has ended or is traced."""
     try:
         match _stat_fields(f"/proc/{pid}/stat")[0]:
             case b"T":
@@ -56,9 +56,9 @@ def process_activity(pid: int) -> Activity | None:
 
 
 def other_threads_want_processor() -> bool:
-    """Whether another thread of this process runs, is runnable, or waits for a disk. True where the system does not say.
+    """Whether another thread of this process runs, is runnable, or waits for a disk. True where the system does not report it.
 
-    An operation computes on several threads, and the thread that began it sleeps while it waits for a slower one.
+    An operation may compute on several threads; its first thread sleeps while it waits for a slower one.
     """
     try:
         own = os.readlink("/proc/thread-self").rpartition("/")[2]
@@ -68,7 +68,7 @@ def other_threads_want_processor() -> bool:
 
 
 def thread_queued_seconds(native_id: int) -> float:
-    """For how long a thread of this process has been runnable without a processor; 0 where the system does not say."""
+    """The time that a thread of this process was runnable without a processor, in seconds; 0 where the system does not report it."""
     try:
         with open(f"/proc/self/task/{native_id}/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
@@ -81,6 +81,6 @@ def _thread_states(process: str, but: str = "") -> set[bytes]:
 
 
 def _stat_fields(path: str) -> list[bytes]:
-    """The fields behind the name, which may contain anything."""
+    """The fields of a stat file after the process name. The name may contain any character."""
     with open(path, "rb") as file:
         return file.read().rpartition(b") ")[2].split()

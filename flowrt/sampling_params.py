@@ -1,7 +1,7 @@
-"""What a user asks of one request: SamplingParams, the one definition of its parameters and their bounds.
+"""Defines SamplingParams: the parameters of a request, their bounds and their checks.
 
-The Python API, the command line, files of prompts, the gateway and the engine all use it. Bounds that depend on a model or a graph are
-in flowrt/engine/validation.py. A leaf: free of torch.
+The Python API, the command line, prompt files, the gateway and the engine all use it. Bounds that depend on a model or a graph are
+in flowrt/engine/validation.py. It does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_WHOLE = (1 << 63) - 1  # what a message can carry
+MAX_WHOLE = (1 << 63) - 1  # the largest integer of a message header
 MAX_NUMBER = 1e9
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 1024, 1024
 
@@ -37,13 +37,13 @@ _PENALTY = Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How many tokens a request asks for, and how they are drawn. The constructor does not check values; `checked_params` does.
+    """The number of tokens of a request, and how they are sampled. The constructor does not check values; `checked_params` does.
 
-    `max_tokens` None: as many as the graph's limits and the model's positions leave. `n`: the number of choices, which differ by their
-    noise; all other values hold for each of them. Until a choice has `min_tokens`, no token that would end it is drawn. `temperature` 0
-    is greedy. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the k largest at its place.
+    `max_tokens` None: as many as the graph's limits and the model's positions allow. `n`: the number of choices, which differ in their
+    noise; all other values apply to each choice. Before a choice has `min_tokens`, no token that would end it is sampled. `temperature` 0
+    is greedy. `seed` None: the gateway draws one. `logprobs` k: the logprob of each token, and the k largest at its position.
 
-    Penalties come before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
+    Penalties apply before the temperature: `repetition_penalty` divides positive and multiplies negative logits of tokens in the prompt
     or the output; `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is any.
     """
 
@@ -71,9 +71,9 @@ PARAMETER_TYPES: dict[str, Any] = get_type_hints(SamplingParams, include_extras=
 
 
 def checked_value(name: str, value: object) -> Any:
-    """The value of one parameter, in its declared type. ValueError, one line that does not name the parameter.
+    """The value of one parameter, converted to its declared type. Raises ValueError of one line that does not name the parameter.
 
-    `stop` may also be a single text, and it and stop_token_ids any iterable.
+    `stop` may also be a single text. `stop` and `stop_token_ids` may be any iterable.
     """
     kind = PARAMETER_TYPES[name]
     given = value
@@ -92,7 +92,7 @@ def checked_value(name: str, value: object) -> Any:
 
 
 def checked_params(params: SamplingParams) -> SamplingParams:
-    """The same with every value checked and of its declared type. ValueError, one line."""
+    """A copy of `params` with every value checked and converted to its declared type. Raises ValueError of one line."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"the parameters are {shown(params)}, they must be of type SamplingParams")
     values = {}
@@ -105,7 +105,7 @@ def checked_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError for text that has no bytes."""
+    """Raises ValueError for text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

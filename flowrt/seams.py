@@ -1,9 +1,7 @@
-"""The seams: everything a run takes from the world, in one small object, so that virtual time can replace the world.
+"""Seams: time, random numbers, ids, compute threads and transports of a run in one object, which the simulation replaces.
 
-Here: Clock, Compute, Seams, and their real forms, and the memory a process takes, which no seed foretells. Not here: their simulated
-forms (flowrt/simulation), which transports exist (transports/registry.py), how a process is started (flowrt/cluster). Every room
-takes time, random numbers, ids, computing and transports from a Seams object given to it; a lint forbids `time`, `random`, `uuid`,
-`threading`, `subprocess` elsewhere.
+Every package takes these from the Seams object that it is given; a lint forbids `time`, `random`, `uuid`, `threading` and `subprocess`
+elsewhere. The simulated forms are in flowrt/simulation. Resident memory is measured here too (not simulated from a seed).
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ from flowrt.transports.registry import get_transport
 T = TypeVar("T")
 
 KEY_BYTES = 32  # of a run's key
-INLINE_SECONDS = 200e-6  # a firing expected to be shorter than this costs more to hand over than to run on the loop
-LONE_INLINE_SECONDS = 20e-3  # the same where the loop has nothing else to do meanwhile; beats and orders wait no longer than this
-# A busy machine makes a call look longer than it is, never shorter: so what is expected falls at once, and rises by steps.
+INLINE_SECONDS = 200e-6  # a call expected to be shorter than this is cheaper to run on the loop than in the compute thread
+LONE_INLINE_SECONDS = 20e-3  # the same for a loop of one worker; heartbeats and control messages wait at most this long
+# Load on the machine lengthens a measured call and never shortens it: so the expected time falls quickly and rises in bounded steps.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER, _LONGEST_STEP = 0.5, 0.2, 4.0
-_LONG_SECONDS = 5e-3  # a call this long is believed at once
-# When a call counts as hung; docs/reliability.md says why so.
-BOUND_SECONDS = 60.0  # of a call for which nothing is declared ...
-_TIMES_LONGEST = 20.0  # ... or so many times what the longest of its label took, if that is more
-STILL_SECONDS = 0.75  # computing needs a processor: who has not even wanted one for so long waits for something that does not come
-FIRST_STILL_SECONDS = 5.0  # the first of a label may read from disks
+_LONG_SECONDS = 5e-3  # the expected time takes a call of this length at once
+# The rules for a hung call; docs/reliability.md gives the reasons.
+BOUND_SECONDS = 60.0  # bound of a call without a declared bound ...
+_TIMES_LONGEST = 20.0  # ... or this many times the longest call of its label, if that is more
+STILL_SECONDS = 0.75  # a computing call needs a processor: one that has been neither running nor runnable for this long is hung
+FIRST_STILL_SECONDS = 5.0  # the first call of a label may read from disks
 
 
 class Clock(Protocol):
-    """Time. `now` is monotonic and in seconds."""
+    """The source of time. `now` is monotonic and in seconds."""
 
     def now(self) -> float: ...
     async def sleep(self, seconds: float) -> None: ...
@@ -60,12 +58,12 @@ def _nobody() -> bool:
 
 @dataclass(frozen=True)
 class Running:
-    """The operation computing now: what, since when (Clock.now), and the most it may take before it counts as hung.
+    """The call in progress: its label, its start (Clock.now), and the bound after which it counts as hung.
 
-    `computed_seconds` is a count of processor time that grows while it computes, and stands while it waits; None where there is no
-    such count. It counts as hung too when that has stood for `still_seconds`, and at every look meanwhile `wants_processor` said no:
-    on a busy machine one that computes may have to wait for its turn. `queued_seconds`: for how long its thread has waited for a
-    processor so far, which extends its bound.
+    `computed_seconds` is the processor time of the compute thread; it grows only while the thread computes. None: not measured.
+    A call also counts as hung when `computed_seconds` has not grown for `still_seconds` and `wants_processor` returned False at every
+    check meanwhile: on a busy machine a computing thread may wait for a processor. `queued_seconds` is the time that the thread has
+    waited for a processor so far; it extends the bound.
     """
 
     label: str
@@ -78,30 +76,30 @@ class Running:
 
 
 class Compute(Protocol):
-    """Runs one call at a time, off the loop when it is long. Owned by one worker."""
+    """Runs one call at a time, off the event loop when it is long. Owned by one worker."""
 
     @property
     def running(self) -> Running | None:
-        """What runs now, visible while it runs, so that a hung operation is told from a busy one."""
+        """The call in progress, or None. It can be read while the call runs, so that the detector distinguishes a hung call from a busy one."""
         ...
 
     def is_short(self, label: str) -> bool:
-        """Whether a call with this label, made now, would run here and at once; then `run_inline` does the same without a coroutine."""
+        """Whether a call with this label would now run on the loop. If so, `run_inline` does the same as `run` without a coroutine."""
         ...
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        """As `run`, of a call that `is_short`."""
+        """As `run`, for a call for which `is_short` is true."""
         ...
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
-        """The call's result; its exception is raised here. Calls with one `label` are expected to take alike.
+        """Run the call and return its result, or raise its exception. Calls with the same `label` are expected to take similar time.
 
-        bound_seconds: for a call that may take long, or wait: the most it may take. None: it computes, and bounds are found for it.
+        `bound_seconds` is the maximum duration of a call that may take long or wait. None: the call computes, and Compute derives its bounds.
         """
         ...
 
     async def aclose(self) -> None:
-        """End the thread when the call in progress, if any, is over; `run` waits for that one. Idempotent."""
+        """End the thread after the call in progress, if there is one; `run` still waits for that call. Idempotent."""
         ...
 
 
@@ -113,18 +111,18 @@ class RealClock:
 
 
 class ThreadCompute:
-    """One thread; calls whose label has lately taken less than `inline_seconds` run on the loop instead."""
+    """Computes in one thread; a call whose label is expected to take less than `inline_seconds` runs on the loop instead."""
 
-    beside_loop = True  # what a long call gives before its end may be sent meanwhile; where time is modelled it may not
+    beside_loop = True  # outputs of an unfinished call may be sent while it runs; not so where time is modelled
 
     def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
         self._inline_seconds = inline_seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=self._note_thread)
-        self._clock: int | None = None  # of the thread's processor time
+        self._clock: int | None = None  # clock id of the thread's processor time
         self._thread_id = 0
         self._expected_seconds: dict[str, float] = {}
         self._longest_seconds: dict[str, float] = {}  # of calls in the thread
-        self._label: str | None = None  # of what runs now
+        self._label: str | None = None  # of the call in progress
         self._since_seconds = 0.0
         self._bound_seconds: float | None = None
 
@@ -167,14 +165,14 @@ class ThreadCompute:
                 return self._timed(label, call)
             future = asyncio.wrap_future(self._executor.submit(self._timed, label, call))  # run_in_executor inspects the function each time
             cancelled: asyncio.CancelledError | None = None
-            while not future.done():  # a thread cannot be stopped: leave only when it is done with our memory
+            while not future.done():  # a thread cannot be stopped: return only when it no longer uses our memory
                 try:
                     await asyncio.wait([future])
                 except asyncio.CancelledError as error:
                     cancelled = error
             if cancelled is not None:
                 if not future.cancelled():
-                    future.exception()  # looked at, so that nobody prints it: who cancelled does not ask how the call ended
+                    future.exception()  # retrieved, so that asyncio does not log it: the caller cancelled and does not need it
                 raise cancelled
             return future.result()
         finally:
@@ -194,7 +192,7 @@ class ThreadCompute:
         self._bound_seconds, self._since_seconds, self._label = bound_seconds, time.monotonic(), label
 
     def _timed(self, label: str, call: Callable[[], T]) -> T:
-        """Times the call itself, wherever it runs: the hand-over to the thread says nothing about the call."""
+        """Runs the call and measures it, in either place. The time to reach the thread is not included."""
         start = time.monotonic()
         try:
             return call()
@@ -207,7 +205,7 @@ class ThreadCompute:
     def _learn(self, label: str, seconds: float) -> None:
         expected = self._expected_seconds.get(label, seconds)
         if seconds > max(_LONG_SECONDS, self._inline_seconds):
-            expected = seconds  # no outlier: on the loop, one more such call would be one too many
+            expected = seconds  # taken at once, even if it is an outlier: another such call must not block the loop
         elif seconds > expected:
             expected += _WEIGHT_OF_LONGER * (min(seconds, _LONGEST_STEP * expected) - expected)
         else:
@@ -216,10 +214,10 @@ class ThreadCompute:
 
 
 def resident_bytes() -> int:
-    """Memory of this process's own that lies in RAM: anonymous and shared memory; 0 where the system does not say.
+    """Anonymous and shared memory of this process in RAM, in bytes; 0 where the system does not report it.
 
-    Pages of mapped files are left out: the libraries that a forked worker touches first are the fork server's, mapped once for all.
-    Weights are never mapped (operators/weights.py), so they count.
+    Pages of mapped files are not counted: a forked worker shares the mapped libraries with the fork server. Weights are never mapped
+    (operators/weights.py), so they are counted.
     """
     try:
         with open("/proc/self/status") as file:
@@ -231,17 +229,17 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class Seams:
-    """The world as one process sees it. `Seams()` is the real one."""
+    """The external services of one process. `Seams()` provides the real ones."""
 
     clock: Clock = field(default_factory=RealClock)
     new_incarnation: Callable[[], str] = lambda: secrets.token_hex(4)
     new_seed: Callable[[], int] = lambda: secrets.randbits(63)
     new_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES)
     new_compute: Callable[[str], Compute] = ThreadCompute
-    own_loop: bool = False  # the loop serves one worker and nobody else
+    own_loop: bool = False  # the event loop serves exactly one worker
     transport: Callable[[str], Transport] = get_transport
-    open_backend: OpenBackend | None = None  # of worker processes; None: that of this host, which only the launcher imports
-    new_timer: Callable[[], Timer] = new_timer  # of the running loop; finer than the clock's sleep
+    open_backend: OpenBackend | None = None  # starts worker processes; None: the backend of this host, which only the launcher imports
+    new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
     resident_bytes: Callable[[], int] = resident_bytes
     process_times: Callable[[int], ProcessTimes | None] = process_times  # of the process with this id
     process_activity: Callable[[int], Activity | None] = process_activity

@@ -1,7 +1,7 @@
-"""A timer finer than the event loop's millisecond, for waits that stand for something.
+"""Timers with a finer resolution than the event loop's millisecond, for waits that model a duration.
 
-Here: FineTimer (timerfd, Linux), LoopTimer (the loop's own, elsewhere and in virtual time), `new_timer`, which picks, and
-`measure_lateness`. Nothing here spins: a wait costs a wake-up.
+FineTimer uses timerfd (Linux). LoopTimer uses the event loop's timer, on other systems and in virtual time. `new_timer` picks one, and
+`measure_lateness` measures it. No timer spins: a wait costs one wake-up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK, TFD_CLOEXE
 
 
 class Alarm:
-    """One call to come; `cancel` it, or let it come."""
+    """A scheduled call of `callback`; `cancel` drops it. `is_over` is true once it was called or cancelled."""
 
     __slots__ = ("callback", "is_over")
 
@@ -34,7 +34,7 @@ class Alarm:
 
 
 class Timer(Protocol):
-    """`now` is the machine's monotonic clock in seconds, the same in every process. Calls come in the loop, never early."""
+    """Schedules calls in the event loop, never early. `now` is the machine's monotonic clock in seconds, the same in every process."""
 
     def now(self) -> float: ...
     def call_at(self, when: float, callback: Callable[[], object]) -> Alarm: ...
@@ -43,7 +43,7 @@ class Timer(Protocol):
 
 
 class _Waits:
-    """`wait_until` by means of `call_at`."""
+    """Implements `wait_until` with `call_at`."""
 
     def now(self) -> float:
         raise NotImplementedError
@@ -52,7 +52,7 @@ class _Waits:
         raise NotImplementedError
 
     async def wait_until(self, when: float) -> None:
-        """Returns at `when`, at once if that is over."""
+        """Wait until `when`; return at once if that is in the past. Cancelling it cancels its alarm."""
         if when <= self.now():
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,7 +64,7 @@ class _Waits:
 
 
 class FineTimer(_Waits):
-    """Of the running loop, until `close`: one descriptor, however many calls wait."""
+    """A timerfd timer of the running loop, until `close`. It uses one descriptor for all scheduled calls. OSError: no timerfd."""
 
     now = staticmethod(time.monotonic)
 
@@ -80,7 +80,7 @@ class FineTimer(_Waits):
         self._loop.add_reader(self._fd, self._ring)
         self._alarms: list[tuple[float, int, Alarm]] = []  # heap
         self._count = 0
-        self._set_seconds = 0.0  # when the descriptor rings; 0: never
+        self._set_seconds = 0.0  # when the descriptor expires; 0: never
         self._value = (ctypes.c_long * 4)()  # struct itimerspec: interval, then first expiry
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
@@ -91,10 +91,10 @@ class FineTimer(_Waits):
         return alarm
 
     def close(self) -> None:
-        """Drops the calls that wait. Idempotent."""
+        """Drop the scheduled calls and close the descriptor. Idempotent."""
         if self._fd >= 0:
             self._alarms.clear()
-            with contextlib.suppress(RuntimeError):  # the loop is closed already
+            with contextlib.suppress(RuntimeError):  # the loop was closed before
                 self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
@@ -105,7 +105,7 @@ class FineTimer(_Waits):
             heapq.heappop(alarms)
         when = alarms[0][0] if alarms else 0.0
         if when == self._set_seconds or not alarms or self._fd < 0:
-            return  # one ring too many costs less than setting the descriptor back
+            return  # one wake-up too many costs less than disarming the descriptor
         self._set_seconds = when
         nanoseconds = max(1, round(when * 1e9))
         self._value[2], self._value[3] = nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000
@@ -125,7 +125,7 @@ class FineTimer(_Waits):
 
 
 class LoopTimer(_Waits):
-    """The running loop's own timer: as fine as the loop, which is a millisecond, or exact where time is virtual."""
+    """Uses the running loop's timer. Its resolution is the loop's: a millisecond, or exact in virtual time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -155,7 +155,7 @@ class LoopTimer(_Waits):
 
 
 def new_timer() -> Timer:
-    """The finest timer this system has, for the running loop; close it."""
+    """The finest timer of this system, for the running loop. The caller closes it."""
     try:
         return FineTimer()
     except (OSError, NotImplementedError):
@@ -163,9 +163,9 @@ def new_timer() -> Timer:
 
 
 async def measure_lateness(timer: Timer, num_blocks: int = 8, num_waits: int = 30, wait_seconds: float = 250e-6) -> list[float]:
-    """How late waits end here, in seconds: of each block of waits the 95th percentile, sorted.
+    """Measure how late waits end on this machine: the 95th percentile of each block of waits in seconds, sorted.
 
-    The first of the list is what this machine can do, the last what it does when something else runs on it.
+    The first value is the machine at its quietest during the measurement, the last value is the machine under the most other load.
     """
     blocks = []
     for _ in range(num_blocks):
