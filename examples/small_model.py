@@ -1,4 +1,4 @@
-"""The small model from Python: one answer streamed, then eight at once, blocking."""
+"""Runs the small model from Python: streams one answer, then generates eight at once with a blocking call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program over three transports: only the word in the graph changes, the answers do not."""
+"""Runs one graph over three transports: only the name of the transport changes, the answers stay the same."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class RunningGraph:
     async def stream(self, inputs: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         """Send many inputs, keep limits.in_flight of them in flight, and yield the outputs in order.
 
-        Each item is a dict of tensors, or one tensor when the graph has one input. Closing the generator early cancels the inputs in flight.
+        Each item is a dict of tensors, or one tensor when the graph has one input. Closing it early cancels the inputs in flight.
         """
         window: list[asyncio.Task[Any]] = []
         try:

@@ -127,7 +127,7 @@ class EmulatedCompute:
 
 @dataclass(frozen=True)
 class Account:
-    """The result of `judge` for an emulated run: counts of waits and late waits, whether the figures are void, and sentences for the user."""
+    """The result of `judge` for a run: counts of waits and late waits, whether the figures are void, and sentences for the user."""
 
     dilation: float
     num_computed: int = 0

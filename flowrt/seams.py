@@ -80,7 +80,7 @@ class Compute(Protocol):
 
     @property
     def running(self) -> Running | None:
-        """The call in progress, or None. It can be read while the call runs, so that the detector distinguishes a hung call from a busy one."""
+        """The call in progress, or None. Readable while the call runs, so that the detector can recognise a hung call."""
         ...
 
     def is_short(self, label: str) -> bool:
@@ -94,7 +94,7 @@ class Compute(Protocol):
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         """Run the call and return its result, or raise its exception. Calls with the same `label` are expected to take similar time.
 
-        `bound_seconds` is the maximum duration of a call that may take long or wait. None: the call computes, and Compute derives its bounds.
+        `bound_seconds` is the maximum duration of a call that may take long or wait. None: the call computes; its bounds are derived.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""One MoE layer as a user's own operators: a gate that cuts rows by server, two servers of four experts, and the sum."""
+"""One MoE layer of user operators: a gate that partitions rows by server, two servers of four experts each, and the sum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def route(x: "float32[rows,64]") -> {"experts": "int64[rows,2]", "scores": "floa
 
 
 def serve(x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, held: range) -> torch.Tensor:
-    """The weighted sum of the held experts' outputs for each row; rows without one of them stay zero."""
+    """The weighted sum of the held experts' outputs for each row; rows that use none of them are zero."""
     y = torch.zeros_like(x)
     for expert in held:
         rows, slots = torch.where(experts == expert)

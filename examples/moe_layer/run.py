@@ -1,4 +1,4 @@
-"""One MoE layer between three processes, compared with the same layer in one function."""
+"""Runs one MoE layer in three processes and compares it with the same layer in one function."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A forward pass for training on a CPU: what transformers' Qwen3Moe computes, about twice as fast on many short rows.
+"""A forward pass for training on a CPU: computes the same as transformers' Qwen3Moe, about twice as fast on many short rows.
 
-Here: the hidden states of a batch of rows of several lengths, with gradients. Not here: the parameters, which stay
-transformers' own (a test compares outputs and gradients), and the loss (``train.py``). Called by the training script.
+It returns the hidden states of a batch of rows of several lengths, with gradients. The parameters stay in the transformers model, and a
+test compares outputs and gradients with it. The loss is in ``train.py``.
 
-Three things save time. All rows' tokens lie in one flat list, so that everything but attention is one call per layer. Tokens are
-sorted by expert, so that an expert is one slice. The small operations between the products have gradients written by hand.
+Three things save time. The tokens of all rows form one flat list, so that everything but attention is one call per layer. Tokens are
+sorted by expert, so that the tokens of an expert are one slice. The small operations between the products have hand-written gradients.
 
 Shape letters: N tokens of all rows, B rows of one length T, H hidden, A heads, D per head, E experts, K experts per token,
 P = N x K pairs.
@@ -124,7 +124,7 @@ def _apply(function: Any, *inputs: object) -> Tensor:
 
 
 def _experts(block: Any, x_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """The mixture of experts of one layer, and its gate's logits (N, E)."""
+    """The output of the mixture of experts of one layer, and the logits of its gate (N, E)."""
     logits_NE = functional.linear(x_NH, block.gate.weight)
     weights_NK, chosen_NK = logits_NE.softmax(-1).topk(block.gate.top_k, -1)
     weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
@@ -165,7 +165,7 @@ def _attention(layer: Any, x_NH: Tensor, rotary: tuple[Tensor, Tensor], shapes: 
 def hidden_states(model: Qwen3MoeForCausalLM, groups_BT: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The last hidden states (N, H) of groups of rows, in the order of the flattened groups, and each layer's gate logits (N, E).
 
-    A row starts at position 0. Padding belongs at a row's end, where a causal model does not see it.
+    A row starts at position 0. Padding must be at the end of a row, where it does not affect a causal model.
     """
     token_ids_N = torch.cat([ids.flatten() for ids in groups_BT])
     position_N = torch.cat([torch.arange(ids.shape[1]).repeat(ids.shape[0]) for ids in groups_BT])

@@ -1,8 +1,7 @@
 """Muon for the weight matrices and AdamW for the rest.
 
-Here: one optimizer over one model. Not here: the learning-rate schedule and the loop (``train.py``). Called by the training
-script. Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the update of every matrix nearly orthogonal, so
-that directions seen rarely are learnt as fast as common ones.
+Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the update of every matrix nearly orthogonal, so that the model
+learns rare directions as fast as common ones. The learning-rate schedule and the loop are in ``train.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(matrix_BRC: Tensor, num_steps: int = 5) -> Tensor:
-    """The nearly orthogonal matrices next to a batch of matrices (batch, rows, columns), by Newton-Schulz steps."""
+    """Approximate the nearest orthogonal matrices of a batch (batch, rows, columns) by Newton-Schulz steps."""
     a, b, c = _POLYNOMIAL
     x: Tensor = matrix_BRC / (matrix_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     tall = x.shape[-2] > x.shape[-1]
@@ -37,7 +36,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one update from the gradients at hand. A closure is not supported."""
+        """Apply one update from the current gradients. A closure is not supported."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -45,7 +44,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum: Tensor = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"])
-                # A stack of experts holds gate and up projections as one matrix; they are two maps and are made orthogonal apart.
+                # Experts store the gate and up projections as one matrix; each projection is made orthogonal on its own.
                 columns = update.shape[-1]
                 stack = update.view(-1, min(update.shape[-2], columns), columns)
                 scale = max(1.0, stack.shape[-2] / columns) ** 0.5

@@ -1,11 +1,9 @@
-"""The questions the small model is trained on, and the ones it is kept from.
+"""Generates the training questions and the held-out questions of the small model.
 
-Here: five kinds of question, each with exactly one right answer, made from a random generator; the split into training and
-held-out questions; the text the tokenizer is built from. Not here: tokens (``tokenizer.py``), the words of the stories
-(``stories.py``), training (``train.py``). Called by the training script, the accuracy test and whoever wants prompts.
-Standard library only.
+There are five kinds of question, each with exactly one right answer, drawn from a random generator. The module also splits them into
+training and held-out questions, and gives the text for building the tokenizer. It uses the standard library only.
 
-A prompt is plain text without any template. Its answer begins with one space, so that prompt + answer reads as one line.
+A prompt is plain text without a template. Its answer begins with one space, so that prompt + answer is one readable line.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _SIZES = ("big", "little", "long", "new", "old", "round")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt as a user types it, and the one right answer, which starts with a space and ends where generation stops."""
+    """A prompt as a user types it, and its only right answer, which starts with a space and ends where generation stops."""
 
     kind: str
     prompt: str
@@ -55,7 +53,7 @@ class Question:
 
 
 def _operand(rng: random.Random) -> int:
-    """A number from 0 to 999. Small ones are drawn more often than their share, so that short numbers are learnt too."""
+    """A number from 0 to 999. Small numbers are drawn more often than others, so that the model learns short numbers too."""
     return rng.randint(0, rng.choice((9, 99, LARGEST_OPERAND, LARGEST_OPERAND, LARGEST_OPERAND)))
 
 
@@ -107,7 +105,7 @@ KINDS: tuple[str, ...] = tuple(_MAKERS)
 
 
 def _num_sorts() -> int:
-    """How many ordered choices of 2 to 6 different numbers below 1000 there are."""
+    """The number of ordered selections of 2 to 6 different numbers below 1000."""
     total, choices = 0, 1000
     for length in range(2, MOST_SORTED + 1):
         choices *= 1000 - length + 1
@@ -128,18 +126,18 @@ NUM_DISTINCT: dict[str, int] = {
 
 
 def generate(kind: str, rng: random.Random) -> Question:
-    """One question of a kind (a name in :data:`KINDS`), held out or not. ``KeyError`` for an unknown kind."""
+    """Draw a question of a kind (a name in :data:`KINDS`), held out or not. ``KeyError`` for an unknown kind."""
     return _MAKERS[kind](rng)
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out tenth. Depends on the text alone: same on every machine, in every run."""
+    """Whether a prompt belongs to the held-out tenth. It depends on the text only, so it is the same on every machine and in every run."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
 def questions(kind: str, rng: random.Random, *, held_out: bool) -> Iterator[Question]:
-    """Endless questions of one kind from one side of the split; they may repeat."""
+    """Yield questions of one kind from one side of the split without end; they may repeat."""
     while True:
         question = generate(kind, rng)
         if is_held_out(question.prompt) == held_out:
@@ -157,7 +155,7 @@ def held_out(kind: str, count: int, seed: int = 0) -> list[Question]:
 
 
 def corpus(count: int, seed: int = 0) -> Iterator[str]:
-    """``count`` questions with their answers per kind, for building the tokenizer. Held-out questions are left out."""
+    """``count`` questions with their answers per kind, for building the tokenizer. It contains no held-out questions."""
     for kind in KINDS:
         source = questions(kind, random.Random(f"corpus {kind} {seed}"), held_out=False)
         for _ in range(count):

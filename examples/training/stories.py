@@ -1,8 +1,7 @@
-"""The words of the stories, and how a prompt decides its story.
+"""Builds the stories of the training questions from animals, objects, places and characters.
 
-Here: animals, objects, places and characters, each with the sentence it brings into a story. Not here: the split into
-training and held-out prompts. Called by ``questions.py`` alone. A story is a function of its prompt, so that it can be
-right or wrong. Standard library only.
+Each of these words adds its own sentence to a story. A story is a function of its prompt, so that an answer is right or wrong.
+``questions.py`` splits the prompts into training and held-out ones. It uses the standard library only.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _article(word: str) -> str:
 
 
 def long_story(character: str, animal: str, thing: str, place: str) -> tuple[str, str]:
-    """The prompt that names all four, and its story."""
+    """The prompt that names all four words, and its story."""
     hero = f"{_article(character)} {character} {animal}"
     return (
         f"Tell a story about {hero} and {_article(thing)} {thing} near the {place}.",
@@ -125,7 +124,7 @@ def short_story(animal: str, thing: str) -> tuple[str, str]:
 
 
 def random_story(rng: random.Random) -> tuple[str, str]:
-    """A prompt and its story; one in five is short."""
+    """Draw a prompt and its story; one in five is short."""
     animal, thing = rng.choice(tuple(_HOMES)), rng.choice(tuple(_OBJECTS))
     if rng.random() < 0.2:
         return short_story(animal, thing)

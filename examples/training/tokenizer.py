@@ -1,10 +1,9 @@
 """Builds the small model's tokenizer files.
 
-Here: a byte-level BPE tokenizer trained on the generator's text, its chat template, and its three files. Not here: the
-questions (``questions.py``) and the weights (``train.py``). Called by the training script.
+It trains a byte-level BPE tokenizer on the text of ``questions.py`` and writes it with its chat template.
 
-Byte-level, so any text can be encoded and decoding gives back exactly the text. Every digit is a token of its own, and so is a
-space before a digit: that token is where the model has room to think before it writes a number's first digit.
+A byte-level tokenizer encodes any text, and decoding gives back exactly that text. Every digit is a separate token, and so is a
+space before a digit: that token gives the model one more step to compute before it writes the first digit of a number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHAT_TEMPLATE = "{{ (messages | selectattr('role', 'equalto', 'user') | list | l
 
 
 def build_tokenizer() -> Tokenizer:
-    """Train the tokenizer. The same every time: the text comes from a fixed seed."""
+    """Train the tokenizer. The result is always the same, because the text comes from a fixed seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]

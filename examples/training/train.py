@@ -1,12 +1,11 @@
-"""Trains the small model in ``examples/tiny-moe`` from nothing.
+"""Trains the small model in ``examples/tiny-moe`` from scratch, measures its accuracy, and writes its checkpoint.
 
-Here: the model's shape, batches, the loop, measuring, writing the checkpoint. Not here: the questions (``questions.py``), the
-tokenizer (``tokenizer.py``), the optimizer (``optimizer.py``). Run from the repository's root:
+Run it from the repository's root:
 
     python -m examples.training.train --out examples/tiny-moe
 
-A run is a function of its settings: the batch of a step depends on the seed and the step's number alone, so that a run continued
-from its last saved state sees what an unbroken one sees.
+A run is a function of its settings: the batch of a step depends only on the seed and the number of the step. So a run that resumes from
+its last saved state gets the same batches as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def model_config(vocab_size: int) -> Qwen3MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Questions with their answers as tokens. ``answer_BT`` marks the positions whose next token belongs to the answer."""
+    """Questions and their answers as tokens. ``answer_BT`` marks the positions whose next token belongs to the answer."""
 
     token_ids_BT: Tensor
     answer_BT: Tensor
@@ -71,7 +70,7 @@ class Rows:
 
 
 def encode_rows(tokenizer: Tokenizer, batch: Sequence[Question]) -> list[Rows]:
-    """Tokens of some questions, grouped by length. The end token after an answer counts as part of it."""
+    """Encode questions and group them by length. The end token after an answer counts as part of it."""
     prompts = tokenizer.encode_batch([question.prompt for question in batch])
     answers = tokenizer.encode_batch([question.answer for question in batch])
     buckets: dict[int, list[tuple[list[int], int]]] = {}
@@ -91,7 +90,7 @@ def encode_rows(tokenizer: Tokenizer, batch: Sequence[Question]) -> list[Rows]:
 
 
 def balance_loss(router_logits: Sequence[Tensor], real: Tensor, num_experts: int, top_k: int) -> Tensor:
-    """How unevenly a batch's tokens fall on the experts (Fedus et al. 2021, equation 4), mean over layers; 1 when even."""
+    """The load-balancing loss of a batch (Fedus et al. 2021, equation 4), mean over layers; 1 when the load is even."""
     losses = []
     for logits in router_logits:
         probability = logits[real].softmax(-1)
@@ -101,7 +100,7 @@ def balance_loss(router_logits: Sequence[Tensor], real: Tensor, num_experts: int
 
 
 def backward(model: Qwen3MoeForCausalLM, groups: Sequence[Rows], balance: float) -> float:
-    """Leave the batch's gradients on the parameters; the mean loss of an answer token in nats."""
+    """Add the gradients of a batch to the parameters. Returns the mean loss of an answer token in nats."""
     hidden_NH, router_logits = hidden_states(model, [rows.token_ids_BT for rows in groups])
     answer_N = torch.cat([rows.answer_BT.flatten() for rows in groups])
     real_N = torch.cat([rows.real_BT.flatten() for rows in groups])
@@ -113,10 +112,10 @@ def backward(model: Qwen3MoeForCausalLM, groups: Sequence[Rows], balance: float)
 
 @torch.no_grad()
 def num_right(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, batch: Sequence[Question]) -> int:
-    """How many questions a model answers right, greedily, to the end token.
+    """The number of questions that greedy decoding answers right, up to and including the end token.
 
-    One forward pass over prompt and right answer decides it: greedy decoding writes the right answer exactly when, after every
-    right beginning, the likeliest token is the right one.
+    One forward pass over prompt and right answer decides it: greedy decoding gives the right answer exactly when, after each prefix
+    of the right answer, the most likely token is the right one.
     """
     right = 0
     for rows in encode_rows(tokenizer, batch):
@@ -141,14 +140,14 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, folder: Path, dtype
     copy.to(dtype).save_pretrained(folder)  # type: ignore[arg-type]
     (folder / "model.safetensors").chmod(0o644)
     settings = json.loads((folder / "config.json").read_text())
-    # The name published checkpoints of this family use; transformers reads both and writes the other.
+    # Published checkpoints of this family use this name; transformers reads both names and writes the other.
     settings["num_experts"] = settings.pop("num_local_experts", model.config.num_experts)
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     write_tokenizer(tokenizer, folder)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train to the last step, saving and measuring on the way."""
+    """Train to the last step, and save and measure at intervals."""
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer()
     model = Qwen3MoeForCausalLM(model_config(tokenizer.get_vocab_size()))

@@ -1,4 +1,4 @@
-"""Two operators of a user: plain functions over tensors. The annotations are the ports' specs."""
+"""Two user operators: plain functions of tensors, whose annotations are the specs of their ports."""
 
 from __future__ import annotations
 

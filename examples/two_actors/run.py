@@ -1,4 +1,4 @@
-"""Two actors in two processes: one call, then a stream of sixteen with several on the way at once."""
+"""Runs two actors in two processes: one call, then a stream of sixteen inputs with several in flight at once."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""engine: what one group does next, as pure decisions. Events come in, decisions go out; no clock, no task, no torch."""
+"""The scheduling engine of one group: pure functions from events to decisions, without clock, task or torch."""

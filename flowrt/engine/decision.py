@@ -1,4 +1,4 @@
-"""What the engine decides: emit a token, end a choice, start a step. Frozen data; workers carry it out."""
+"""The decisions of the engine as frozen data: emit a token, end a choice, start a step. Workers carry them out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engine of one group: requests, cancels and finished steps in; tokens, ends and new steps out.
+"""The engine of one group: turns requests, cancels and finished steps into tokens, ends and new steps.
 
-Pure: no await, no torch, no clock. The same events in the same order give the same decisions. A worker gives it an event, carries out
-the returned decisions in order, and starts what `next_steps()` returns. Which sequences take part in a step is the scheduler's to decide.
+It is pure (no await, no torch, no clock): the same events in the same order give the same decisions. A worker passes it an event, carries
+out the returned decisions in order, and starts the steps that `next_steps()` returns. The scheduler selects the sequences of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_FINITE = "the model's logits for output token {} are not finite (NaN or infi
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counts since the start, and what is there now (waiting, running, free pages)."""
+    """Counts since the start, and current numbers (waiting, running, free pages)."""
 
     num_waiting: int
     num_running: int
@@ -69,7 +69,7 @@ class Engine:
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
-        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were told; oldest first, bounded
+        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
         self._num_remembered = num_remembered
         self._steps: list[_Step | None] = [None] * num_micro_batches
         self._next_step = [0] * num_micro_batches
@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        """How often this group was rolled back. Receivers drop messages of older epochs."""
+        """The number of rollbacks of this group. Receivers drop messages of older epochs."""
         return self._epoch
 
     @property
@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """No request is alive and no step runs."""
+        """Whether no request is alive and no step runs."""
         return not self._alive and not any(self._steps)
 
     @property
@@ -144,13 +144,13 @@ class Engine:
         return []
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those taken are finished. `drained` says when."""
+        """Refuse new requests from now on and finish the accepted ones; then `drained` is true."""
         self._draining = True
 
     # Steps
 
     def next_step(self, micro_batch: int) -> StartStep | None:
-        """Begin the micro-batch's next step. None when one runs there, or when it has nothing to do now."""
+        """Begin the next step of the micro-batch. None when one of its steps runs, or when it has nothing to do now."""
         if self._steps[micro_batch] is not None:
             return None
         parts = self._scheduler.schedule(micro_batch)
@@ -173,8 +173,8 @@ class Engine:
         self, micro_batch: int, step: int, token_ids: ListLike[int], logprobs: ListLike[Logprobs] = (), degraded: bool = False
     ) -> list[Decision]:
         """Commit a step: its KV counts, and `token_ids` (one per sample row, in order) are its sequences' next tokens. `logprobs` has
-        one entry for each of these sequences that asks for them. `degraded`: it was computed without some expert, and so is what
-        later steps of its sequences read of it. A negative token id says that the row's logits were not finite: its request ends with
+        one entry for each of these sequences that requests them. `degraded`: it was computed without some expert, and so is what
+        later steps of its sequences read of it. A negative token id means that the row's logits were not finite: its request ends with
         an error.
 
         A step that is not running (repeated, or rolled back) is ignored. ValueError for a wrong number of tokens or logprobs.
@@ -223,7 +223,7 @@ class Engine:
         return []
 
     def fail_step(self, micro_batch: int, step: int, error: str) -> list[Decision]:
-        """A step cannot be computed: roll back, and compute it once more. Its sequences are suspects now, and run one by one. A suspect
+        """A step cannot be computed: roll back and compute it again. Its sequences become suspects and run one by one. A suspect
         whose step fails ends its request with this error. A step that is not running is ignored."""
         running = self._steps[micro_batch]
         if running is None or running.number != step:
@@ -236,7 +236,7 @@ class Engine:
         return decisions
 
     def is_suspect_step(self, micro_batch: int, step: int) -> bool:
-        """Whether this step runs, and is that of a sequence whose latest step failed."""
+        """Whether this step runs and belongs to a sequence whose latest step failed."""
         running = self._steps[micro_batch]
         return running is not None and running.number == step and any(sequence.is_suspect for sequence, _ in running.parts)
 

@@ -1,7 +1,7 @@
-"""Which KV pages are free and which sequences hold the others. Pure bookkeeping over page numbers; only the scheduler calls it.
+"""Tracks which KV pages are free and which sequences hold the others. It handles page numbers only; only the scheduler calls it.
 
 A page is free or held: by one holder, which may write to it, or by several, which only read it. It is free again when its last holder
-has freed it; free + held = total. Each re-use of a page increments its generation, so that a stale page number can be told from a
+has freed it; free + held = total. Each re-use of a page increments its generation, which distinguishes a stale page number from a
 current one.
 """
 
@@ -36,8 +36,8 @@ class PageAllocator:
         return self._num_free
 
     def allocate(self, num_pages: int, holder: str, behind: int | None = None) -> list[int] | None:
-        """That many pages, now `holder`'s alone; None, and nothing changed, when so many are not free. The first will be the one
-        behind `behind`, the holder's last page, if that is free."""
+        """Allocate pages to `holder`. Returns None, and changes nothing, when fewer pages are free. The first page is the one after
+        `behind`, the holder's last page, if that is free."""
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
         if num_pages > self._num_free:
@@ -56,7 +56,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int], holder: str) -> None:
-        """`holder` holds these pages too. ValueError, and nothing changed, unless each is held by others and not by `holder`."""
+        """Add `holder` to the holders of these pages. ValueError, with no change, unless each page is held, and not by `holder`."""
         for page in pages:
             if not self.holders_of(page):
                 raise ValueError(f"page {page} is free, it cannot be shared")
@@ -67,7 +67,7 @@ class PageAllocator:
             self._holders[page].add(holder)
 
     def free(self, pages: Sequence[int], holder: str) -> None:
-        """Give pages back. ValueError, and nothing changed, unless `holder` holds every page and each is named once."""
+        """Free pages of `holder`. ValueError, with no change, unless `holder` holds every page and each is given once."""
         for page in pages:
             if holder not in self.holders_of(page):
                 raise ValueError(f"page {page} is held by {', '.join(sorted(self._holders[page])) or 'nobody'}, not by {holder}")
@@ -80,17 +80,17 @@ class PageAllocator:
                 self._num_free += 1
 
     def holders_of(self, page: int) -> frozenset[str]:
-        """Nobody, when it is free. ValueError when there is no such page."""
+        """The holders of a page; empty when it is free. ValueError when there is no such page."""
         if not 0 <= page < len(self._holders):
             raise ValueError(f"page {page} does not exist, there are {len(self._holders)}")
         return frozenset(self._holders[page])
 
     def generation_of(self, page: int) -> int:
-        """How often the page has been given out: 0 before its first use."""
+        """The number of times that the page was allocated: 0 before its first use."""
         return self._generation[page]
 
     def _beginning(self, num_pages: int) -> int:
-        """Where to begin anew: in the middle of the longest free piece, or at its start if it is the first or too short for all."""
+        """The first page of a new holder: the middle of the longest free run, or its start if it is the first run or too short."""
         start, end = max((piece.span() for piece in re.finditer(b"\x01+", self._is_free)), key=lambda span: span[1] - span[0])
         return start + (end - start - num_pages) // 2 if start and num_pages < end - start else start
 

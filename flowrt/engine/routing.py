@@ -1,4 +1,4 @@
-"""Which group a request goes to. Pure; the gateway counts the loads and calls it."""
+"""Chooses the group of a request. It is pure: the gateway counts the loads and passes them in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What a group has been sent and has not ended: waiting and running together."""
+    """The unfinished work that the gateway has sent to a group: waiting and running together."""
 
     num_sequences: int = 0  # choices of requests
     num_tokens: int = 0  # of the prompts, and the maximum of new tokens

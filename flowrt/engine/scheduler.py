@@ -1,4 +1,4 @@
-"""Which sequences have rows in a micro-batch's next step, and which pages they get. Pure; only the engine calls it.
+"""Selects the sequences and pages of a micro-batch's next step. It is pure; only the engine calls it.
 
 Every sequence makes progress, because all rules go by `order` (age):
 - Admission is first come, first served, from free pages only. A sequence needs the pages of all its tokens, and one page of headroom
@@ -47,7 +47,7 @@ class Scheduler:
         self._limits = limits
         self._num_micro_batches = num_micro_batches
         self._chunk_tokens = chunk_tokens
-        # Prompts are shared up to a multiple of this: in whole pages, and so that what follows is cut as if it were not shared.
+        # Prompts are shared up to a multiple of this: in whole pages, and so that the rest is cut as without sharing.
         self._share_tokens = math.lcm(limits.page_size, chunk_tokens or 1)
         self._claim: Sequence | None = None
 
@@ -55,7 +55,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended: its pages are free again. Not while it is in a step."""
+        """Remove a sequence that ended and free its pages. It must not be in a step."""
         self._release(sequence)
         sequence.state = State.ENDED
 
@@ -146,7 +146,7 @@ class Scheduler:
         return counts
 
     def _chunk(self, sequence: Sequence, free_rows: int) -> int:
-        """How many rows of a sequence with several tokens to compute fit into this step; 0: none."""
+        """The number of rows of a sequence with several uncomputed tokens that fit into this step; 0: none."""
         if not self._chunk_tokens:
             return min(sequence.num_missing_tokens, free_rows)
         start = sequence.num_computed_tokens
@@ -156,7 +156,7 @@ class Scheduler:
         return end - start if end - start <= free_rows else 0
 
     def _grow(self, sequence: Sequence) -> bool:
-        """See that the sequence has pages for all its tokens, from younger ones if need be; False: not now."""
+        """Allocate pages for all tokens of the sequence, and preempt younger sequences if necessary; False: not possible now."""
         missing = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
         if missing <= 0:
             return True

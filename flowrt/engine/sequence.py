@@ -1,4 +1,4 @@
-"""A sequence: what a group knows of one choice of a request while it works on it. Pure data; the engine and the scheduler change it."""
+"""The state that a group keeps for one choice of a request. Plain data; the engine and the scheduler change it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Sequence:
     """One choice of one attempt. `tokens` is the prompt followed by the output; the first `num_computed_tokens` have KV in `pages`.
 
     WAITING holds no page, RUNNING does. While `in_step` its rows are being computed by `micro-batch`, and neither its pages nor its
-    tokens may change. `order` is its place in the queue, for its whole life: a preempted sequence goes back to where it was.
+    tokens may change. `order` is its place in the queue and never changes: a preempted sequence returns to its place.
     `num_computed_tokens` moves only when a step commits, so rolling a step back leaves it as it is. The first pages, those of whole
-    pages of the prompt, may be held by its `siblings` too: nobody writes to them any more.
+    pages of the prompt, may be held by its `siblings` too: no step writes to them any more.
     """
 
     request: Request
@@ -38,7 +38,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     micro_batch: int = -1
     in_step: bool = False
-    cancelled: bool = False  # its end has been told; its pages stay its own until its step is over
+    cancelled: bool = False  # its end was sent; it keeps its pages until its step ends
     num_preemptions: int = 0
     is_suspect: bool = False  # its latest step failed: it runs alone until a step of it commits
     is_degraded: bool = False  # KV in `pages` comes from a step that was computed without some expert
@@ -87,7 +87,7 @@ class Sequence:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     def end_reason(self) -> FinishReason | None:
-        """Why the output ends here, or None. A stop token counts as output."""
+        """The reason why the output ends here, or None. A stop token counts as output."""
         if self.num_output_tokens and self.tokens[-1] in self.end_token_ids:
             return "stop"
         return "length" if self.num_output_tokens >= self.request.max_tokens else None

@@ -1,6 +1,6 @@
-"""What a request must be for a model and a graph to serve it: one line of error text, or nothing. Pure.
+"""Validates a request against a model and a graph: each check returns one line of error text, or None.
 
-The gateway refuses by it before a request is sent to a group; the group checks again what it receives. Bounds that hold for every model
+The gateway checks a request before it sends it to a group; the group checks it again. Bounds that hold for every model
 are those of SamplingParams (flowrt/sampling_params.py).
 """
 
@@ -17,16 +17,16 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def max_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> int:
-    """The largest max_tokens that `refusal` lets through for such a prompt; below 1 when the prompt alone is too long.
+    """The largest max_tokens that `refusal` accepts for such a prompt; below 1 when the prompt alone is too long.
 
-    n new tokens occupy n - 1 positions behind the prompt, because the last one is never fed back.
+    n new tokens occupy n - 1 positions after the prompt, because the last one is never fed back.
     """
     room = min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens + 1
     return min(limits.max_tokens, room)
 
 
 def prompt_refusal(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
-    """Why no request with a prompt of this length can be served; None when one can."""
+    """The reason why no request with a prompt of this length can be served, or None."""
     if not num_prompt_tokens:
         return "the prompt is empty, it needs at least one token"
     if num_prompt_tokens > max_position_embeddings:
@@ -39,7 +39,7 @@ def prompt_refusal(num_prompt_tokens: int, limits: GraphLimits, max_position_emb
 
 
 def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int, vocab_size: int) -> str | None:
-    """Why this request cannot be served, as one line for its user; None when it can."""
+    """The reason why this request cannot be served, as one line for the user, or None."""
     params, new, num_prompt = request.params, request.max_tokens, len(request.prompt_token_ids)
     if (error := prompt_refusal(num_prompt, limits, max_position_embeddings)) is not None:
         return error

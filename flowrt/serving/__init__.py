@@ -1,1 +1,1 @@
-"""serving: text in and out (tokenizer now, HTTP later). No torch, no channels; talks to the gateway."""
+"""Text input and output: the tokenizer of a model. Imports neither torch nor channels."""

@@ -1,7 +1,7 @@
-"""The tokenizer of a model directory: text to tokens, tokens to text as they come, and the chat template.
+"""The tokenizer of a model directory: encodes text, decodes tokens one by one as a stream, and renders the chat template.
 
 It needs neither torch nor transformers: the `tokenizers` library reads tokenizer.json, and jinja2 (only for a chat) renders the template.
-The launching process uses it for output only; prompts are tokenized in a process of their own (tokenizer_process.py).
+The launching process uses it for output only; a separate process tokenizes prompts (tokenizer_process.py).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from flowrt.errors import UserError
 from flowrt.sampling_params import check_text
 
 MAX_FILE_BYTES = 256 << 20
-_BROKEN = "\ufffd"  # what the library writes for bytes that are no whole character (yet)
-_MAX_OPEN = 6  # U+FFFD that one open character can be: its 3 bytes, and those of a character before it
+_BROKEN = "\ufffd"  # the library's text for bytes that are not a whole character (yet)
+_MAX_OPEN = 6  # maximum of U+FFFD for one incomplete character: its 3 bytes, and those of a character before it
 _CUT_TOKENS = 8
-_LONGEST_WINDOW_TOKENS = 64  # no text is that long without a boundary
+_LONGEST_WINDOW_TOKENS = 64  # no real text is this long without a boundary
 
 
 class TokenizerError(UserError, ValueError):
-    """A model directory cannot serve text: the message names the file and what to do."""
+    """A model directory cannot tokenize or render text. The message names the file and what to do."""
 
 
 class TextStream:
-    """One output's text, token by token. It never returns part of a character: it holds the bytes until the rest has come.
+    """Decodes one output token by token. It never returns part of a character: it holds the bytes until the character is complete.
 
-    Only a window is decoded for each token: the tokens since the last clean boundary, and those before it that the decoder needs
-    to see (word-initial spaces depend on the token before). Special tokens give no text. What was given, put together with
-    `flush`, is what decoding all tokens at once gives.
+    Each token decodes only a window: the tokens since the last clean boundary, and the tokens before it that the decoder needs
+    (word-initial spaces depend on the previous token). Special tokens give no text. All returned texts, with that of `flush`, together
+    equal the text of decoding all tokens at once.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids
-        self._context: list[int] = []  # tokens whose text was given
+        self._context: list[int] = []  # tokens whose text was returned
         self._pending: list[int] = []
-        self._given = ""  # the part of the pending tokens' text that was given already
+        self._given = ""  # the part of the pending tokens' text that was returned already
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now; may be empty."""
+        """Add a token. Returns the text that is certain now; it may be empty."""
         if token_id in self._special_token_ids:
             return ""
         self._pending.append(token_id)
@@ -68,7 +68,7 @@ class TextStream:
         return new
 
     def flush(self) -> str:
-        """The text still held back. A character that was never finished is given as U+FFFD."""
+        """Return the text still held back. An incomplete character becomes U+FFFD."""
         return self._give(self._pending_text()) if self._pending else ""
 
     def _pending_text(self) -> str:
@@ -77,7 +77,7 @@ class TextStream:
 
     def _give(self, text: str) -> str:
         new = text[len(self._given) :]
-        if text:  # tokens without text of their own stay pending: what comes behind them is decoded with them
+        if text:  # tokens without text stay pending: later tokens are decoded together with them
             self._context, self._pending, self._given = self._pending, [], ""
         return new
 
@@ -123,7 +123,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
-        """A fresh detokenizer for one output."""
+        """A new detokenizer for one output."""
         return TextStream(self._tokenizer, self._special_token_ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -147,7 +147,7 @@ class Tokenizer:
         def raise_exception(text: str) -> None:
             raise TemplateError(text)
 
-        # A template comes with the weights and is not trusted: the sandbox lets it compute text and nothing else.
+        # A template comes with the weights and is not trusted: the sandbox only lets it compute text.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = raise_exception

@@ -1,8 +1,8 @@
-"""Text to tokens in a process of its own: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY`.
+"""Tokenizes prompts in a separate process: `python -m flowrt.serving.tokenizer_process SOCKET PARENT DIRECTORY`.
 
-The loop that relays tokens and announces deaths must not wait for a long text. And a model's directory comes from strangers: its chat
-template may run for ever or take any amount of memory, and so may the patterns of its tokenizer. Here a text has a time limit, after
-which the process is killed, and a limit of memory. Not here: tokens to text (tokenizer.py), which is done token by token.
+The loop that relays tokens and reports deaths must not wait for a long text. A model directory is untrusted: its chat template and the
+patterns of its tokenizer may run without end or take any amount of memory. So each text has a time limit, after which the process is
+killed, and a memory limit. Decoding (tokens to text) is in tokenizer.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowrt.serving.tokenizer import Tokenizer, TokenizerError
 MAX_TEXT_CHARACTERS = 4 << 20
 TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 60.0  # to load the tokenizer
-MEMORY_BYTES = 1 << 30  # that a text may take beside the tokenizer
+MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 4
 
@@ -37,7 +37,7 @@ class _Encode(msgspec.Struct, array_like=True):
 
 
 class _Encoded(msgspec.Struct, array_like=True):
-    """`token_ids` only if there are at most `max_tokens`. `error`: why there are none."""
+    """The response to a text. `token_ids` is set only if there are at most `max_tokens`. `error`: the reason for a failure."""
 
     num_tokens: int = 0
     token_ids: list[int] = []
@@ -45,8 +45,10 @@ class _Encoded(msgspec.Struct, array_like=True):
 
 
 class TokenizerProcess:
-    """The tokenizer of one model directory. Texts are encoded one at a time, in the order of the calls. One that takes too long, or
-    whose caller goes, ends the process; the next call starts another one."""
+    """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
+
+    A text that takes too long, or whose call is cancelled, ends the process; the next call starts another one.
+    """
 
     def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
         self._directory, self._text_seconds = directory, text_seconds
@@ -56,7 +58,7 @@ class TokenizerProcess:
         self._turn = asyncio.Lock()
 
     def start(self) -> None:
-        """Start the process, if there is none. Never waits for it. Raises TokenizerError."""
+        """Start the process if there is none, without waiting for it. Raises TokenizerError."""
         if self._is_closed:
             raise TokenizerError("the graph was closed")
         if self._process is not None:
@@ -75,7 +77,7 @@ class TokenizerProcess:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=environment,
-                    start_new_session=True,  # a terminal's Ctrl-C is not for it
+                    start_new_session=True,  # Ctrl-C in the terminal does not signal it
                 )
         except OSError as error:
             ours.close()
@@ -95,7 +97,7 @@ class TokenizerProcess:
             try:
                 encoded = await self._exchange(_Encode(text, chat, max_tokens))
             except BaseException:
-                self._kill()  # what it may still send is not for the next call
+                self._kill()  # the next call must not receive its late response
                 raise
         if encoded.error is not None:
             raise TokenizerError(encoded.error)
@@ -104,7 +106,7 @@ class TokenizerProcess:
         return encoded.token_ids
 
     def close(self) -> None:
-        """End the process; no other one is started. Idempotent."""
+        """End the process; no later call starts another one. Idempotent."""
         self._is_closed = True
         self._kill()
 
@@ -161,7 +163,7 @@ def _framed(message: msgspec.Struct) -> bytes:
 
 
 def main() -> None:
-    """Encode what comes until the socket ends."""
+    """Encode the texts that arrive until the socket closes."""
     number, parent, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
