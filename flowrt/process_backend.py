@@ -1,8 +1,7 @@
-"""The contract between the launcher and whatever starts worker processes.
+"""The interface between the launcher and process backends, which start and end worker processes.
 
 Backends: `local` (flowrt/processes/fork_server_client.py, processes of this host), `simulated` (flowrt/simulation/processes.py). Others
-start
-processes through an existing cluster engine. The checks in tests/processes/backend_checks.py run against every backend.
+start processes through an existing cluster engine. The checks in tests/processes/backend_checks.py run against every backend.
 
 A backend is opened once per run, then starts any number of processes, concurrently too, until `aclose` or `kill_all`. It reports deaths; it
 neither restarts a process nor decides what a death means.
@@ -16,8 +15,8 @@ from typing import Protocol
 
 from flowrt.transports.contract import Channel, Identity, Limits
 
-# A Submit of the longest prompt that the gateway takes (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
-# messages, not their headers: 32 of them keep what can lie on one connection at 512 MiB, a prompt of 1000 ids each makes it 160 KiB.
+# A Submit of the longest prompt that the gateway accepts (2^20 ids of up to 9 bytes) fits into a header of 16 MiB. The window counts
+# messages, not bytes: 32 messages bound the data queued on one connection to 512 MiB; with prompts of 1000 ids it is about 160 KiB.
 CONTROL_LIMITS = Limits(max_header_bytes=1 << 24, max_tensors=0, max_message_bytes=0, capacity_messages=32)
 
 
@@ -38,8 +37,8 @@ class ProcessSpec:
 class WorkerProcess(Protocol):
     """One incarnation of a process. `pid` is 0 when the process is not on this host.
 
-    `controls`: our end of each worker's control connection, in the order of `spec.workers`, within CONTROL_LIMITS. The caller owns and
-    closes them. The connection ends when the process dies; that may be seen before or after either notice.
+    `controls`: the launcher's end of each worker's control connection, in the order of `spec.workers`, within CONTROL_LIMITS. The caller
+    owns and closes them. A connection ends when the process dies, before or after either notice.
     """
 
     @property
@@ -50,7 +49,7 @@ class WorkerProcess(Protocol):
     def controls(self) -> tuple[Channel, ...]: ...
 
     def kill(self) -> None:
-        """End the process as SIGKILL does, without waiting and whether or not the backend responds. No-op after its end."""
+        """End the process as SIGKILL does. Does not wait, and works even when the backend does not respond. No-op after its end."""
         ...
 
     async def terminate(self) -> None:
@@ -70,7 +69,7 @@ class BackendOwner(Protocol):
     """
 
     def on_dying(self, process: WorkerProcess) -> None:
-        """The process has begun to die. Comes within milliseconds where the system can tell."""
+        """The process has begun to die. Comes within milliseconds where the system reports it."""
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         """The process has ended and was reaped. `how`: "was killed by SIGKILL", "exited with status 3". Comes once per process."""
@@ -83,7 +82,7 @@ class BackendOwner(Protocol):
 
 
 class ProcessBackend(Protocol):
-    """Starts and ends the processes of one run. `num_threads`: that importing left running; a fork copies none but one of them."""
+    """Starts and ends the processes of one run. `num_threads`: threads left running by the imports; a fork copies only one of them."""
 
     @property
     def num_threads(self) -> int: ...
@@ -114,7 +113,7 @@ class OpenBackend(Protocol):
     def __call__(
         self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
     ) -> Awaitable[ProcessBackend]:
-        """A backend that is ready to start about `num_processes`, with modules `preload` imported in each.
+        """Return a backend that is ready to start about `num_processes`, with modules `preload` imported in each.
 
         Raises WorkerDiedError when it fails or is not ready within `seconds`, UserError when the system allows too few resources. A
         call that fails or is cancelled leaves nothing behind.

@@ -1,7 +1,4 @@
-"""One worker as the launcher hears it: its control connection, what it has answered so far, and who waits for its next answer.
-
-Here: `ControlConnection`. Not here: where the worker lives (hosts.py), what a broken line means for the run (launcher.py).
-"""
+"""The launcher's end of a worker's control connection: messages sent and received, and the requests that wait for a response."""
 
 from __future__ import annotations
 
@@ -36,13 +33,13 @@ from flowrt.launcher.root_cause import Kind
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-MAX_POSTED = 1 << 12  # deaths and lives that a worker has not been told of: one so far behind has been stopped for long
+MAX_POSTED = 1 << 12  # messages queued for one worker; further ones are dropped: a worker this far behind has long been stopped
 
 T = TypeVar("T")
 
 
 class Owner(Protocol):
-    """Who is told what a worker says."""
+    """Receives the messages of a control connection, by kind."""
 
     def on_event(self, event: events.Event) -> None: ...
     def on_control(self, line: ControlConnection, control: Control) -> None: ...
@@ -53,9 +50,10 @@ class Owner(Protocol):
 
 
 class ControlConnection:
-    """The control connection of one life of a worker. `ended` is done once the line has closed; an end before `told_to_stop` is a death.
+    """The control connection of one incarnation of a worker. `ended` is done once the connection has closed; an end before `told_to_stop`
+    is a death.
 
-    `is_known_over`: those that used this life have been told that it is over.
+    `is_known_over`: the peers of this incarnation have been notified of its end.
     """
 
     def __init__(self, placed: Placed, owner: Owner, incarnation: str = "") -> None:
@@ -77,28 +75,31 @@ class ControlConnection:
         return self.is_known_over or self.ended.done()
 
     async def send(self, control: Control) -> None:
-        """Waits while the line is full. Raises TransportError when the worker is gone."""
+        """Send a message; wait while the connection is full. Raises TransportError when the worker is gone."""
         await self._control.send(as_message(control))
 
     async def tell(self, control: Control) -> None:
-        """As `send`. A dead worker is for `listen` to notice, not for the speaker."""
+        """As `send`, but ignores a dead worker: `listen` detects the death."""
         with contextlib.suppress(TransportError):
             await self.send(control)
 
     def post(self, control: Control) -> None:
-        """Tell it now, or as soon as the line takes it, in the order posted. Does not wait; a dead worker is for `listen` to notice."""
+        """Send a message now, or queue it until the connection has room; keeps the order of posts. Does not wait.
+
+        Ignores a dead worker: `listen` detects the death.
+        """
         message = as_message(control)
         with contextlib.suppress(TransportError, OverflowError):
             if self._posted.items or not self._control.send_nowait(message):
                 self._posted.post(message)
 
     def try_tell(self, control: Control) -> None:
-        """Tell it now or never."""
+        """Send a message if the connection has room, else drop it. Ignores a dead worker."""
         with contextlib.suppress(TransportError):
             self._control.send_nowait(as_message(control))
 
     async def tell_stop(self, deadline: float) -> None:
-        """Send Stop, unless the worker is gone already. One that leaves no room for it until `deadline` (loop time) counts as told."""
+        """Send Stop, unless the worker is gone. Sets `told_to_stop` also when the connection has no room until `deadline` (loop time)."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self.send(Stop())
@@ -109,21 +110,21 @@ class ControlConnection:
         self.told_to_stop = True
 
     def request_statistics(self) -> asyncio.Future[Statistics]:
-        """Done when the worker responds. Does not wait for room on the connection."""
+        """Request statistics; the future is done when the worker responds. Does not wait for room on the connection."""
         response: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
         self._asked.append(response)
         self.post(Ask())
         return response
 
     async def ask_drain(self) -> asyncio.Future[None]:
-        """Asks; done when the worker has drained."""
+        """Send Drain; the returned future is done when the worker has drained."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining.append(answer)
         await self.tell(Drain())
         return answer
 
     async def listen(self) -> None:
-        """Take what the worker says until its line ends."""
+        """Receive the worker's messages until the connection ends, and send the queued ones meanwhile."""
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(self._send_posted(), name=f"notices to {self.name}")
             await self._hear_all()
@@ -131,7 +132,7 @@ class ControlConnection:
         self.ended.set_result(None)
 
     def answer_for_it(self) -> None:
-        """It is dead and the run goes on: whoever waits for its answer gets what is known."""
+        """Complete pending requests of a dead worker: statistics with the latest known ones, drains as done."""
         _answer(self._asked, self.statistics)
         _answer(self._draining, None)
 

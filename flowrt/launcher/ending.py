@@ -1,7 +1,4 @@
-"""The end of a run's workers when all goes well: told, waited for, and killed when they are late.
-
-Here: the steps of it, and two waits that cannot be cancelled. Not here: when a run ends (launcher.py, which calls this).
-"""
+"""Steps of an orderly stop: send Stop to the workers, wait for their ends, kill the late ones, and close the connections."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ _TERM_SECONDS = 0.5  # from SIGTERM to SIGKILL
 
 
 async def tell_all(lines: Sequence[ControlConnection], deadline: float) -> None:
-    """Say Stop to each. One that leaves no room for it until `deadline` (loop time) counts as told."""
+    """Send Stop to each worker. One whose connection has no room until `deadline` (loop time) counts as notified."""
     async with asyncio.TaskGroup() as group:
         for line in lines:
             group.create_task(line.tell_stop(deadline))
 
 
 async def end_all(lines: Sequence[ControlConnection], hosts: Hosts, deadline: float) -> list[ControlConnection]:
-    """Wait for the ends of lines and hosts, until `deadline` at most. Returns the workers whose hosts still live."""
+    """Wait for control connections and hosts to end, until `deadline` (loop time) at most. Returns the workers whose hosts are alive."""
     await _wait_until([line.ended for line in lines], deadline)
     await _wait_until((ended for host, ended in hosts.exits.items() if host != FORK_SERVER), deadline)
     return [line for line in lines if not hosts.has_exited(line.host)]
 
 
 async def kill_all(late: Sequence[ControlConnection], hosts: Hosts) -> None:
-    """SIGTERM, and a moment later SIGKILL; a worker in this loop is cancelled."""
+    """Send SIGTERM, then SIGKILL to hosts that have not ended after 0.5 s. A worker in this loop is cancelled."""
     for line in late:
         if line.placed.task is not None:
             line.placed.task.cancel()
@@ -46,7 +43,7 @@ async def kill_all(late: Sequence[ControlConnection], hosts: Hosts) -> None:
 
 
 async def close_all(lines: Iterable[ControlConnection], cancelled: asyncio.CancelledError | None) -> None:
-    """Close all, however often we are cancelled meanwhile; raises that, or what was `cancelled` before, at the end."""
+    """Close all connections even if the caller is cancelled meanwhile. Then raises the last cancellation, `cancelled` included."""
     for line in lines:
         try:
             await line.aclose()
@@ -57,7 +54,7 @@ async def close_all(lines: Iterable[ControlConnection], cancelled: asyncio.Cance
 
 
 async def see_end(task: asyncio.Task[None]) -> None:
-    """Wait for the end of a task, however often we are cancelled meanwhile."""
+    """Wait for the end of a task even if the caller is cancelled meanwhile. Then raises the last cancellation."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

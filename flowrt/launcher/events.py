@@ -1,8 +1,4 @@
-"""What the launcher tells its owner about the run, for progress, for deaths and for the end. Plain data, made by launcher.py and its files.
-
-Here: the events, and `news`, which says those in words that people should see whatever else they look at. Not here: progress in words
-(the cli's views).
-"""
+"""Events of a run that the launcher reports to its owner, and `news`, which describes the important ones in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ class ForkServerReady:
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """`name` has a process of its own, or shares `pid` with others."""
+    """Worker `name` was started in process `pid`, which it may share with others."""
 
     name: str
     pid: int
@@ -27,7 +23,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerLoading:
-    """`done` of the worker's `total` operators have their weights; `text` names the one at work."""
+    """`done` of the worker's `total` operators have loaded their weights; `text` names the one that is loading."""
 
     name: str
     text: str
@@ -37,7 +33,7 @@ class WorkerLoading:
 
 @dataclass(frozen=True)
 class WorkerListening:
-    """Everything is loaded; `resident_bytes` is the worker's memory at this moment, `imported_bytes` before it loaded anything."""
+    """The worker has loaded everything. `resident_bytes`: its memory now; `imported_bytes`: its memory before it loaded anything."""
 
     name: str
     resident_bytes: int
@@ -53,14 +49,14 @@ class WorkerConnected:
 
 @dataclass(frozen=True)
 class Ready:
-    """All workers are connected; `seconds` since the launch began."""
+    """All workers are connected, `seconds` after the launch began."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """`name`, which may die, has died: `how` is said as in "experts.1 was killed by SIGKILL". The run goes on."""
+    """Worker `name` has died and the run goes on. `how` continues a sentence: "was killed by SIGKILL"."""
 
     name: str
     how: str
@@ -68,7 +64,7 @@ class WorkerLost:
 
 @dataclass(frozen=True)
 class WorkerDiedLoading:
-    """`name`, which may die, has died while the run started: `how` is said as in WorkerLost. It is loaded again, within its budget."""
+    """Worker `name` has died while the run started, and is loaded again within its restart budget. `how`: as in WorkerLost."""
 
     name: str
     how: str
@@ -76,7 +72,7 @@ class WorkerDiedLoading:
 
 @dataclass(frozen=True)
 class WorkerRestarted:
-    """`name` lives again and is linked up, `seconds` after its death was noticed."""
+    """A new incarnation of `name` is connected, `seconds` after the death was detected."""
 
     name: str
     pid: int
@@ -85,8 +81,8 @@ class WorkerRestarted:
 
 @dataclass(frozen=True)
 class WorkerGivenUp:
-    """`name` stays down, until the next try or for the rest of the run: `why` is said as in "it was started again 3 times in 30 s; the
-    next try is in 30 s"."""
+    """Worker `name` stays down until the next attempt or for the rest of the run. `why` is a clause such as "it was started again 3 times
+    in 30 s; the next try is in 30 s"."""
 
     name: str
     why: str
@@ -94,7 +90,7 @@ class WorkerGivenUp:
 
 @dataclass(frozen=True)
 class WorkerSuspected:
-    """The monitor misses signs of work from `name`. Nothing follows from it."""
+    """The monitor suspects `name`, because it misses heartbeats or progress. The launcher takes no action."""
 
     name: str
     why: str
@@ -102,7 +98,7 @@ class WorkerSuspected:
 
 @dataclass(frozen=True)
 class WorkerCleared:
-    """`name`, which was suspected or marked dead, works again."""
+    """The monitor clears `name`, which was suspected or marked dead."""
 
     name: str
     why: str
@@ -110,8 +106,8 @@ class WorkerCleared:
 
 @dataclass(frozen=True)
 class WorkerMarkedDead:
-    """The monitor marks `name` dead. It is killed if it may die, and so lost; if not, the gateway fences it, if it is a group, until it is
-    cleared."""
+    """The monitor marks `name` dead. A worker that the run can lose is killed (`is_killed`). Otherwise, if it is a group, the gateway
+    fences it until it is cleared."""
 
     name: str
     why: str
@@ -120,8 +116,8 @@ class WorkerMarkedDead:
 
 @dataclass(frozen=True)
 class ExpertsLost:
-    """`name`, a group, can ask no copy of some experts: `text` says which, "" when it can again. `follows`: what becomes of requests that
-    need them: "wait", "error", or "degrade"."""
+    """Group `name` reaches no replica of some experts. `text` lists them; it is "" when all are available again. `follows`: what happens to
+    requests that need them: "wait", "error", or "degrade"."""
 
     name: str
     text: str
@@ -130,7 +126,7 @@ class ExpertsLost:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A worker did not stop when told to and was killed."""
+    """Worker `name` did not end within `seconds` after Stop and is killed."""
 
     name: str
     seconds: float
@@ -138,7 +134,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The run is over: `error` is what the owner gets from every later call (WorkerDiedError, UserError)."""
+    """The run has failed. Every later call of the launcher raises `error`, usually a WorkerDiedError or UserError."""
 
     error: Exception
 
@@ -164,7 +160,7 @@ Event = (
 
 
 def news(event: Event) -> str | None:
-    """What happened to a worker of a run that goes on, in one line; None for all other events."""
+    """One line about an event that changes which workers or experts of a continuing run are usable; None for all other events."""
     match event:
         case WorkerLost(name, how):
             return f"{name} {how}; the run goes on without it"
@@ -182,7 +178,7 @@ def news(event: Event) -> str | None:
 
 
 def tell(event: Event) -> None:
-    """Write the news to stderr: what is done with events that nobody asked for."""
+    """Write the news of an event to stderr: the default event handler."""
     text = news(event)
     if text is not None:
         print(f"flowrt: {text}", file=sys.stderr, flush=True)

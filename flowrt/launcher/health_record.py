@@ -1,8 +1,4 @@
-"""How a run stands: what its events, its workers' beats and its clients' requests amount to, for whoever asks for its health.
-
-Here: Standing, pure: events and beats in, a Health out. Not here: the judgement (flowrt/reliability/health.py), who is dead or suspect (the
-monitor), requests (requests.py, which tells `progress`). One per launcher.
-"""
+"""Collects a run's events, heartbeats and request progress, and computes its health from them. Pure; one record per launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceSt
 
 
 class Standing:
-    """`minting`: the workers whose steps are what requests wait for: a step of a long prompt is progress too. `now`: the clock."""
+    """`emitting`: the workers that emit tags. Their firings count as progress of requests, since a step of a long prompt yields no token.
+    `now`: the clock, in seconds."""
 
     def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
         self._emitting, self._now = frozenset(emitting), now
@@ -26,10 +23,10 @@ class Standing:
         self._down: dict[str, str] = {}
         self._given_up: dict[str, None] = {}
         self._lost_experts: dict[str, events.ExpertsLost] = {}  # by group
-        self._workers: dict[str, tuple[Heartbeat, float]] = {}  # its latest beat, and when its number of firings last grew
+        self._workers: dict[str, tuple[Heartbeat, float]] = {}  # the latest heartbeat, and when its number of firings last changed
 
     def overhear(self, on_event: Callable[[events.Event], None]) -> Callable[[events.Event], None]:
-        """`on_event`, and we hear it before."""
+        """Wrap `on_event` so that each event is recorded here first."""
 
         def told(event: events.Event) -> None:
             self.note(event)
@@ -48,13 +45,13 @@ class Standing:
             case events.WorkerCleared(name):
                 self._suspects.pop(name, None)
                 self._stuck.pop(name, None)
-            case events.WorkerLost(name, how):  # of attention groups nothing is heard here: their death ends the run
+            case events.WorkerLost(name, how):  # never an attention group: its death ends the run
                 self._down[name] = how
-                self._given_up.pop(name, None)  # the fork server had only stood still
+                self._given_up.pop(name, None)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)
                 self._suspects.pop(name, None)
                 if name == MONITOR:
-                    self._suspects.clear()  # nobody would clear them; the next life suspects anew
+                    self._suspects.clear()  # a dead monitor clears none; its next incarnation suspects again
             case events.WorkerRestarted(name):
                 self._down.pop(name, None)
                 self._given_up.pop(name, None)

@@ -1,8 +1,6 @@
-"""Where workers live: in OS processes that the fork server forks, or as tasks of this loop. Both speak through the same kind of line.
+"""Starts and ends the hosts of workers: OS processes of a process backend, or tasks of this loop.
 
-Here: `Hosts`, which puts workers into their hosts and ends the hosts. Not here: the fork (fork_server.py), its request
-(fork_server_client.py), what
-workers are told (launcher.py).
+Workers of both kinds have the same kind of control connection.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.inproc import InprocChannel
 
-FORK_SECONDS = 15.0  # for the fork server to fork in, which takes it milliseconds: beyond that it is stopped
+FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A worker in its host: the OS process it shares, or its own name when it is a task of this loop."""
+    """A started worker. `host`: the name of its OS process, which it may share; its own name when it is a task of this loop."""
 
     name: str
     host: str
@@ -40,7 +38,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Fork:
-    """What an OS process was made of, to make it again."""
+    """Parameters of an OS process, kept to start it again."""
 
     workers: tuple[str, ...]
     worker: str
@@ -49,7 +47,7 @@ class _Fork:
 
 
 class Hosts:
-    """The hosts of one run. `exits[host]` becomes how the host ended ("was killed by SIGKILL"); FORK_SERVER is one of them."""
+    """The hosts of one run. `exits[host]` is a future of how the host ended ("was killed by SIGKILL"); FORK_SERVER is one of the hosts."""
 
     def __init__(self, run_id: str, incarnations: Mapping[str, str], on_line: Callable[[str, str], None]) -> None:
         self._run_id, self._incarnations, self.on_output = run_id, incarnations, on_line
@@ -58,16 +56,16 @@ class Hosts:
         self._processes: dict[str, WorkerProcess] = {}  # by host: the latest
         self.exits: dict[str, asyncio.Future[str]] = {}
         self.on_exit: Callable[[str, str], None] = lambda host, how: None
-        self.on_gone: Callable[[str], None] = lambda host: None  # sooner than on_exit, and not everywhere
+        self.on_gone: Callable[[str], None] = lambda host: None  # comes before on_exit, on systems that report it
 
     async def start(self, open_backend: OpenBackend, preload: Sequence[str], num_processes: int, seconds: float) -> int:
-        """Open the backend; its number of threads. Raises as OpenBackend."""
+        """Open the backend and return its number of threads. Raises as OpenBackend."""
         self.exits[FORK_SERVER] = asyncio.get_running_loop().create_future()
         self._backend = await open_backend(self._run_id, self, preload, num_processes, seconds)
         return self._backend.num_threads
 
     async def fork_all(self, graph: Graph, hosts: Sequence[Sequence[str]], worker: str, log_level: str) -> AsyncIterator[Placed]:
-        """One OS process per list of workers, each worker running `worker` ("module:function")."""
+        """Start one OS process per list of workers. Each worker runs `worker` ("module:function")."""
         cores = usable_cores()
         for workers in hosts:
             fork = self._forks[host_name(workers)] = _Fork(tuple(workers), worker, num_threads(graph, workers, hosts, cores), log_level)
@@ -75,15 +73,18 @@ class Hosts:
                 yield placed
 
     async def fork_again(self, host: str) -> list[Placed]:
-        """A new life for a host that has ended, or is planned: its workers, under the incarnations that they have now."""
+        """Start a host that has ended, or is planned, and return its workers. They get their current incarnations.
+
+        Raises WorkerDiedError when the fork fails or takes longer than FORK_SECONDS, UserError when descriptors run out.
+        """
         return await self._fork(self._forks[host])
 
     def plan_beside(self, name: str, worker: str, log_level: str) -> None:
-        """A worker that is none of the graph's, for a process of its own: `fork_again` makes it."""
+        """Register a worker outside the graph for a process of its own; `fork_again` starts it."""
         self._forks[name] = _Fork((name,), worker, 1, log_level)
 
     def workers_of(self, host: str) -> tuple[str, ...]:
-        """The workers in an OS process of ours; () for a worker in this loop."""
+        """The workers of an OS process of this run; () for a worker in this loop."""
         fork = self._forks.get(host)
         return fork.workers if fork is not None else ()
 
@@ -130,7 +131,7 @@ class Hosts:
         return host in self.exits and self.exits[host].done()
 
     def output_tail(self, host: str) -> tuple[str, ...]:
-        """The last lines of an OS process; nothing of a worker in this loop, whose stderr is ours."""
+        """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
         if host == FORK_SERVER and self._backend is not None:
             return self._backend.output_tail()
         process = self._processes.get(host)
@@ -141,7 +142,7 @@ class Hosts:
             await process.terminate()
 
     def kill_now(self, host: str) -> None:
-        """SIGKILL to an OS process that still lives."""
+        """Send SIGKILL to an OS process that has not exited."""
         process = self._processes.get(host)
         if process is not None and not self.has_exited(host):
             process.kill()
@@ -156,7 +157,7 @@ class Hosts:
         if self._backend is not None:
             self._backend.kill_all()
 
-    # What the backend reports.
+    # Notices of the backend (see BackendOwner).
 
     def on_dying(self, process: WorkerProcess) -> None:
         if self._processes.get(process.spec.name) is process:
@@ -176,7 +177,7 @@ class Hosts:
 
 
 def set_own_threads(graph: Graph) -> None:
-    """In the user's own process: only what the graph asks for in numbers; `auto` leaves torch as the user set it."""
+    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting."""
     wishes = [wish for wish in graph.threads.values() if wish != "auto"]
     if wishes and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(wishes))

@@ -1,7 +1,4 @@
-"""Leading workers from Start to Connected, at the run's start and in a later life alike.
-
-Here: `Introduction`. Not here: where workers live (hosts.py), what becomes of those that fail meanwhile (launcher.py, revival.py).
-"""
+"""The startup handshake of workers: Start, Listening, Peers, Connected; the same for first and later incarnations."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from flowrt.launcher.control_connection import ControlConnection
 
 
 class Introduction:
-    """What every worker of a run is told at its start. `addresses`: process -> scheme -> address, of the life that each is in."""
+    """Runs the startup handshake. `addresses`: process -> scheme -> address, of each process's current incarnation."""
 
     def __init__(
         self,
@@ -33,13 +30,13 @@ class Introduction:
         self.addresses: dict[str, dict[str, str]] = {}
 
     async def start(self, line: ControlConnection) -> None:
-        """Say who it is, and what to load."""
+        """Send Start: the worker's name, incarnation, graph, key and log level."""
         await line.tell(Start(name=line.name, incarnation=line.incarnation, graph=self._graph, key=self._key, log_level=self._log_level))
 
     async def wait_loaded(self, lines: Sequence[ControlConnection]) -> bool:
-        """Until all listen; then their addresses are known. False as soon as one of them has ended instead.
+        """Wait until all workers listen, and record their addresses. False as soon as one that is not listening yet has ended.
 
-        Raises WorkerDiedError for one that gives no word at all for too long.
+        Raises WorkerDiedError for a worker that sends no message at all for `answer_seconds`.
         """
         if not await self._wait("loading", {line: line.listening for line in lines}):
             return False
@@ -47,7 +44,8 @@ class Introduction:
         return True
 
     async def wait_connected(self, lines: Sequence[ControlConnection]) -> bool:
-        """Tell them who is where, and wait until all have linked up. As `wait_loaded`."""
+        """Send each worker the addresses and incarnations of its peers, and wait until all are connected. Result and errors as in
+        `wait_loaded`."""
         for line in lines:
             await line.tell(Peers(addresses=dict(self.addresses), incarnations=dict(self._incarnations)))
         return await self._wait("connecting", {line: line.connected for line in lines})

@@ -1,11 +1,11 @@
-"""The launcher: starts a graph's workers, introduces them to each other, carries their control messages, and ends them all.
+"""The launcher: starts a graph's workers, connects them to each other, carries their control messages, and ends them all.
 
-Not here: forking (fork_server_client.py), transports of edges (transport_choice.py), deaths that a run outlives (restarts.py), requests
-and tokens (flowrt/gateway).
-
-A run is one task; all else belongs to its task group. It ends in one of three ways: `stop`; a worker fails that may not die, or a callback
-of the owner, then all workers are killed at once and each later call raises the reason; cancelled, then all are killed. In each case
-no process, socket or task is left when `async with` is left.
+A run is one task; all other tasks belong to its task group. A run ends in one of three ways:
+- `stop` ends the workers in order.
+- A worker fails that the run cannot lose, or a callback of the owner raises. All workers are killed at once, and each later call raises
+  the root cause.
+- It is cancelled. All workers are killed.
+In each case no process, socket or task is left after the `async with` block.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, End
 
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
-ANSWER_SECONDS = 120.0  # how long a worker may give no word (progress counts) while the run starts
-STATISTICS_SECONDS = 5.0  # for every worker to respond in
+ANSWER_SECONDS = 120.0  # longest silence of a worker while the run starts; a Progress message ends a silence
+STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
-_STATUS_SECONDS = 10.0  # from the end of a control connection to the exit status of its process, at most
+_STATUS_SECONDS = 10.0  # longest wait from the end of a control connection to the exit status of its process
 
 
 class NotRunningError(RuntimeError):
@@ -59,15 +59,15 @@ class Launcher:
     graph: expanded and checked; `launcher.graph` is the same with every edge's transport resolved.
     on_event: called in this loop with the events of events.py.
     on_control: called with (worker, message) for every message that is not about starting.
-    on_line: called with (process, line) for every line on a process's stderr or stdout; by default they go to our stderr as
-    "[process] line". None of the three may block; what the first two raise ends the run.
-    hosted: workers that live in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
-    coroutine function to run. They are told the same things over the same kind of line.
+    on_line: called with (process, line) for every line on a process's stderr or stdout; the default writes "[process] line" to stderr.
+    None of the three callbacks may block; an exception of the first two ends the run.
+    hosted: workers that run in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
+    coroutine function to run. They get the same messages over the same kind of control connection.
     worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
-    available: scheme -> None, or why it cannot be used; by default what the registry says.
+    available: scheme -> None, or why it cannot be used; by default the registry's answer.
 
-    Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run:
-    the kernel takes its end for the launcher's.
+    Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run, because the
+    kernel kills the fork server when that thread ends.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Launcher:
         self._on_control = on_control or (lambda name, control: None)
         self._on_line = on_line or write_line
         self._hosted = dict(hosted or {})
-        self.worker, self._preload = worker, tuple(preload)  # the first may be changed until the start
+        self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
         self._stop_seconds = stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
         if len({*names, FORK_SERVER, MONITOR}) <= len(names) + 1:
@@ -131,24 +131,28 @@ class Launcher:
             raise
         if not self._ready.done():
             self._raise_failure()
-            await self._task  # it ended otherwise: cancelled, or by an error of our own
+            await self._task  # raises: the run was cancelled, or ended by an internal error
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops in order when the block ended well, at once when it did not. Raises the failure unless a call has done so already."""
+        """Stop in order when the block ended without an exception, else kill the run at once.
+
+        After a block without an exception, raises the run's failure unless a call has raised it already.
+        """
         if error is not None:
             await self._end_now()
         elif not self._told_failure:
             await self.stop()
 
     async def send(self, worker: str, control: Control) -> None:
-        """Tell one worker; waits while its control connection is full. Raises the failure that ended the run, or NotRunningError."""
+        """Send a message to one worker; wait while its control connection is full. Raises the failure that ended the run, or
+        NotRunningError."""
         self._check_running()
         try:
             await self.workers[worker].send(control)
         except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
             if not self.restarts.outlives(self.workers[worker].host):
-                await self.wait_failed()  # the run is about to say why
+                await self.wait_failed()  # raises the root cause once it is known
             raise NotRunningError(f"{worker} has stopped") from None
 
     async def wait_failed(self) -> None:
@@ -158,8 +162,8 @@ class Launcher:
         self._raise_failure()
 
     async def statistics(self, seconds: float = STATISTICS_SECONDS) -> dict[str, Statistics]:
-        """Request statistics of every worker. One that is down, or does not respond within `seconds`, has its latest counts and
-        `has_responded` false. Raises as `send`."""
+        """Request statistics of every worker. A worker that is down, or does not respond within `seconds`, has its latest known counts
+        and `has_responded` false. Raises as `send`."""
         self._check_running()
         requested = {worker.name: worker.request_statistics() for worker in self._graph_workers() if not worker.is_over}
         with contextlib.suppress(TimeoutError):
@@ -169,9 +173,10 @@ class Launcher:
         return {name: replace(known, has_responded=name in responded) for name, known in self._statistics().items()}
 
     async def drain(self, workers: Iterable[str] | None = None) -> None:
-        """Have workers (default: those that mint tags, the attention workers) finish what runs and admit nothing new; wait for them all.
+        """Make workers finish what runs and admit nothing new, and wait for them all. Default: the workers that emit tags, which are the
+        attention workers.
 
-        No time limit: a caller who loses patience cancels this, or leaves the block. Raises as `send`.
+        Has no time limit: cancel it, or leave the block. Raises as `send`.
         """
         self._check_running()
         names = list(workers) if workers is not None else self._emitting()
@@ -180,7 +185,8 @@ class Launcher:
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
 
-        A worker that does not end within `stop_seconds` is killed (event Straggler). Raises the failure of a run that failed before.
+        A worker that does not end within `stop_seconds` is killed (event Straggler). Raises the failure of a run that has failed.
+        Cancelling it kills the run at once.
         """
         if self._task is None:
             raise NotRunningError("this launcher has not been started")
@@ -227,7 +233,7 @@ class Launcher:
             await self._clear(orderly)
 
     async def _start(self, tasks: asyncio.TaskGroup, own: list[asyncio.Task[None]]) -> None:
-        """Place every worker, and lead all of them from Start to Connected."""
+        """Start every worker, and run the startup handshake with all of them."""
         begun = self._now()
         forked = pack(self.graph)
         here = dict(self._hosted)
@@ -250,11 +256,11 @@ class Launcher:
             await self._introduction.start(line)
 
         if not (await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))):
-            await own[0]  # the judge, who says who has ended
+            await own[0]  # raises the root cause once it is known
         self._on_event(events.Ready(self._now() - begun))
 
     def renew(self, name: str) -> None:
-        """A new life of `name` is about to begin."""
+        """Assign a new incarnation to `name`."""
         self.incarnations[name] = self.seams.new_incarnation()
 
     def add(self, placed: Placed) -> ControlConnection:
@@ -268,7 +274,7 @@ class Launcher:
         needed = [worker for worker in self.workers.values() if not self.restarts.outlives(worker.host)]
         hosts = [FORK_SERVER, *(worker.host for worker in needed)]
         if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
-            await judge  # somebody has ended unasked: it raises, once it is known who
+            await judge  # a worker ended without a Stop: this raises once the root cause is known
         self._stopping = True
         deadline = self._now() + self._stop_seconds
         lines = [worker for worker in self.workers.values() if not worker.is_over]
@@ -281,7 +287,7 @@ class Launcher:
         await kill_all(late, self._hosts)
 
     async def _clear(self, orderly: bool) -> None:
-        """Leave nothing behind: processes first, so that no close waits for a peer."""
+        """End the processes, then close the control connections: in this order no close waits for a peer."""
         cancelled: asyncio.CancelledError | None = None
         try:
             if orderly:
@@ -293,15 +299,16 @@ class Launcher:
         await close_all(self.workers.values(), cancelled)
 
     async def _end_now(self) -> None:
-        """Cancel the run and see it end."""
+        """Cancel the run and wait for its end."""
         assert self._task is not None
         self._task.cancel()
         await see_end(self._task)
 
-    # Words from workers.
+    # Messages and deaths of workers.
 
     async def follow(self, worker: ControlConnection) -> None:
-        """Hear a worker until its line ends, which is the run's end unless it was told to stop or may die."""
+        """Receive from a worker until its control connection ends. That ends the run unless a Stop was sent or the run can lose the
+        worker."""
         await worker.listen()
         if worker.told_to_stop or self._loading.loads_again(worker.host):
             return
@@ -311,11 +318,11 @@ class Launcher:
         ends = [self._hosts.exits[host] for host in (worker.host, FORK_SERVER) if host in self._hosts.exits]
         await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if self._verdict.accused(worker.name, FORK_SERVER):
-            return  # it has said why itself, or fell with the fork server
+            return  # it reported the cause itself, or died with the fork server
         how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control connection"
         self.accuse(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
 
-    # What worker lines tell their owner; see worker_line.Owner.
+    # The methods of control_connection.Owner.
 
     def on_event(self, event: events.Event) -> None:
         if not isinstance(event, events.WorkerStarted | events.WorkerListening) or event.name != MONITOR:
@@ -338,14 +345,14 @@ class Launcher:
         self._watching.on_sign(line, sign)
 
     def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None:
-        """The peer's death should be heard of soon; if nobody's death explains it, this ends the run."""
+        """End the run if no death explains the lost link within EXPLAINED_SECONDS and the run can lose neither end."""
         if self.restarts.on_link_lost(line, lost):
             return
         reason = f"lost its link to {lost.peer}: {lost.reason}"
         asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
 
     def _fail_if_unexplained(self, line: ControlConnection, reason: str) -> None:
-        if not any(worker.ended.done() for worker in self.workers.values()):  # else that one is about to be accused
+        if not any(worker.ended.done() for worker in self.workers.values()):  # otherwise `follow` reports that worker
             self.accuse(Kind.COMPLAINED, line, reason)
 
     def _on_exit(self, host: str, how: str) -> None:
@@ -357,7 +364,7 @@ class Launcher:
             return
         loop = asyncio.get_running_loop()
         for worker in self.workers.values():
-            if worker.host == host and not worker.ended.done():  # its line ends with it, unless a process it started holds it open
+            if worker.host == host and not worker.ended.done():  # the connection ends with the process, unless a child of it holds it open
                 loop.call_later(EXPLAINED_SECONDS, self._fail_if_open, worker, how)
 
     def _fail_if_open(self, worker: ControlConnection, how: str) -> None:
@@ -365,7 +372,10 @@ class Launcher:
             self.accuse(Kind.DIED, worker, how)
 
     def accuse(self, kind: Kind, line: ControlConnection | None, reason: str) -> None:
-        """Hold a worker, or the fork server, to be why the run ends, unless it may die, or has been told to end."""
+        """Record a worker, or the fork server (`line` is None), as a possible root cause of the run's end.
+
+        If the run can lose the worker, only the reason of its death is recorded. No-op for a worker that was sent Stop in a stopping run.
+        """
         if line is not None and self.restarts.outlives(line.host):
             self.restarts.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
             return
@@ -374,7 +384,7 @@ class Launcher:
             self._verdict.accuse(kind, name, host, reason)
 
     async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
-        """Wait for every answer, or for the end of the run, which raises."""
+        """Wait for every response. Raises when the run ends first."""
         assert self._task is not None
         for answer in answers:
             await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -394,7 +404,7 @@ class Launcher:
             raise error from None
         if is_too_few(error):
             error = UserError(too_few_descriptors())
-        if not isinstance(error, (UserError, WorkerDiedError)):  # a fault of ours or of the owner's: where it happened matters
+        if not isinstance(error, (UserError, WorkerDiedError)):  # an internal error or one of a callback: keep its traceback
             self._failure_frames = error.__traceback__
         self.failure = error
         self._on_event(events.RunFailed(error))
@@ -402,7 +412,7 @@ class Launcher:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             self._told_failure = True
-            raise self.failure.with_traceback(self._failure_frames)  # raised to several callers: none should read another's frames
+            raise self.failure.with_traceback(self._failure_frames)  # several callers may raise it: reset the traceback for each
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

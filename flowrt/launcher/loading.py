@@ -1,8 +1,6 @@
-"""The start of a run: every worker loads, and one that may die and does so meanwhile is loaded again.
+"""Waits until every worker of a starting run has loaded, and restarts those that die meanwhile within their restart budget.
 
-Here: `Loading`, until everybody listens. Not here: the run's life before and after (launcher.py), deaths after that (revival.py, whose
-budget this shares). While workers link up with each other, after they have loaded, any death still ends the run: the others wait for that
-very life.
+While workers connect to each other, after they have loaded, any death still ends the run: the others wait for that very incarnation.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ _END_SECONDS = 0.5  # for a process that has closed its control connection to en
 
 
 class Loading:
-    """One start. What a worker says of itself (Failed) ends the run as ever: it would say it again. What dies without a word is loaded
-    anew."""
+    """The start of one run. A worker that reports Failed ends the run, since it would fail again. One that dies without a report is
+    restarted if the run can lose it."""
 
     def __init__(self, run: Run, hosts: Hosts, introduction: Introduction, revival: Revival, verdict: Verdict, clock: Clock) -> None:
         self._run, self._hosts, self._introduction = run, hosts, introduction
@@ -33,12 +31,15 @@ class Loading:
         self._is_over = False
 
     def loads_again(self, host: str) -> bool:
-        """Whether a death of this host now, by itself, is a matter of ours."""
+        """Whether this class handles a death of this host now: the run is loading, and it can lose all workers of the host."""
         return not self._is_over and self._revival.may_die(host)
 
     async def wait_loaded(self, begin: Callable[[ControlConnection], Awaitable[None]]) -> bool:
-        """`begin` each worker, and wait until all listen, each in a life that has not ended. False: one has ended that may not, or has
-        failed. Raises WorkerDiedError for one that gives no word for too long, or dies more often than its budget allows."""
+        """Call `begin` for each worker and wait until all current incarnations listen. False: a worker has ended that the run cannot lose,
+        or has failed.
+
+        Raises WorkerDiedError for a worker that sends nothing for too long, or dies more often than its restart budget allows.
+        """
         lines = new = list(self._run.workers.values())
         while True:
             for line in new:
@@ -67,7 +68,10 @@ class Loading:
         return await self._revival.fork_again(host)
 
     async def _see_end(self, host: str) -> str:
-        """How the process ended; it is helped if it has only closed its line."""
+        """Return how the process ended; kill it first if it has only closed its control connection.
+
+        Raises WorkerDiedError, naming the fork server, when that does not report the exit within FORK_SERVER_SECONDS.
+        """
         ended = self._hosts.exits[host]
         await asyncio.wait([ended], timeout=_END_SECONDS)
         if not ended.done():

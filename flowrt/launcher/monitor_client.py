@@ -1,8 +1,8 @@
-"""The monitor as the launcher sees it: started beside the run, given everybody's signs of life, heard when it condemns.
+"""The launcher's client of the monitor: starts the monitor, relays heartbeats to it, and acts on its reports.
 
-Here: `Watching`. Not here: the verdicts (flowrt/reliability/detector.py, in the monitor's process), what follows from a death (revival.py,
-which starts the monitor again, too). A run goes on without its monitor, and nothing that is told to it ever waits. Nobody else watches
-the monitor, so it is asked twice a second; one that answers no more, since it is stopped or hangs, is ended and replaced.
+The detector itself (flowrt/reliability/detector.py) runs in the monitor's process. A run goes on without its monitor, and no message to the
+monitor ever waits for room. No other process watches the monitor, so the launcher sends it a request twice a second. A monitor that stops
+responding, because it is stopped or hangs, is killed and replaced.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flowrt.seams import Clock, Running
 
 MONITOR_WORKER = "flowrt.workers.monitor:run_monitor"
 ASK_SECONDS = 0.5
-MONITOR_SECONDS = 10.0  # for the monitor to answer in: far more than it ever takes, since hardly anything is lost meanwhile
+MONITOR_SECONDS = 10.0  # time limit for the monitor's responses; generous, since a run loses little without its monitor
 
 
 class _OwnSigns:
-    """What the launcher's own beats tell: that its loop turns, and so how far silence on its lines means anything."""
+    """The source of the launcher's own heartbeats. They show that its loop runs: only then does a worker's silence mean anything."""
 
     num_firings = 0
     running: Running | None = None
@@ -37,14 +37,14 @@ class _OwnSigns:
 
 
 class Watching:
-    """The monitor of one run."""
+    """The launcher's client of the monitor of one run."""
 
     def __init__(self, run: Run, hosts: Hosts, revival: Revival, clock: Clock, run_id: str) -> None:
         self._run, self._hosts, self._revival, self._clock, self._run_id = run, hosts, revival, clock, run_id
         self._fenced: set[str] = set()  # marked dead by the present monitor, and not killed
 
     async def run(self, log_level: str) -> None:
-        """Have the monitor started, and tell it that we live, until cancelled."""
+        """Start the monitor and send it the launcher's heartbeats, until cancelled."""
         self._hosts.plan_beside(MONITOR, MONITOR_WORKER, log_level)
         self._revival.bring(MONITOR)
         async with asyncio.TaskGroup() as tasks:
@@ -52,7 +52,7 @@ class Watching:
             await send_heartbeats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
 
     async def _attend(self) -> None:
-        """See that the monitor answers."""
+        """Send Ask to the monitor periodically, and mark it dead when it sends nothing for MONITOR_SECONDS."""
         answering = Answering(MONITOR_SECONDS, ASK_SECONDS)
         while True:
             await self._clock.sleep(ASK_SECONDS)
@@ -65,7 +65,7 @@ class Watching:
                 monitor.try_tell(Ask())
 
     def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None:
-        """A sign of life, or its lack, from a worker: for the monitor."""
+        """Relay a worker's Heartbeat or Late to the monitor."""
         if line.connected.done() and not line.is_known_over and line.name != MONITOR:
             if isinstance(sign, Heartbeat):
                 self._relay(msgspec.structs.replace(sign, process=line.name, pid=line.placed.pid))
@@ -73,7 +73,7 @@ class Watching:
                 self._relay(msgspec.structs.replace(sign, by=line.name))
 
     def on_control(self, line: ControlConnection, control: Control) -> None:
-        """What the monitor says."""
+        """Act on the monitor's report about a current incarnation: Suspected, Cleared or Condemned. Ignores other messages."""
         if not isinstance(control, Suspected | Cleared | Condemned) or line.name != MONITOR:
             return
         accused = self._run.workers.get(control.process)
@@ -92,7 +92,8 @@ class Watching:
                 self._revival.condemn(accused, f"was held for dead ({control.why})")
 
     def on_connected(self, line: ControlConnection) -> None:
-        """A life of the monitor is there: it learns who else is, and marks anew whom it finds dead."""
+        """Notify the monitor of a connected worker. When the monitor itself connects, clear the fenced workers, since the new monitor
+        marks dead ones again, and notify it of all connected workers. Workers in this loop are left out."""
         if line.name == MONITOR:
             for name in sorted(self._fenced):
                 self._clear(name, "the monitor was started again")

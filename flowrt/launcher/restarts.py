@@ -1,11 +1,10 @@
-"""Deaths that a run outlives: everybody is told at once, and the worker is started again.
+"""Restarts workers whose death the run survives, and notifies their peers.
 
-Here: `Revival`, for the processes that may die, the monitor among them. Not here: who may (flowrt/graph/recovery.py), how often
-(supervision.py), who is held for dead (watching.py), how a process is made (hosts.py). Called by launcher.py, which owns the workers.
-
-What dies is an OS process with all its workers; it can be outlived when each of them may die. Order: `Left` to all that knew them, in
-the very callback in which the death is heard of; then, in a task, the event, the wait that the budget asks for, the fork, Start;
-when it listens, `Joined` to the others and `Peers` to itself.
+The unit of death is an OS process with all its workers; the run survives it when it can lose each of them (flowrt/graph/recovery.py). The
+restart budget is in flowrt/reliability/supervision.py. The steps:
+- `Left` to all peers, in the same callback that detects the death;
+- in a task: the event, the delay that the restart budget demands, the fork, `Start`;
+- when the new incarnation listens: `Joined` to its peers and `Peers` to itself.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from flowrt.launcher.introduction import Introduction
 from flowrt.launcher.totals import total
 from flowrt.reliability.supervision import GiveUp, Restart, Supervision
 
-EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; then the end which may die is killed
-FORK_SERVER_SECONDS = 15.0  # for the fork server to say how a process ended that has
-_LAST_WORDS_SECONDS = 0.5  # for a process that has closed its control connection to end, and for what an ended one has said to be read
+EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; after that the end that the run can lose is killed
+FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
+_LAST_WORDS_SECONDS = 0.5  # for a process that closed its control connection to end, and to read the last messages of an ended one
 
 
 class Run(Protocol):
-    """What the launcher does for a new life."""
+    """The launcher's side of a restart."""
 
     workers: dict[str, ControlConnection]
 
@@ -43,7 +42,10 @@ class Run(Protocol):
 
 
 class Revival:
-    """Until `begin`, deaths are loading.py's, or end the run; after `stop` those that may die are outlived, but not started again."""
+    """Restarts processes that the run can lose, the monitor included.
+
+    Before `begin`, loading.py handles a death, or it ends the run. After `stop`, the run survives deaths but restarts no process.
+    """
 
     def __init__(self, graph: Graph, run: Run, hosts: Hosts, introduction: Introduction) -> None:
         self._run, self._hosts, self._introduction = run, hosts, introduction
@@ -51,26 +53,26 @@ class Revival:
         self._neighbours = neighbours(graph)
         self._supervision = Supervision(graph.reliability.restarts, graph.reliability.restart_window_seconds)
         self._lives: asyncio.TaskGroup | None = None
-        self._down: Mailbox[tuple[str, str | None]] = Mailbox(1 << 16)  # (host, how it died; None: it has not lived yet)
+        self._down: Mailbox[tuple[str, str | None]] = Mailbox(1 << 16)  # (host, how it died; None: its first start)
         self._has_begun = False
-        self._awaited: dict[str, asyncio.Future[str]] = {}  # host -> the exit that the fork server is to tell of
-        self._causes: dict[str, str] = {}  # host -> why it dies, where more is known of it than its exit status
+        self._awaited: dict[str, asyncio.Future[str]] = {}  # host -> the exit that the fork server has to report
+        self._causes: dict[str, str] = {}  # host -> the cause of its death, where more than the exit status is known
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
-        self._past: dict[str, list[Statistics]] = {}  # of former lives
-        self._given_up: set[str] = set()  # hosts, until the next try
+        self._past: dict[str, list[Statistics]] = {}  # of past incarnations
+        self._given_up: set[str] = set()  # hosts, until the next attempt
         self._num_restarts: dict[str, int] = {}
 
     def begin(self) -> None:
-        """The run is up: from now on deaths are outlived. `run` must run."""
+        """Survive deaths from now on: the run is up. `run` must be running."""
         self._has_begun = True
 
     def bring(self, host: str) -> None:
-        """Start what is planned beside the graph. The run does not wait for it."""
+        """Start a planned host outside the graph. Returns at once."""
         self._down.post((host, None))
 
     async def run(self) -> None:
-        """Start again what dies, until cancelled. Owns the tasks of all later lives."""
+        """Restart what dies, until cancelled. Owns the tasks of all later incarnations."""
         try:
             async with asyncio.TaskGroup() as self._lives:
                 while True:
@@ -82,7 +84,7 @@ class Revival:
             self._stopping.set()
 
     async def stop(self) -> None:
-        """Start nobody again, and end those that are just being started: they have nothing to say."""
+        """Restart no process any more, and kill those that are just being started, since they hold no work yet."""
         self._stopping.set()
         reviving = {host: task for host, task in self._reviving.items() if not task.done()}
         for host in reviving:
@@ -94,7 +96,7 @@ class Revival:
             await asyncio.wait(ends, timeout=EXPLAINED_SECONDS)
 
     def may_die(self, host: str) -> bool:
-        """Whether it is an OS process all of whose workers may die, at the right time."""
+        """Whether the host is an OS process and the run can lose all its workers, once it is up."""
         workers = self._hosts.workers_of(host)
         return bool(workers) and self._may_die.issuperset(workers)
 
@@ -107,13 +109,13 @@ class Revival:
         return [host for host, task in self._reviving.items() if not task.done() and host not in self._given_up]
 
     def statistics(self, name: str) -> Statistics:
-        """Of all lives, as far as they have told."""
+        """Statistics of all incarnations of a worker together, as far as they were reported."""
         return total([*self._past.get(name, []), self._run.workers[name].statistics], self._num_restarts.get(name, 0))
 
-    # What is heard of deaths. None of these waits.
+    # Signs of a death. None of these methods waits.
 
     def on_gone(self, host: str) -> None:
-        """The kernel says that the process has begun to die, or has ended: the first word of it counts."""
+        """Notify the peers: the process has begun to die, or has ended. No-op for later notices of the same death."""
         if self.outlives(host):
             for line in self._lines(host):
                 self._leave(line, self._causes.get(host, "its process has ended"))
@@ -123,12 +125,12 @@ class Revival:
                 asyncio.get_running_loop().call_later(FORK_SERVER_SECONDS, self._tell_unless, reaped, host)
 
     def on_exit(self, host: str, how: str) -> None:
-        """The process has ended and was reaped, one that the run outlives."""
+        """Queue the restart of a process that has ended and was reaped. The run survives its death."""
         self.on_gone(host)
         self._down.post((host, how))
 
     def on_line_end(self, line: ControlConnection) -> None:
-        """Its control connection has ended, and it was not told to stop: its process should end too."""
+        """Handle the end of a control connection without Stop: notify the peers, and kill the process unless it ends by itself soon."""
         line.answer_for_it()
         if not line.is_known_over:
             self._leave(line, self._causes.get(line.host, "it has closed its control connection"))
@@ -136,11 +138,12 @@ class Revival:
             asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._kill_unless, ended, line.host)
 
     def blame(self, line: ControlConnection, reason: str) -> None:
-        """It says that it fails, or speaks nonsense: it is about to end, and this is why."""
+        """Record why the worker is about to end: it reported a failure, or sent an invalid message. The first reason is kept."""
         self._causes.setdefault(line.host, reason)
 
     def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> bool:
-        """True when one of the two ends may die: that one is killed if it has not ended by itself soon."""
+        """Return whether the run can lose one of the two ends. If so, that end is killed unless a death explains the lost link within
+        EXPLAINED_SECONDS."""
         peer = self._run.workers.get(lost.peer)
         for end, other in ((peer, line), (line, peer)):
             if end is None or not self.outlives(end.host):
@@ -152,12 +155,13 @@ class Revival:
         return False
 
     def _condemn_unless_explained(self, end: ControlConnection, other: ControlConnection | None, reason: str) -> None:
-        """The end of the other process explains the lost link."""
+        """Fence and kill `end`, unless the death of `other` explains the lost link."""
         if other is None or not other.is_over:
             self.condemn(end, reason)
 
     def condemn(self, line: ControlConnection, why: str) -> None:
-        """This life is to be used no more: all are told, then it is killed, so that it cannot come back."""
+        """Fence this incarnation: notify its peers, then send SIGKILL. No-op when the run cannot lose it, its end is known, or the run is
+        stopping."""
         if not line.is_known_over and self.outlives(line.host) and not self._stopping.is_set():
             self._causes.setdefault(line.host, why)
             self._end(line.host)
@@ -168,7 +172,8 @@ class Revival:
         self._hosts.kill_now(host)
 
     def _tell_unless(self, reaped: asyncio.Future[str], host: str) -> None:
-        """Only the fork server can reap and fork, and it does not: what it was asked to bring back stays down, unless it wakes up."""
+        """Report the host as down when the fork server has not reaped it in time. Only the fork server can reap and fork, so the host stays
+        down unless the fork server continues."""
         if not reaped.done() and not self._stopping.is_set():
             asked = "is it stopped, or the machine overloaded?"
             self._stay_down(host, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not said so: {asked}")
@@ -183,7 +188,7 @@ class Revival:
             self._hosts.kill_now(host)
 
     def _leave(self, line: ControlConnection, why: str) -> None:
-        """Once per life: tell those that may use it."""
+        """Send Left to the peers and the monitor, once per incarnation. No-op after a Stop."""
         if not line.is_known_over and not line.told_to_stop:
             line.is_known_over = True
             self._tell_others(line, (*self._neighbours.get(line.name, ()), MONITOR), Left(line.name, line.incarnation, why))
@@ -198,7 +203,7 @@ class Revival:
         names = [name for name in self._hosts.workers_of(host) if name in self._run.workers]
         return [self._run.workers[name] for name in names]
 
-    # New lives.
+    # New incarnations.
 
     async def _revive(self, host: str, how: str | None) -> None:
         died = self._now()
@@ -209,18 +214,18 @@ class Revival:
             line.statistics = Statistics()
             self._run.on_event(events.WorkerLost(line.name, how or ""))
             await line.aclose()
-        self._causes.pop(host, None)  # said in time or too late, it is not the next life's
+        self._causes.pop(host, None)  # a cause belongs to one incarnation, even when it comes late
         is_first = how is None
         while is_first or await self._is_to_live(host):
             is_first = False
             self._given_up.discard(host)
             try:
                 lines = await self.fork_again(host)
-            # no memory or no descriptor for it; or the fork server has died, which ends the run
+            # memory or descriptors ran out; or the fork server has died, which ends the run
             except (WorkerDiedError, UserError) as error:
                 if self._hosts.has_exited(FORK_SERVER):
                     return
-                if isinstance(error, WorkerDiedError) and error.process == FORK_SERVER:  # it stands still
+                if isinstance(error, WorkerDiedError) and error.process == FORK_SERVER:  # it does not respond
                     self._stay_down(host, f"the fork server {error.reason}")
                 continue
             if await self._introduce(lines) and how is not None:
@@ -230,7 +235,8 @@ class Revival:
             return
 
     async def _explained(self, host: str, how: str) -> str:
-        """How it died, and why if that is known: what it said on its control connections may be read after the word of its end."""
+        """Return how the process died, with the cause if it is known. Waits shortly for the control connections to end, since their last
+        messages may be read after the exit notice."""
         unread = [line.ended for line in self._lines(host) if not line.ended.done()]
         if unread:
             await asyncio.wait(unread, timeout=_LAST_WORDS_SECONDS)
@@ -238,7 +244,7 @@ class Revival:
         return how if cause is None else f"{cause}; {how}"
 
     async def fork_again(self, host: str) -> list[ControlConnection]:
-        """The next life of a host, and of its workers. Raises WorkerDiedError and UserError as Hosts.fork_again."""
+        """Start the next incarnation of a host and its workers. Raises WorkerDiedError and UserError as Hosts.fork_again."""
         for name in self._hosts.workers_of(host):
             self._run.renew(name)
         return [self._run.add(each) for each in await self._hosts.fork_again(host)]
@@ -247,12 +253,13 @@ class Revival:
         self._num_restarts[name] = self._num_restarts.get(name, 0) + 1
 
     def delay_before_next(self, host: str) -> float | str:
-        """A host has died: the seconds to wait before its next life; or why the budget allows none."""
+        """Count a death of the host. Returns the seconds to wait before its restart, or why the restart budget allows none."""
         decision = self._supervision.on_death(host, self._now())
         return decision.why if isinstance(decision, GiveUp) else decision.delay_seconds
 
     async def _is_to_live(self, host: str) -> bool:
-        """Whether it is to be started again, and the run goes on; after the wait that the restart budget asks for."""
+        """Count a death of the host and wait as the restart budget demands. Returns whether to restart it: false when the budget is spent
+        for good, or the run is stopping."""
         decision = self._supervision.on_death(host, self._now())
         if isinstance(decision, Restart):
             return not await self._pause(decision.delay_seconds)
@@ -263,7 +270,8 @@ class Revival:
         return not await self._pause(decision.retry_seconds)
 
     async def _introduce(self, lines: list[ControlConnection]) -> bool:
-        """Lead new lives from Start to where the others know them. False: they have died, which is another death like the first."""
+        """Run the startup handshake with new incarnations and announce them to their peers. False: they have died; that death is handled
+        like any other."""
         assert self._lives is not None
         for line in lines:
             self._lives.create_task(self._run.follow(line), name=f"line of {line.name}")
@@ -288,7 +296,7 @@ class Revival:
         return True
 
     async def _pause(self, seconds: float) -> bool:
-        """True when the run is being stopped."""
+        """Wait `seconds`, or until the run is stopping. Returns whether it is stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()

@@ -1,6 +1,7 @@
-"""Why a run ended: a death is heard of first by those it cuts off, so all accusations of one moment are weighed before one is named.
+"""Determines the root cause of a failed run.
 
-Here: `Verdict`, and `named_error` for what the run's tasks raise. Not here: who accuses, and what follows (launcher.py).
+The peers of a dead process often report lost links before the death itself is detected. All reports within SETTLE_SECONDS are therefore
+collected, and the most fundamental one is named.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from enum import IntEnum
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.seams import Clock
 
-SETTLE_SECONDS = 0.2  # from the first accusation to the verdict
+SETTLE_SECONDS = 0.2  # from the first report to the choice of the root cause
 
 
 class Kind(IntEnum):
-    """What is wrong, by what is named first: the user's mistake, then the dead, then those who complain, perhaps only of a death."""
+    """Kinds of failure, the most fundamental first. A COMPLAINED failure may be only the consequence of a death."""
 
     BAD_INPUT = 0
     DIED = 1
@@ -34,7 +35,8 @@ class _Accusation:
 
 
 class Verdict:
-    """Collects accusations. `output_tail(host)` gives the last lines of an OS process, asked when the verdict is spoken."""
+    """Collects failure reports and chooses the root cause. `output_tail(host)` returns the last lines of an OS process; it is called when
+    the choice is made."""
 
     def __init__(self, clock: Clock, output_tail: Callable[[str], tuple[str, ...]]) -> None:
         self._clock, self._output_tail = clock, output_tail
@@ -53,11 +55,11 @@ class Verdict:
         return any(accusation.name in names for accusation in self._accusations)
 
     async def judge(self) -> None:
-        """Raises what `wait_error` gives."""
+        """Raise the error that `wait_error` returns."""
         raise await self.wait_error()
 
     async def wait_error(self) -> UserError | WorkerDiedError:
-        """Waits until somebody is accused, and a moment more. The error that ends the run."""
+        """Wait for the first report and SETTLE_SECONDS more. Returns the error that ends the run."""
         await self._any.wait()
         await self._clock.sleep(SETTLE_SECONDS)
         worst = min(self._accusations)
@@ -68,7 +70,7 @@ class Verdict:
 
 
 def named_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to name of those a run's tasks have raised: a verdict if there is one, else the first."""
+    """The error to report of those that a run's tasks raised: the first UserError or WorkerDiedError, else the first error."""
     errors = list(_leaves(group))
     return next((error for error in errors if isinstance(error, (UserError, WorkerDiedError))), errors[0])
 

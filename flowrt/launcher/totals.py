@@ -1,6 +1,6 @@
-"""What a worker has done in all its lives together. Pure.
+"""Adds up a worker's statistics over all its incarnations. Pure.
 
-Here: `total`. Not here: asking for statistics (worker_line.py). A life that was killed is counted as far as it had been asked.
+A killed incarnation counts up to its last reported statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNTS = [
 
 
 def total(lives: Sequence[Statistics], num_restarts: int) -> Statistics:
-    """Counts are summed; what describes a state is the last life's."""
+    """Statistics of all incarnations, oldest first, as one: counts are summed, states are those of the last incarnation."""
     edges: dict[str, EdgeStatistics] = {}
     for edge in (edge for life in lives for edge in life.edges):
         former = edges.get(edge.edge)

@@ -1,8 +1,4 @@
-"""Which OS process hosts which worker, how many threads it computes with, and which transport each edge uses. Pure.
-
-Here: `pack`, `host_name`, `num_threads`, `choose_transports`, `available_transports`. Not here: starting anything
-(launcher.py, fork_server.py), what a scheme can do (transports/). Called by the launcher, by the api for `graph show`, by doctor.
-"""
+"""Chooses the OS process of each worker, its number of compute threads, and the transport of each edge. Starts nothing."""
 
 from __future__ import annotations
 
@@ -37,16 +33,16 @@ def pack(graph: Graph) -> list[list[str]]:
 
 
 def host_name(workers: Sequence[str]) -> str:
-    """How an OS process is called in logs: its worker, or its workers joined by "+"."""
+    """Name of an OS process in logs: its workers joined by "+", or "first+N others" when they are more than NUM_NAMES_SHOWN."""
     if len(workers) <= NUM_NAMES_SHOWN:
         return "+".join(workers)
     return f"{workers[0]}+{len(workers) - 1} others"
 
 
 def num_threads(graph: Graph, workers: Sequence[str], hosts: Sequence[Sequence[str]], num_cores: int) -> int:
-    """Compute threads of an OS process: the most any of its workers asks for; `auto` is a fair share of the cores, at least 1.
+    """Compute threads of an OS process: the largest number that any of its workers wants; `auto` is a fair share of the cores, at least 1.
 
-    With one tag in flight, which is in one place at a time, cores are shared only with the processes that do the same as this one.
+    A single tag in flight is in one place at a time. Then a process shares the cores only with processes that run the same operators.
     """
     sharing = len(hosts)
     if graph.tags_in_flight() == 1:
@@ -69,7 +65,7 @@ def usable_cores() -> int:
 
 
 class _Available(Mapping[str, str | None]):
-    """Asks a scheme when it is looked up: finding out loads its library."""
+    """Checks a scheme when it is looked up, because the check loads the scheme's library."""
 
     def __init__(self) -> None:
         self._schemes = known_schemes()
@@ -79,7 +75,7 @@ class _Available(Mapping[str, str | None]):
             raise KeyError(scheme)
         try:
             return unavailable_reason(scheme)
-        except AddressError as error:  # a plan of faults that cannot be read
+        except AddressError as error:  # a fault plan that cannot be parsed
             return str(error)
 
     def __contains__(self, scheme: object) -> bool:
@@ -93,16 +89,17 @@ class _Available(Mapping[str, str | None]):
 
 
 def available_transports() -> Mapping[str, str | None]:
-    """Every known scheme: None when it works here, else why not."""
+    """Every known scheme -> None when it works here, else the reason why not."""
     return _Available()
 
 
 def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:
     """`graph` with every edge's transport resolved.
 
-    `available`: scheme -> None when it works here, else a sentence saying why not. Inside one worker: `local`; else what the file
-    names, and for `auto` inproc inside one OS process, the first of BETWEEN that works between two.
-    Where `auto` had a choice, the edge keeps the others as `fallbacks`. Raises GraphError when an edge has no transport that works.
+    `available`: scheme -> None when it works here, else a sentence with the reason why not. An edge inside one worker gets `local`. Any
+    other edge gets the transport of the graph file; `auto` is inproc inside one OS process, and the first working one of BETWEEN
+    otherwise. Where `auto` had a choice, the edge keeps the other working transports as `fallbacks`. Raises GraphError when an edge has
+    no transport that works.
     """
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
     edges = {}
@@ -118,7 +115,7 @@ def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Grap
 
 
 def reasons(available: Mapping[str, str | None]) -> str:
-    """Which transport `auto` takes between two OS processes, and why, in a line."""
+    """One line on which transport `auto` chooses between two OS processes, and why."""
     works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
     best = f"{works[0]}, the fastest that both ends have" if works else "none"
     better = BETWEEN[: BETWEEN.index(works[0])] if works else BETWEEN
@@ -154,5 +151,5 @@ def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Map
 
 
 def _process_of(graph: Graph, node: str) -> str:
-    """The process of a node; the pseudo-nodes of a user's graph live with the gateway."""
+    """The process of a node; the pseudo-nodes of a user's graph belong to the gateway."""
     return graph.nodes[node].process if node in graph.nodes else GATEWAY
