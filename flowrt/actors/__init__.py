@@ -1,1 +1,1 @@
-"""actors: mailboxes, links between processes, control messages. The only room that opens channels of the data path."""
+"""Mailboxes, links between processes, and control messages. Only this package opens channels of the data path."""

@@ -1,10 +1,8 @@
-"""What the launcher and a worker say to each other on the control connection: request in, token out, life and death.
+"""Messages on the control connection between the launcher and a worker: one msgspec struct per kind, and their conversion. No torch.
 
-Here: the message headers, one msgspec struct per kind, and `as_message` / `from_message`. Not here: who acts on them
-(flowrt/cluster on one side, flowrt/workers on the other), the data path (edges of the graph). No torch.
-
-Order of a worker's life: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Token, Ended ...) -> Drain or Stop ->
-Statistics -> the line is closed. Failed may come at any time and is the last. From Peers on, Left and Joined tell of other workers' lives.
+Order of the messages of one incarnation: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Token, Ended ...) -> Drain or
+Stop -> Statistics -> the control connection is closed. Failed may come at any time and is the last. From Peers on, Left and Joined
+report the incarnations of other workers.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Control(msgspec.Struct, frozen=True):
 
 
 class Start(Control, frozen=True):
-    """First word to a worker: who it is, the whole expanded graph (JSON), the run's key, and how chatty to be."""
+    """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity."""
 
     kind: ClassVar[str] = "control.start"
     name: str
@@ -53,7 +51,7 @@ class Start(Control, frozen=True):
 
 
 class Progress(Control, frozen=True):
-    """Loading: `done` of this worker's `total` operators have their weights; `text` names the one at work."""
+    """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one."""
 
     kind: ClassVar[str] = "control.progress"
     text: str
@@ -62,7 +60,7 @@ class Progress(Control, frozen=True):
 
 
 class Listening(Control, frozen=True):
-    """Operators are loaded; the worker listens at these addresses (scheme -> address). Memory now, and before loading began."""
+    """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading."""
 
     kind: ClassVar[str] = "control.listening"
     addresses: dict[str, str]
@@ -71,7 +69,7 @@ class Listening(Control, frozen=True):
 
 
 class Peers(Control, frozen=True):
-    """Where everybody listens (process -> scheme -> address) and who they are now. Sent once, when all listen."""
+    """Addresses (process -> scheme -> address) and current incarnations of all processes. Sent once, when all of them listen."""
 
     kind: ClassVar[str] = "control.peers"
     addresses: dict[str, dict[str, str]]
@@ -79,7 +77,7 @@ class Peers(Control, frozen=True):
 
 
 class Connected(Control, frozen=True):
-    """Every link of this worker is up; it can work."""
+    """All links of this worker are open; it is ready."""
 
     kind: ClassVar[str] = "control.connected"
 
@@ -99,16 +97,19 @@ class Cancel(Control, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities at one place of an output: the token's own, and (token id, logprob) of the likeliest, best
-    first. They are those of the model's own distribution, before penalties, temperature and filters."""
+    """Natural logarithms of probabilities at one output position: the token's own, and (token id, logprob) of the most likely tokens, best
+    first. They are those of the model's distribution, before penalties, temperature and filters.
+    """
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class Token(msgspec.Struct, frozen=True):
-    """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one each, or none.
-    `degraded`: something that they come from was computed without an expert (`reliability.unavailable_expert: degrade`)."""
+    """`token_ids` were sampled at output positions `index`, `index`+1, ... of this attempt's choice. `logprobs`: one per token, or none.
+
+    `degraded`: a result that they depend on was computed without an expert (`reliability.unavailable_expert: degrade`).
+    """
 
     request_id: str
     attempt: int
@@ -120,15 +121,17 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Tokens(Control, frozen=True):
-    """What one step gave: several requests' tokens in one message."""
+    """The tokens that one step produced, for several requests in one message."""
 
     kind: ClassVar[str] = "control.tokens"
     tokens: tuple[Token, ...]
 
 
 class Ended(Control, frozen=True):
-    """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` tells the user why. `num_tokens` of its
-    output, earlier attempts' included; None: not known."""
+    """The end of a choice. With reason "error" it ends all choices of the attempt, and `error` is the user-visible cause.
+
+    `num_tokens` counts its output, including earlier attempts; None: not known.
+    """
 
     kind: ClassVar[str] = "control.ended"
     request_id: str
@@ -140,7 +143,7 @@ class Ended(Control, frozen=True):
 
 
 class Drain(Control, frozen=True):
-    """Finish what runs, admit nothing new. Answered by Drained."""
+    """Finish the active requests and admit no new ones. The response is Drained."""
 
     kind: ClassVar[str] = "control.drain"
 
@@ -150,13 +153,13 @@ class Drained(Control, frozen=True):
 
 
 class Ask(Control, frozen=True):
-    """Asks for Statistics."""
+    """Requests Statistics."""
 
     kind: ClassVar[str] = "control.ask"
 
 
 class EdgeStatistics(msgspec.Struct, frozen=True):
-    """What this worker sent on one edge, and over which transport."""
+    """Messages that this worker sent on one edge, and the transport that carried them."""
 
     edge: str
     transport: str
@@ -182,14 +185,15 @@ class Statistics(Control, frozen=True):
 
 
 class Stop(Control, frozen=True):
-    """End now, in order. The worker sends Statistics and closes the line."""
+    """Shut down in order. The worker sends Statistics and closes the control connection."""
 
     kind: ClassVar[str] = "control.stop"
 
 
 class LinkLost(Control, frozen=True):
-    """The link to `peer` broke. Usually the peer died and its death notice is on the way; if none comes, this ends the run, or that life
-    of a peer which may die."""
+    """The link to `peer` broke. Usually the peer died and its exit notification is in flight. Without one, this ends the run, or the
+    incarnation of a peer that is allowed to die.
+    """
 
     kind: ClassVar[str] = "control.link_lost"
     peer: str
@@ -198,7 +202,7 @@ class LinkLost(Control, frozen=True):
 
 
 class Left(Control, frozen=True):
-    """To a worker: this life of `process` is over; use it no more. May come twice, and before or after the link to it ends."""
+    """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends."""
 
     kind: ClassVar[str] = "control.left"
     process: str
@@ -207,9 +211,9 @@ class Left(Control, frozen=True):
 
 
 class Joined(Control, frozen=True):
-    """To a worker: a new life of `process` listens at these addresses (scheme -> address); link up with it, then use it.
+    """To a worker: a new incarnation of `process` listens at these addresses (scheme -> address). The worker links with it, then uses it.
 
-    It comes after Left for every earlier life. Which end calls is the same as at the start.
+    It comes after Left for every earlier incarnation. The connecting end is the same as at the start.
     """
 
     kind: ClassVar[str] = "control.joined"
@@ -253,7 +257,7 @@ class Late(Control, frozen=True):
 
 
 class Suspected(Control, frozen=True):
-    """From the monitor: this life gives no sign of work. Nothing follows from it but a line for people."""
+    """From the monitor: this incarnation shows no progress. It has no effect but a log line."""
 
     kind: ClassVar[str] = "control.suspected"
     process: str
@@ -262,7 +266,7 @@ class Suspected(Control, frozen=True):
 
 
 class Cleared(Control, frozen=True):
-    """From the monitor: what was suspected before shows signs of work again. For people."""
+    """From the monitor: a suspected incarnation shows progress again. For logs."""
 
     kind: ClassVar[str] = "control.cleared"
     process: str
@@ -271,7 +275,7 @@ class Cleared(Control, frozen=True):
 
 
 class Condemned(Control, frozen=True):
-    """From the monitor: this life is dead or as good as. All are told that it has left, then it is killed, so that it cannot come back."""
+    """From the monitor: this incarnation is dead. The launcher notifies its peers that it has left, then kills it, which fences it."""
 
     kind: ClassVar[str] = "control.condemned"
     process: str
@@ -280,8 +284,10 @@ class Condemned(Control, frozen=True):
 
 
 class ExpertsLost(Control, frozen=True):
-    """From a client of expert servers, each time this changes: which experts have no copy that it can ask, in a sentence; "" when all
-    have one again. `follows`: what becomes of requests that need them: they wait, end in an error, or go on without (degrade)."""
+    """From a client of expert servers, on each change: the experts without a usable replica, as a sentence; "" when every expert has one.
+
+    `follows`: the effect on requests that need them: they wait, end in an error, or continue without the experts (degrade).
+    """
 
     kind: ClassVar[str] = "control.experts_lost"
     text: str
@@ -289,7 +295,7 @@ class ExpertsLost(Control, frozen=True):
 
 
 class Failed(Control, frozen=True):
-    """The worker cannot go on. `user` tells bad input (exit code 2) from a fault (exit code 3)."""
+    """The worker cannot continue. `user` distinguishes bad input (exit code 2) from a fault (exit code 3)."""
 
     kind: ClassVar[str] = "control.failed"
     error: str
@@ -304,7 +310,7 @@ def as_message(control: Control) -> Message:
 
 
 def from_message(message: Message) -> Control:
-    """Raises msgspec.ValidationError for a message that is no control message."""
+    """Decode a control message. Raises msgspec.ValidationError for any other message."""
     struct = _BY_KIND.get(message.kind)
     if struct is None:
         raise msgspec.ValidationError(f"{message.kind!r} is no control message")

@@ -1,7 +1,6 @@
-"""A worker's channels as the links that the graph names, and the times that an emulated graph asks of the machine.
+"""Emulated links: wraps a worker's channels as the links that the graph names, and checks that the machine's timers suffice.
 
-Here: EmulatedLinks, which puts each new channel into an emulated one, `modelled_seconds`, `check_machine`. Not here: how a channel is
-emulated (transports/emulation/channel.py), computing (flowrt/workers/emulated.py). Used by flowrt/workers, flowrt/api, flowrt/doctor.
+transports/emulation/channel.py emulates one channel; flowrt/workers/emulated.py emulates computing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flowrt.transports.emulation.profiles import profile_of
 
 
 class EmulatedLinks:
-    """One worker's NICs, one per kind of link. `lateness` counts its received messages. Close it after the links."""
+    """One worker's NICs, one per kind of link. `lateness` measures its received messages. Close it after the links."""
 
     def __init__(self, emulation: Emulation, timer: Timer) -> None:
         self.lateness = Lateness()
@@ -26,7 +25,7 @@ class EmulatedLinks:
         self._nics: dict[str, Nic] = {}
 
     def wrap(self, plan: LinkPlan, channel: Channel) -> Channel:
-        """`channel` as the plan's link; itself when that names none."""
+        """Wrap `channel` as the plan's link. Returns `channel` itself when the plan names no link."""
         if plan.link is None:
             return channel
         nic = self._nics.get(plan.link)
@@ -52,8 +51,9 @@ async def check_machine(graph: Graph, seams: Seams) -> None:
 
 
 def modelled_seconds(graph: Graph) -> dict[str, float]:
-    """The shortest waits that an emulated graph asks for, undilated, by name: what is charged for computing, and a message without
-    bytes on each kind of link. Empty when nothing is emulated."""
+    """The shortest waits that an emulated graph needs, undilated, by name: the charge for computing, and an empty message on each kind of
+    link. Empty when nothing is emulated.
+    """
     if graph.emulation is None:
         return {}
     found = {f"{operator}_seconds".replace("experts_", "expert_"): seconds for operator, seconds in graph.emulation.charges().items()}

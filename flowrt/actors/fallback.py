@@ -1,12 +1,12 @@
-"""A channel that outlives the transport under it: when that breaks, the two ends meet again over the next one and lose nothing.
+"""A channel that survives its transport: when the transport breaks, both ends reconnect over the next one and lose no message.
 
-Here: `FallbackChannel`, and `reopener`, which opens the next channel. Not here: what was sent and not told to have arrived (ledger.py),
-which transports there are to fall back to (flowrt/launcher/transport_choice.py), the first channel of a link (links.py, which calls this).
+ledger.py records sent and received messages. flowrt/launcher/transport_choice.py lists the transports to fall back to.
 
-Messages of an edge are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. An end
-keeps what it has sent until the other tells, every TOLD_EVERY messages, how many it has taken. After a break each end says on the new
-channel at which number it begins again, which is the oldest it has kept; what the other has already is dropped there, once, and counted.
-No third party takes part: the accepting end listens under a name that only the two can know (from the run's key), the other calls.
+Messages are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. Each end keeps
+the messages it sent until the other end acknowledges how many it has taken, every TOLD_EVERY messages. After a break each end sends,
+on the new channel, the number of its oldest kept message and resends from there. The receiver drops and counts the messages that it
+already has. No third process takes part: the accepting end listens under a name that only the two ends can derive (from the run's key),
+and the other end connects.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Count(msgspec.Struct, frozen=True):
 
 
 class FallbackChannel(Channel):
-    """One end over `channel`; when that breaks, over what `reopen` gives for the next of `schemes`.
+    """One end of a link over `channel`; after a break, over the channel that `reopen` opens for the next of `schemes`.
 
-    `recv` does the falling back, so somebody must be in it, as in every link. It raises BrokenChannelError when no transport is left.
+    `recv` performs the fallback, so a task must be waiting in it, as in every link. It raises BrokenChannelError when no transport is left.
     """
 
     def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
@@ -223,7 +223,7 @@ class FallbackChannel(Channel):
         self._reopening = self._loop.create_task(self._next_channel(broken, error), name=f"another way to {self.peer.name}")
 
     async def _fall_back(self) -> None:
-        """Wait for the next channel. Cancelled, the next `recv` waits on."""
+        """Wait for the next channel. If this call is cancelled, the next `recv` continues the wait."""
         assert self._reopening is not None
         await asyncio.wait([self._reopening])
         if self._closed or self._channel is not None or self._failure is not None:
@@ -301,7 +301,7 @@ class FallbackChannel(Channel):
         self.ledger.kept.clear()
 
     def text(self) -> str:
-        """What became of it, for people; empty while nothing has broken."""
+        """User-readable account of the fallbacks; empty while no transport has broken."""
         if not self._broke:
             return ""
         ledger = self.ledger
@@ -313,7 +313,7 @@ class FallbackChannel(Channel):
         return self._closed or self._failure is not None
 
     def statistics(self) -> ChannelStatistics:
-        """Of all channels together, their own words and repeated messages included; a message dropped as double counts as such."""
+        """Totals over all channels, including protocol messages and resent messages; a dropped duplicate counts as dropped."""
         found = self._past if self._channel is None else _sum(self._past, self._channel.statistics())
         found.messages_dropped += self.ledger.doubles
         return found
@@ -328,9 +328,9 @@ def reopener(
     theirs: Identity,
     wrap: Callable[[Channel], Channel] = lambda channel: channel,
 ) -> Reopen:
-    """What opens the next channel between `ours` and `theirs`: one end calls, the other listens for just that call.
+    """Return the function that opens the next channel between `ours` and `theirs`: one end connects, the other listens for it.
 
-    Both derive the address from the run's key, both identities and how often they have met, so each meeting has its own.
+    Both derive the address from the run's key, both identities and the number of their reconnections, so each reconnection has its own.
     """
     num_meetings = 0
 
@@ -353,7 +353,7 @@ def reopener(
 
 
 async def _call(transport: Transport, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-    """Until somebody listens there; the caller bounds how long."""
+    """Connect, retrying until the other end listens. The caller bounds the time."""
     while True:
         try:
             return await transport.connect(address, limits, key, identity)

@@ -1,11 +1,7 @@
-"""Beats: a worker's sign of life, made by the very loop that does its work.
+"""Heartbeats: periodic signs of progress of a worker, sent by the event loop that does its work.
 
-Here: `send_heartbeats`, a task of that loop, and OperationWatch, which tells a hung operation from a long one. Not here: what follows from
-beats and from their absence (flowrt/reliability/detector.py), who passes them on (flowrt/cluster). Called by workers, and by the
-launcher for itself.
-
-A beat says that the loop turns, and what the compute thread has been doing meanwhile. It is made by no thread of its own: that one
-would go on beating while the loop is blocked.
+A heartbeat reports that the loop turns, and the state of the compute thread. No separate thread sends it, because such a thread would
+continue while the loop is blocked. flowrt/reliability/detector.py draws the conclusions.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ TOLD_SECONDS = 0.3  # from then on standing still is told
 
 
 class HeartbeatSources(Protocol):
-    """What a beat tells; looked at when one is made."""
+    """The values that a heartbeat reports; read when it is made."""
 
     @property
     def incarnation(self) -> str: ...
@@ -37,7 +33,7 @@ class HeartbeatSources(Protocol):
 async def send_heartbeats(
     sources: HeartbeatSources, clock: Clock, say: Callable[[Control], None], heartbeat_seconds: float = HEARTBEAT_SECONDS, process: str = ""
 ) -> NoReturn:
-    """Say a Beat every `heartbeat_seconds` until cancelled, the first one at once. `say` must not wait."""
+    """Pass a Heartbeat to `say` every `heartbeat_seconds` until cancelled, the first one at once. `say` must not wait."""
     watch = OperationWatch(heartbeat_seconds)
     sequence, now = 0, clock.now()
     due = now
@@ -78,7 +74,7 @@ class OperationWatch:
         self._looked = self._computed = self._queued = self._seconds = self._still = 0.0
 
     def look(self, now: float, running: Running | None) -> tuple[str | None, float, float]:
-        """(for people: which operation; for how long it has run; its bound). To be called every `look_seconds`."""
+        """Returns (description of the operation, seconds it has run, its bound in seconds). To be called every `look_seconds`."""
         if running is None:
             self._operation = None
             return None, 0.0, 0.0

@@ -1,7 +1,4 @@
-"""What one end of a link has sent and received, over all the channels that carried it. Pure.
-
-Here: Ledger. Not here: the channels (fallback.py, which alone uses it).
-"""
+"""Resend buffer: counts what one end of a link has sent and received over all its channels, and keeps unacknowledged messages. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from collections import deque
 
 from flowrt.transports.wire.message import Message
 
-TOLD_EVERY = 16  # messages received until the other end is told
+TOLD_EVERY = 16  # messages received per acknowledgement
 
 
 class Ledger:
-    """What one end has sent and received, over all its channels. Pure.
+    """Resend buffer of one end, over all its channels. Pure.
 
-    `kept` are the messages that the other end may lack, oldest first; the first of them has the number `first`.
+    `kept` holds the messages that the other end may not have received, oldest first. `first` is the number of the first of them.
     """
 
     __slots__ = ("doubles", "first", "kept", "received", "resent", "skip", "told")
@@ -23,16 +20,16 @@ class Ledger:
     def __init__(self) -> None:
         self.kept: deque[Message] = deque()
         self.first = self.received = self.told = 0
-        self.skip = 0  # how many of the messages that come next have been received before
+        self.skip = 0  # number of duplicates that come next
         self.doubles = self.resent = 0
 
     def begin(self) -> list[Message]:
-        """A new channel: what to send on it first."""
+        """Start a new channel. Returns the messages to resend on it first."""
         self.resent += len(self.kept)
         return list(self.kept)
 
     def hear_taken(self, number: int) -> None:
-        """The other end has taken `number` messages in all. Raises ValueError when that cannot be."""
+        """Acknowledge that the other end has taken `number` messages in total. Raises ValueError when that number is impossible."""
         if not self.first <= number <= self.first + len(self.kept):
             raise ValueError(f"the peer says it has taken {number} messages of {self.first + len(self.kept)}")
         while self.first < number:
@@ -40,20 +37,20 @@ class Ledger:
             self.first += 1
 
     def forget(self, message: Message) -> None:
-        """A message that was kept was not sent. Nothing is kept any more once the channel is closed."""
+        """Remove a kept message that was not sent."""
         for at in reversed(range(len(self.kept))):
             if self.kept[at] is message:
                 del self.kept[at]
                 return
 
     def hear_begin(self, number: int) -> None:
-        """The other end begins again at `number`. Raises ValueError when messages between are lost."""
+        """The other end resends from message `number`. Raises ValueError when messages in between are lost."""
         if not 0 <= number <= self.received:
             raise ValueError(f"the peer begins again at message {number}, and {self.received} was due")
         self.skip = self.received - number
 
     def is_new(self) -> bool:
-        """A message has come. False: it is one received before."""
+        """Count a received message. Returns False for a duplicate."""
         if self.skip:
             self.skip -= 1
             self.doubles += 1

@@ -59,7 +59,7 @@ class Link:
         return self._channel.statistics()
 
     def fallback_text(self) -> str:
-        """How another transport took over, for people; empty while the first one works."""
+        """User-readable account of the transport fallbacks; empty while the first transport works."""
         return self._channel.text() if isinstance(self._channel, FallbackChannel) else ""
 
     def post(self, message: Message) -> None:

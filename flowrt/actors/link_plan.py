@@ -1,6 +1,6 @@
-"""Which links a worker needs, from the graph alone. Pure.
+"""Derives the links that a worker needs from the graph alone. Pure.
 
-Here: `plan_links`. Not here: opening them (links.py), choosing a transport for an edge (flowrt/launcher/transport_choice.py).
+links.py opens the links; flowrt/launcher/transport_choice.py chooses the transport of an edge.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def limits_of(graph: Graph, edges: list[Edge]) -> Limits:
 
 
 def outbox_messages(graph: Graph, edges: list[Edge]) -> int:
-    """The most messages that credits allow to wait at one end: requests or answers, and the credits given back for others."""
+    """The maximum number of messages that may wait at one end: requests or responses, and returned credits."""
     return 2 * sum(max(1, credits_of(graph, edge)) for edge in edges) + 16
 
 
 def credits_of(graph: Graph, edge: Edge) -> int:
-    """How many messages of the edge may be on the way: as many answers as requests, whatever link these took."""
+    """How many messages of the edge may be in flight: as many responses as requests, whichever link carried the requests."""
     return edge.credits if edge.response_to is None else graph.edges[edge.response_to].credits

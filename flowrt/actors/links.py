@@ -1,10 +1,9 @@
-"""Links: the channels of one worker to the others, opened here and nowhere else.
+"""Opens and closes all links of one worker to the others. No other module opens channels of the data path.
 
-Here: Links (all of a worker's: who connects to whom, over what, in which life). Not here: one link's reader and outbox (link.py), what
-a message means (flowrt/dataflow), transports themselves. Used by flowrt/workers.
+link.py reads and sends on one link; flowrt/dataflow interprets the messages.
 
-A peer that may die has lives. When one of them is over, its links are closed and the others know nothing of it; a later life is linked
-with as the first was. Which life counts is decided in lives.py, at once and without waiting; closing and calling follow.
+A peer that may die has several incarnations. When one ends, its links are closed; a later incarnation is linked like the first.
+lives.py decides at once, without waiting, which incarnation is current; closing and connecting follow.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["LOST", "Link", "LinkLostError", "LinkPlan", "Links"]
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """One link this worker needs: to whom, over which scheme, with which bounds, and who calls whom."""
+    """One link that this worker needs: its peer, scheme and bounds, and whether this end connects."""
 
     peer: str
     scheme: str
@@ -37,18 +36,18 @@ class LinkPlan:
     capacity_messages: int
     connects: bool
     link: str | None = None  # the profile that the channel emulates
-    fallbacks: tuple[str, ...] = ()  # schemes to carry on with, in this order, should the channel break
-    first_use: bool = False  # open when somebody has something to say, by whoever it is; both ends plan alike
+    fallbacks: tuple[str, ...] = ()  # schemes to fall back to, in this order, when the channel breaks
+    first_use: bool = False  # lazy: the first sender opens it; both ends plan alike
 
 
 class Links:
-    """All links of one worker. Use: `listen`, tell the addresses, `open` with everybody's addresses, then `run`.
+    """All links of one worker. Use: `listen`, publish the addresses, `open` with the addresses of all processes, then `run`.
 
-    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may put each new
-    channel into another (an emulated link), before anything is sent; both ends do alike.
+    The side that comes first in the graph connects, the other one accepts; a pair may have one link per scheme. `wrap` may wrap each new
+    channel (an emulated link) before anything is sent; both ends do the same.
 
-    `tolerated`: processes whose loss ends nothing but their own links. `on_lost` is told of it once per life, with the reason, and must
-    not wait. From then on what is posted to that life is swallowed, and nothing more of it is read.
+    `tolerated`: processes whose loss ends only their own links. `on_lost` is called once per incarnation, with the reason, and must not
+    wait. From then on messages posted to that incarnation are dropped, and no more of its messages are read.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Which life of each peer counts: one at a time, each ends once, and none comes back. Pure.
-
-Here: Lives. Not here: what is done when one ends (links.py, the only user).
-"""
+"""Tracks the current incarnation of each peer: one at a time; each ends once and never returns. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +6,19 @@ from flowrt.transports.contract import Identity
 
 
 class Lives:
-    """The lives of all peers of one worker. A life is a process's name and incarnation."""
+    """The incarnations of all peers of one worker, each identified by process name and incarnation."""
 
     def __init__(self) -> None:
         self._current: dict[str, str] = {}  # process -> incarnation
         self._over: set[Identity] = set()  # those told of; a restart budget bounds how many there come to be
 
     def current(self, process: str) -> Identity | None:
-        """The life of `process` that counts now."""
+        """The current incarnation of `process`, or None."""
         incarnation = self._current.get(process)
         return None if incarnation is None else Identity(process, incarnation)
 
     def begin(self, life: Identity) -> bool:
-        """`life` counts from now on, instead of any other of that process. False, and nothing changes, when it is over already."""
+        """Make `life` the current incarnation of its process. Returns False, without effect, when it has already ended."""
         if life in self._over:
             return False
         before = self.current(life.name)
@@ -31,7 +28,7 @@ class Lives:
         return True
 
     def end(self, life: Identity) -> bool:
-        """`life` is over, whether or not it had begun. True when it counted until now."""
+        """Mark `life` as ended, whether or not it had begun. True when it was current until now."""
         self._over.add(life)
         if self._current.get(life.name) != life.incarnation:
             return False

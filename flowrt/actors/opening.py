@@ -1,15 +1,15 @@
-"""A channel that opens at its first use: by whichever end has something to say first, between the two ends alone.
+"""Lazy channels: the end that sends first opens the channel, without a third process.
 
-Here: the opening as a table (state, event) -> (state, actions), pure, and FirstUseChannel, which does what it says. Not here: listening
-and routing callers to their link (links.py, which calls this). After EaaS, section 4.4 (figure 7), whose steps are, in ours:
+The opening is a pure table (state, event) -> (state, actions); FirstUseChannel performs the actions. links.py listens and routes
+incoming connections to their link. After EaaS, section 4.4 (figure 7), whose steps are, in ours:
 
     hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
     mirrored answer                        the listener's hello and its proof of the key, under both hellos
-    state change notified                  ADOPT and NOTIFY below: whoever waits for the channel goes on
+    state change notified                  ADOPT and NOTIFY below: tasks that wait for the channel continue
     buffers registered, keys exchanged     the caller's proof brings memory, descriptors or endpoint and keys (rendezvous.py)
-    both mark ready                        the called end says READY_KIND when it has taken the call; then both ends are READY
+    both mark ready                        the accepting end sends READY_KIND on the accepted call; then both ends are READY
 
-Two ends that call each other at once end with one channel: the call of the end that comes first in the graph. It refuses the other's by
+If both ends call at once, one channel results: the call of the end that comes first in the graph. That end refuses the other call by
 closing it unmarked.
 """
 
@@ -31,8 +31,10 @@ RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the firs
 
 
 async def call_again(call: Callable[[], Awaitable[Channel]]) -> Channel:
-    """The channel of the first call that succeeds. A handshake that was hung up, or came too late on a busy machine, says nothing about
-    the peer, so it is tried again. Raises TransportError: AddressError at once, since no process listens there."""
+    """The channel of the first call that succeeds. Raises TransportError: AddressError at once, since no process listens there.
+
+    A handshake that was interrupted, or timed out on a busy machine, does not show that the peer is gone, so it is tried again.
+    """
     for seconds in RETRY_SECONDS:
         try:
             return await call()
@@ -44,7 +46,7 @@ async def call_again(call: Callable[[], Awaitable[Channel]]) -> Channel:
 
 
 class State(Enum):
-    IDLE = "idle"  # nobody has had anything to say
+    IDLE = "idle"  # no message has been sent
     CALLING = "calling"
     EXPECTING = "expecting"  # our call was refused in favour of the other end's
     READY = "ready"
@@ -64,10 +66,10 @@ class Event(Enum):
 class Action(Enum):
     CALL = "call"
     ADOPT = "adopt"  # take the channel that came with the event
-    MARK = "mark"  # say READY_KIND on it
+    MARK = "mark"  # send READY_KIND on it
     DROP = "drop"  # close the channel that came with the event
     HANG_UP = "hang up"  # end our own call
-    NOTIFY = "notify"  # whoever waits looks again
+    NOTIFY = "notify"  # wake the waiting tasks
 
 
 _A = Action
@@ -108,9 +110,9 @@ SECOND: dict[tuple[State, Event], Step] = {
 
 
 class FirstUseChannel(Channel):
-    """One end to `peer`, not open yet. `call` opens a channel to it; `offer` is given the channels by which `peer` calls.
+    """One end of a lazy channel to `peer`. `call` opens a channel to it; `offer` takes the channels that `peer` opens.
 
-    `first`: this end comes first in the graph. `limits`: of the channel to come, held to before it is there.
+    `first`: this end comes first in the graph. `limits`: limits of the future channel, enforced before it is open.
     """
 
     def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool, limits: Limits) -> None:
@@ -130,7 +132,7 @@ class FirstUseChannel(Channel):
         self._receiving = False
 
     def offer(self, channel: Channel) -> None:
-        """The peer has called, and `channel` is the result."""
+        """Take a channel that the peer has opened."""
         self._step(Event.ARRIVED, channel)
 
     def send_nowait(self, message: Message) -> bool:
