@@ -13,23 +13,23 @@ from torch import Tensor
 
 from flowrt.operators.kernels.choice import kernels_for
 
-NOWHERE = -1  # the server of an expert that has no copy
+NOWHERE = -1  # the server number of an unavailable expert
 
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Which servers hold a copy of each expert of a layer: servers_EB (int64, unused places repeat the first), num_copies_E.
+    """The servers that hold a replica of each expert of a layer: servers_EB (int64, unused places repeat the first), num_copies_E.
 
-    An expert without a copy lies at NOWHERE: its pairs come out as a part of that server, which nobody can be asked for now."""
+    An unavailable expert has the server NOWHERE. Its pairs form a part of that server, which cannot be sent."""
 
     servers_EB: Tensor
     num_copies_E: Tensor
     num_servers: int
-    everywhere: bool = True  # every expert has a copy
+    everywhere: bool = True  # every expert has a replica
 
     @classmethod
     def from_lists(cls, copies: Sequence[Sequence[int]], num_servers: int, device: torch.device | str = "cpu") -> CopyTable:
-        """`copies[e]` are the servers that hold expert e, in the order in which they take turns. ValueError for one that is none."""
+        """`copies[e]` are the servers that hold expert e, in turn order. Raises ValueError for a server number that does not exist."""
         for expert, servers in enumerate(copies):
             if not all(0 <= server < num_servers for server in servers):
                 raise ValueError(f"expert {expert} has copies on servers {list(servers)}; there are servers 0 to {num_servers - 1}")
@@ -42,11 +42,11 @@ class CopyTable:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one server is asked for. All indices are int64.
+    """The request to one server. All indices are int64.
 
-    `rows_R` are the rows of the step that travel, ascending, each once; `row_P` points into them, `expert_P` and `weight_P` belong
-    to the pairs, which are in (row, slot) order; `pair_P` = row * A + slot names them among all pairs of the step and stays
-    with the sender, who must know when every pair is covered.
+    `rows_R` are the rows of the step that are sent, ascending, each once. `row_P` points into them; `expert_P` and `weight_P` belong to
+    the pairs, which are in (row, slot) order. `pair_P` = row * A + slot is the index of each pair in the step. It stays with the sender,
+    which uses it to detect when every pair is covered.
     """
 
     server: int
@@ -58,14 +58,13 @@ class Part:
 
 
 def cut(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, copies: CopyTable) -> list[Part]:
-    """The parts of a step, by ascending server; a server with no pairs has none.
+    """Partitions the pairs of a step, by ascending server; a server without pairs gets no part.
 
-    Of an expert's copies, the row's position in its sequence picks one in turn: a choice that spreads load, and that does not
-    depend on the batch.
+    The position of the row in its sequence selects one replica of an expert in turn. This spreads load and does not depend on the batch.
     """
     num_rows, num_active = expert_ids_TA.shape
     expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
-    if copies.num_servers == 1 and copies.everywhere:  # all there is, as it is: nothing to sort, no count that the host would wait for
+    if copies.num_servers == 1 and copies.everywhere:  # one part with all pairs: no sort, and no count that the host would wait for
         pair_P = torch.arange(num_rows * num_active, device=expert_P.device)
         rows_R = torch.arange(num_rows, device=expert_P.device)
         return [Part(0, rows_R, pair_P // num_active, expert_P, weight_P, pair_P)] if num_rows else []
@@ -73,14 +72,14 @@ def cut(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, copies: 
 
 
 def cut_again(part: Part, positions_T: Tensor, num_active: int, copies: CopyTable) -> list[Part]:
-    """Parts that cover the pairs of `part`, by another table: for when its server is gone, or late."""
+    """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late."""
     return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, copies)
 
 
 def _by_server(
     pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
 ) -> list[Part]:
-    """`pair_P`: which pairs of the step they are; None: all, in order."""
-    kernels = kernels_for(torch.float32, expert_P.device)  # which only move the weights, whatever their dtype
+    """Parts of the pairs `pair_P` of the step; None: all pairs, in order."""
+    kernels = kernels_for(torch.float32, expert_P.device)  # the kernels only move the weights, whatever their dtype
     table = copies.servers_EB, copies.num_copies_E, copies.num_servers
     return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]

@@ -24,22 +24,22 @@ from torch.nn import functional as F
 from flowrt.operators.dense import gated_silu
 from flowrt.operators.products import COPIED, Form, Panels, Plain, Product, form_for, lay_out, shared_form
 
-LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures: the times climb in steps, which a load in between belongs to
-MEAN_LOADS = (1, 2, 4)  # that decide how experts are held: those of decoding
-SPREAD = (0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.5, 2.5)  # of rows over experts, as shares of the mean
-PROFILE_BYTES = 64 << 20  # of weights, so that they come from memory as they do in a step, not from a cache
-ROWS_ALIKE = 16  # products of more rows are taken of multiples
-PROFILE_SECONDS = 0.4  # no further load is measured after this long
+LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures; a load in between takes the time of the next larger one
+MEAN_LOADS = (1, 2, 4)  # mean rows per expert in decoding, which decide how experts are held
+SPREAD = (0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.5, 2.5)  # distribution of rows over experts, as multiples of the mean
+PROFILE_BYTES = 64 << 20  # weights that a profile reads: enough that they come from memory, as in a step, not from a cache
+ROWS_ALIKE = 16  # products of more rows than this use a multiple of it
+PROFILE_SECONDS = 0.4  # time limit: no further load is measured after it
 
 
 class LayerExperts(ABC):
-    """The experts held of one layer, numbered in the order in which they were read."""
+    """The held experts of one layer, numbered in the order in which they were read."""
 
     nbytes: int
 
     @abstractmethod
     def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
-        """y_PH: rows that are sorted by expert, `counts_E` (int64) of them for each expert held, through their experts."""
+        """y_PH: each row of x_PH through its expert. Rows are sorted by expert; `counts_E` (int64) is the row count of each held expert."""
 
     @abstractmethod
     def expert(self, place: int) -> Callable[[Tensor], Tensor]:
@@ -48,18 +48,18 @@ class LayerExperts(ABC):
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds per expert at each of `loads` rows, by kind of product. Pure, so that choices can be tested as tables."""
+    """Seconds per expert at each of `loads` rows, by kind of product. Its choices are pure functions of these numbers."""
 
     loads: tuple[int, ...]
     grouped_seconds: tuple[float, ...]
     dense_seconds: tuple[float, ...]
 
     def dense_pays(self, counts: Sequence[int]) -> bool:
-        """Whether one batched product, padded to the largest count, takes less than a product for each count that is not 0."""
+        """Whether one batched product, padded to the largest count, takes less time than one product for each nonzero count."""
         return max(counts, default=0) <= self.loads[-1] and self.dense(counts) < self.grouped(counts)
 
     def grouped(self, counts: Sequence[int]) -> float:
-        """Seconds of a product for each count that is not 0."""
+        """Seconds of one product for each nonzero count."""
         return sum(self._at(self.grouped_seconds, count) for count in counts if count)
 
     def dense(self, counts: Sequence[int]) -> float:
@@ -67,7 +67,7 @@ class Profile:
         return len(counts) * self._at(self.dense_seconds, max(counts, default=0))
 
     def fastest(self, counts: Sequence[int]) -> float:
-        """Seconds of whichever of the two is chosen."""
+        """Seconds of the faster of the two kinds."""
         return self.dense(counts) if self.dense_pays(counts) else self.grouped(counts)
 
     def _at(self, seconds: tuple[float, ...], load: int) -> float:
@@ -75,11 +75,11 @@ class Profile:
 
 
 def window(start: int, count: int, num_rows: int) -> tuple[int, int]:
-    """(first row, rows) of a product for the `count` rows from `start` of `num_rows`: a multiple of ROWS_ALIKE with neighbours' rows among
-    them, when there are more than that, and so many rows at all.
+    """(first row, row count) of the product that covers the `count` rows from `start`, of `num_rows` rows in all.
 
-    The library compiles a product for each number of rows it meets and keeps them: seconds and a gigabyte when every number up to a few
-    hundred comes. Its instructions take 16 rows at a time or nearly so; what comes out for a neighbour's, nobody looks at.
+    Counts above ROWS_ALIKE are rounded up to a multiple of it, with rows of neighbouring experts, if there are enough rows. The library
+    compiles and keeps a product for each number of rows: seconds and a gigabyte for all numbers up to a few hundred. Its instructions take
+    about 16 rows at a time, so the extra rows cost little; their results are ignored.
     """
     taken = -(-count // ROWS_ALIKE) * ROWS_ALIKE
     if count <= ROWS_ALIKE or taken > num_rows:
@@ -91,7 +91,7 @@ NEVER_DENSE = Profile((0,), (0.0,), (0.0,))
 
 
 class GroupedExperts(LayerExperts):
-    """A laid-out matrix pair per expert, and a product for each that has rows."""
+    """Holds a laid-out pair of matrices per expert, and computes one product per expert that has rows."""
 
     def __init__(self, experts: Sequence[tuple[Product, Product]]) -> None:
         self._experts = tuple(experts)
@@ -101,7 +101,7 @@ class GroupedExperts(LayerExperts):
         return self.run_counted(x_PH, counts_E.tolist())
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-        """As `run`, for counts that the host knows."""
+        """As `run`, for counts that are on the host."""
         num_rows = len(x_PH)
         pieces = []
         for expert, count, end in zip(self._experts, counts, accumulate(counts), strict=True):
@@ -117,10 +117,10 @@ class GroupedExperts(LayerExperts):
 
 
 class PanelExperts(GroupedExperts):
-    """The same for matrices in panels: each product writes its rows where they belong, and all are activated at once."""
+    """Grouped experts in panels: each product writes its rows to their final place, and one call activates all rows."""
 
     def __init__(self, experts: Sequence[tuple[Panels, Panels]]) -> None:
-        """One expert at least."""
+        """`experts` holds at least one expert."""
         super().__init__(experts)
         self._matrices = [list(each) for each in zip(*experts, strict=True)]  # all gate_up, all down
 
@@ -130,7 +130,7 @@ class PanelExperts(GroupedExperts):
 
 
 class StackedExperts(LayerExperts):
-    """Matrices in two stacks, for whichever product the profile says."""
+    """Holds the matrices in two stacks, and uses the product that the profile selects."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, profile: Profile) -> None:
         """gate_up [n, 2F, H], down [n, H, F]."""
@@ -149,7 +149,7 @@ class StackedExperts(LayerExperts):
 
 
 class DeviceExperts(LayerExperts):
-    """Matrices in two stacks on an accelerator, and the library's grouped product: what each expert's rows are stays on the device."""
+    """Holds the matrices in two stacks on an accelerator, and uses the library's grouped product. Row counts stay on the device."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [n, 2F, H], down [n, H, F]."""
@@ -166,7 +166,7 @@ class DeviceExperts(LayerExperts):
 
 
 def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-    """y_PH as GroupedExperts gives, by one batched product of all experts, each padded with zeros to the largest count."""
+    """y_PH as from GroupedExperts, by one batched product of all experts, each padded with zeros to the largest count."""
     most, num_experts = max(counts), len(counts)
     if min(counts) == most:
         return _batched(gate_up, down, x_PH.view(num_experts, most, -1)).flatten(0, 1)
@@ -176,20 +176,20 @@ def dense(gate_up: Tensor, down: Tensor, x_PH: Tensor, counts: Sequence[int]) ->
 
 
 def one_by_one(gate_up: Sequence[Product], down: Sequence[Product]) -> GroupedExperts:
-    """The experts of these laid-out matrices, of the kind that suits their form."""
+    """The experts of these laid-out matrices, as the class that suits their form."""
     pairs = [(a, b) for a, b in zip(gate_up, down, strict=True) if isinstance(a, Panels) and isinstance(b, Panels)]
     return PanelExperts(pairs) if pairs and len(pairs) == len(gate_up) else GroupedExperts(list(zip(gate_up, down, strict=True)))
 
 
 def profile_size(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    """How many experts of such matrices a profile takes: PROFILE_BYTES of them."""
+    """The number of experts that a profile measures: PROFILE_BYTES of weights."""
     return max(1, PROFILE_BYTES // (sum(rows * columns for rows, columns in shapes) * dtype.itemsize))
 
 
 def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> Form | Profile:
-    """How experts like these are best held on this machine, measured with them (`profile_size` says with how many).
+    """Measures how experts of these shapes are best held on this machine (`profile_size` gives their number).
 
-    The form in which they are laid out one by one, or what StackedExperts needs to know. `now` gives seconds.
+    Returns the form in which they are laid out one by one, or the Profile for StackedExperts. `now` is a clock in seconds.
     """
     number = len(gate_up)
     kinds: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
@@ -212,10 +212,9 @@ def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> For
 def choose(
     loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], laid_out_seconds: Mapping[Form, Sequence[float]]
 ) -> Form | Profile:
-    """The form whose products are faster than those of stacks over MEAN_LOADS, each counting alike; else the profile to choose by at each
-    load. Pure.
+    """The form whose products are faster than those of stacks over MEAN_LOADS, with equal weights; else the profile for stacks. Pure.
 
-    Rows are never spread evenly: an expert has some, its neighbour three times as many or none (SPREAD).
+    Rows are spread unevenly over experts (SPREAD): one expert may get three times as many rows as its neighbour, or none.
     """
     stacked = Profile(tuple(loads), tuple(grouped_seconds), tuple(dense_seconds))
     spread = [[round(share * mean) for share in SPREAD] for mean in MEAN_LOADS]
@@ -241,7 +240,7 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
 
 
 def _into_place(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
-    """y_PN: each matrix's rows with it."""
+    """y_PN: the rows of each matrix multiplied by it."""
     assert sum(counts) == len(x_PK)
     x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()
     y_PN = x_PK.new_empty(len(x_PK), num_outputs)
@@ -262,7 +261,7 @@ def _batched(gate_up: Tensor, down: Tensor, x_EMH: Tensor) -> Tensor:
 
 
 def _fastest(run: Callable[[], Tensor], now: Callable[[], float]) -> float:
-    """Seconds of the faster of two calls after one that warms up: what disturbs a call only adds to it."""
+    """Seconds of the faster of two calls after a warm-up call. Interference only adds time, so the minimum is the best estimate."""
     run()
     seconds = []
     for _ in range(2):

@@ -32,7 +32,7 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 
 @dataclass(frozen=True)
 class _Held:
-    """The held experts of one layer; `place_E` is an expert's place among them plus 1, or 0 when it is not held."""
+    """The held experts of one layer; `place_E` is the place of an expert among them plus 1, or 0 when it is not held."""
 
     expert_ids: tuple[int, ...]
     place_E: Tensor
@@ -40,7 +40,7 @@ class _Held:
 
 
 class Experts:
-    """Some experts of some layers, with their weights. Holds no state between calls, so any copy answers alike."""
+    """Some experts of some layers, with their weights. Holds no state between calls, so any replica gives the same response."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Experts:
     ) -> None:
         """`held` maps a layer to the ids of the experts to read, in any order.
 
-        With `now`, which gives seconds, the kind of product is chosen by measuring; without, or with strict blocks, it follows from
-        the machine alone.
+        With `now`, a clock in seconds, the kind of product is chosen by measurement. Without it, or with strict blocks, the kind follows
+        from the machine alone.
         """
         self.config = config
         self._blocks, self._device = blocks, device
         self._kernels = kernels_for(torch_dtype(config), device)
         self._now = None if blocks.strict else now
-        self._how: Form | Profile | None = None  # experts are held: not known before the first layer
+        self._how: Form | Profile | None = None  # how experts are held: None before the first layer is read
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
     @property
@@ -76,19 +76,19 @@ class Experts:
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
         """y_RH: for each row the weighted sum over its pairs, added in pair order. A row without pairs is zero.
 
-        row_P (into x) and expert_P are int64; ValueError when a pair asks for an expert that is not held.
+        row_P (into x) and expert_P are int64. Raises ValueError when a pair names an expert that is not held.
         """
         y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
         weight_P = weight_P.to(x_RH.dtype)
         return self._kernels.weighted_sum(y_PH, place_P, row_P, weight_P, len(x_RH))
 
     def forward_pairs(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
-        """y_PH: each pair's expert applied to its row, without weights."""
+        """y_PH: for each pair, the expert applied to its row, without weights."""
         y_PH, place_P = self._run(layer, x_RH, row_P, expert_P)
         return y_PH.index_select(0, place_P)
 
     def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Answers sorted by expert [P, H], and where among them each pair's is [P]."""
+        """Results sorted by expert [P, H], and the index of each pair among them [P]."""
         held = self._layers[layer]
         found = self._kernels.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
         if found is None:
@@ -106,7 +106,7 @@ class Experts:
         return torch.cat(pieces) if pieces else torch.empty_like(sorted_PH)
 
     def prove(self) -> None:
-        """Make the proof of strict blocks, with drawn weights: it must come out alike in every process, whichever experts it holds."""
+        """Makes the proof of strict blocks with random weights, so that its result is the same in processes that hold different experts."""
         config, dtype = self.config, torch_dtype(self.config)
         generator = torch.Generator().manual_seed(config.hidden_size)
         shapes = self._shapes
@@ -119,7 +119,7 @@ class Experts:
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of an expert's two matrices: gate over up, down."""
+        """Shapes of the two matrices of an expert: gate over up, and down."""
         config = self.config
         return (2 * config.expert_width, config.hidden_size), (config.hidden_size, config.expert_width)
 
@@ -134,7 +134,7 @@ class Experts:
         return _Held(expert_ids, place.to(self._device), self._read_experts(checkpoint, layer, expert_ids))
 
     def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
-        """Each expert is read straight into its place, or, if it is laid out in a copy, into one that all share until they are."""
+        """Reads each expert straight into its stack, or, for forms that copy the matrix, into a buffer that all experts share."""
         if self._how is None and expert_ids:
             self._how = self._choose(checkpoint, layer, expert_ids)
         if expert_ids and (self._how == "packed" or self._how == "panels"):
@@ -150,7 +150,7 @@ class Experts:
         return StackedExperts(*stacks, self._how if isinstance(self._how, Profile) else NEVER_DENSE)
 
     def _choose(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> Form | Profile:
-        """How experts are held. The first layer read tells, for all of them."""
+        """How experts are held. The first layer read decides for all layers."""
         dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
         if self._now is None or device_type != "cpu":
             return form_for(dtype, device_type, *self._shapes)
@@ -177,7 +177,7 @@ def _absent(layer: int, held: _Held, expert_P: Tensor) -> ValueError:
 
 
 def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """[count, *shape], each matrix beginning where an allocation of its own would: whether others lie before it must not show."""
+    """[count, *shape], each matrix aligned as a separate allocation, so that its place in the stack does not change any bits."""
     size = shape[0] * shape[1]
     room = -(-size * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
     return torch.empty((count, room), dtype=dtype, device=device)[:, :size].view(count, *shape)

@@ -28,16 +28,16 @@ from flowrt.operators.weights import Checkpoint
 
 try:
     from flowrt.operators.kernels.cpu import _panels
-except ImportError:  # without a compiler, or with one that does not know the instructions
+except ImportError:  # built without a compiler, or with one that does not support the instructions
     has_panels = False
 else:
     has_panels = True
 
 Form = Literal["plain", "packed", "widened", "panels"]
 
-WIDEN_FROM_ROWS = 5  # below, the plain product's one pass over the matrix costs less than widening it
-WIDENED_BYTES = 1 << 20  # of a block of the matrix in float32: what a core's own cache holds
-PANEL_OUTPUTS, PANEL_INPUTS = 16, 32  # a matrix in panels has multiples of both
+WIDEN_FROM_ROWS = 5  # with fewer rows, one plain pass over the matrix costs less than widening it
+WIDENED_BYTES = 1 << 20  # size of a block of the matrix in float32, which fits the private cache of a core
+PANEL_OUTPUTS, PANEL_INPUTS = 16, 32  # the dimensions of a matrix in panels are multiples of these
 
 
 class Product(ABC):
@@ -52,7 +52,7 @@ class Product(ABC):
 
 
 class Plain(Product):
-    """The matrix as it is."""
+    """Holds the matrix unchanged and uses torch's product."""
 
     def __init__(self, weight_NK: Tensor) -> None:
         super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
@@ -63,7 +63,7 @@ class Plain(Product):
 
 
 class Widened(Plain):
-    """A 16-bit matrix whose products with several rows are taken in float32, block by block, and rounded once."""
+    """Holds a 16-bit matrix, multiplies several rows in float32, block by block, and rounds once."""
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         if x_TK.shape[0] < WIDEN_FROM_ROWS:
@@ -81,7 +81,7 @@ class Widened(Plain):
 
 
 class Packed(Product):
-    """The matrix in the order in which oneDNN reads it; the plain one is not kept."""
+    """Holds the matrix in the memory order of oneDNN; the plain matrix is not kept."""
 
     def __init__(self, weight_NK: Tensor) -> None:
         super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
@@ -95,7 +95,7 @@ class Packed(Product):
 
 
 class Panels(Product):
-    """The matrix in panels of 16 outputs, column by column, where a column is 32 bits: a float32, or two bfloat16 (_panels.c)."""
+    """Holds the matrix in panels of 16 outputs, column by column. A column is 32 bits: one float32 or two bfloat16 (_panels.c)."""
 
     def __init__(self, weight_NK: Tensor) -> None:
         super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
@@ -108,19 +108,19 @@ class Panels(Product):
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 
     def checked(self, x_TK: Tensor) -> Tensor:
-        """The rows, contiguous, if they may be given to `into` by their address. Raises ValueError: the library, too, refuses others."""
+        """The rows, contiguous, so that their address can be passed to `into`. Raises ValueError for other rows, as the library does."""
         if x_TK.dtype != self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or x_TK.device.type != "cpu":
             wanted = f"rows of {self.shape[1]} {self._dtype}"
             raise ValueError(f"{list(x_TK.shape)} {x_TK.dtype} on {x_TK.device} were given to a matrix on the CPU that takes {wanted}")
         return x_TK.contiguous()
 
     def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        """The product of rows at address x, to address y, without bias; both whole rows, in the matrix's dtype (`checked`)."""
+        """Writes the product of the rows at address x to address y, without bias. Both hold whole rows in its dtype (`checked`)."""
         _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
 
 
 def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
-    """y_TN. A function that torch's overrides see, as they see the library's: a proof of strict blocks watches what is computed."""
+    """y_TN. Passes through torch's function overrides, so that a proof of strict blocks sees what is computed."""
     if has_torch_function_unary(x_TK):
         seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
         return seen
@@ -131,11 +131,11 @@ def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
 
 
 FORMS: dict[Form, type[Plain | Widened | Packed | Panels]] = {"plain": Plain, "widened": Widened, "packed": Packed, "panels": Panels}
-COPIED: frozenset[Form] = frozenset({"packed", "panels"})  # forms that do not keep the tensor they are made of
+COPIED: frozenset[Form] = frozenset({"packed", "panels"})  # forms that do not keep the tensor from which they are made
 
 
 def form_for(dtype: torch.dtype, device_type: str = "cpu", *shapes: tuple[int, int]) -> Form:
-    """The form for matrices of `dtype` and `shapes`, from what the machine has, not from measuring: the same in every process and run."""
+    """The form for matrices of `dtype` and `shapes`. It follows from the machine without measurement: the same in every process and run."""
     if shapes and device_type == "cpu" and dtype in _kinds() and all(fits_panels(shape) for shape in shapes):
         return "panels"
     return _library_form(dtype, device_type)
@@ -148,7 +148,7 @@ def fits_panels(shape: tuple[int, int]) -> bool:
 
 @lru_cache
 def _kinds() -> dict[torch.dtype, int]:
-    """dtype -> the number that _panels.c gives to products of it, for those that this processor can do."""
+    """Maps each dtype that this processor supports to its product kind in _panels.c."""
     if not has_panels:
         return {}
     dtypes = {_panels.FLOAT32: torch.float32, _panels.BFLOAT16_TILES: torch.bfloat16}
@@ -166,13 +166,13 @@ def _library_form(dtype: torch.dtype, device_type: str) -> Form:
 
 
 def shared_form(weight: Tensor) -> Form:
-    """The form for a matrix that something else reads too, and that therefore stays as it is."""
+    """The form for a matrix that another module also reads, and that must therefore stay unchanged."""
     form = _library_form(weight.dtype, weight.device.type)
     return "plain" if form in COPIED else form
 
 
 def lay_out(weight_NK: Tensor, form: Form | None = None) -> Product:
-    """The matrix in `form`, or in the one that suits it. Packed and in panels it is a copy; other forms keep the tensor."""
+    """The matrix in `form`, or in the form that suits it. Packed and panels copy the matrix; other forms keep the tensor."""
     shape = (weight_NK.shape[0], weight_NK.shape[1])
     return FORMS[form or form_for(weight_NK.dtype, weight_NK.device.type, shape)](weight_NK)
 
@@ -185,7 +185,7 @@ def read_product(
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs matrices, and gives with them what it gives with plain ones. Its own compiler uses these calls."""
+    """Whether this build of torch packs matrices and computes correct products with them. The calls are those of torch's own compiler."""
     if not torch.backends.mkldnn.is_available():
         return False
     weight, x = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)

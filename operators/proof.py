@@ -26,7 +26,7 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 
 @lru_cache(maxsize=8)
 def blocks_of(config: ModelConfig, num_threads: int) -> StrictBlocks:
-    """The blocks of a model, shared by the workers of an OS process: a proof depends on shapes, dtype and threads alone."""
+    """The blocks of a model, shared by the workers of an OS process. A proof depends only on shapes, dtype and number of threads."""
     return StrictBlocks()
 
 
@@ -34,7 +34,7 @@ def blocks_of(config: ModelConfig, num_threads: int) -> StrictBlocks:
 def prove(
     module: Attention | Gate | DenseMlp | SharedExperts | Experts | Head, config: ModelConfig, device: torch.device | str = "cpu"
 ) -> None:
-    """Run the module's functions once on PROOF_ROWS rows. ModelError when no block size will do on this machine."""
+    """Runs the functions of the module once on PROOF_ROWS rows. Raises ModelError when no block size passes the proof on this machine."""
     x_TH = _drawn_rows(config, device)
     match module:
         case Experts():
@@ -54,7 +54,7 @@ def prove(
 
 
 def prove_model(directory: Path, dtype: str | None = None) -> StrictBlocks:
-    """The blocks that strict numerics of this model use on this machine, with the threads that torch has now."""
+    """The blocks that strict numerics use for this model on this machine, with the current number of torch threads."""
     config, checkpoint, blocks = read_model_config(directory, dtype), Checkpoint(directory), StrictBlocks()
     prove(attention_for(config, checkpoint, [0], blocks=blocks), config)
     prove(Gate(config, checkpoint, config.moe_layers[:1], blocks=blocks), config)

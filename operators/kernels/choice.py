@@ -14,7 +14,7 @@ from flowrt.operators.kernels.torch import rows as torch_rows
 
 
 class Kernels(Protocol):
-    """The signatures that both forms share; kernels/torch/rows.py says what each computes."""
+    """The signatures that the C and the torch kernels share; kernels/torch/rows.py documents each."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, /) -> Tensor: ...
 
@@ -55,5 +55,5 @@ def _chosen(dtype: torch.dtype, device_type: str) -> Kernels:
 
 
 def has_cpu_kernels(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether the kernels in C were built and take rows of this kind. They alone also have attention over pages (attention.py)."""
+    """Whether the C kernels were built and accept rows of this dtype and device. Only they offer attention over pages (attention.py)."""
     return cpu_rows.fits(dtype, device)

@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def fits(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether rows of this kind can be given to the functions here."""
+    """Whether the C kernels were built and accept rows of this dtype and device."""
     return dtype in _DTYPES and torch.device(device).type == "cpu"
 
 
@@ -50,7 +50,7 @@ def _watched(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concaten
 
 @_watched
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As kernels/torch/rows.py."""
+    """See `rms_norm` in kernels/torch/rows.py."""
     x, weight = x.contiguous(), _same(weight, x)
     y = torch.empty_like(x)
     _norm(x, 0, weight, 0, y, epsilon)
@@ -79,10 +79,10 @@ def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon:
 def rope_and_store_kv(
     qkv_TC: Tensor, num_heads: int, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages
 ) -> None:
-    """Norm (with `qk_norm`, a weight per head) and turn queries and keys in place, and store keys and values in their slots.
+    """Normalizes (with `qk_norm`, one weight per head) and rotates queries and keys in place, and stores keys and values in their slots.
 
-    qkv_TC: each row `num_heads` queries, then keys and values of the pages' heads. Slots are all different. ValueError where sizes or
-    dtypes do not go together, IndexError for a slot that there is not; then nothing is stored.
+    qkv_TC: each row holds `num_heads` queries, then keys and values of the heads of the pages. All slots differ. Raises ValueError if
+    sizes or dtypes do not match, and IndexError for a slot that does not exist; in both cases nothing is stored.
     """
     keys, values = _kept(qkv_TC, num_heads, layer, pages)
     num_pages, page_size, num_kv_heads, width = keys.shape
@@ -103,10 +103,10 @@ def rope_and_store_kv(
 def paged_attention(
     qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor
 ) -> None:
-    """Attention of the rows `paged`, all different, over their sequences' pages, into their rows of out [T, N * D].
+    """Computes attention of the rows `paged`, all different, over the pages of their sequences, into their rows of out [T, N * D].
 
-    qkv_TC as for `place`, `window` as in plan_step. ValueError where sizes or dtypes do not go together, IndexError for a page, a row or a
-    sequence that there is not.
+    qkv_TC is that of `rope_and_store_kv`, `window` that of `plan_step`. Raises ValueError if sizes or dtypes do not match, and IndexError
+    for a page, a row or a sequence that does not exist.
     """
     keys, values = _kept(qkv_TC, num_heads, layer, pages)
     num_pages, page_size, num_kv_heads, width = keys.shape
@@ -124,7 +124,7 @@ def paged_attention(
 
 
 def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, [G, C, K, D] each. ValueError if they, or the rows, are not as they are read."""
+    """Keys and values of a layer, [G, C, K, D] each. Raises ValueError if they or the rows have a layout that the kernels cannot read."""
     keys, values = pages.blocks(layer)
     if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
         raise ValueError("rows, keys and values must lie in one piece each")
@@ -136,7 +136,10 @@ def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[T
 
 @_watched
 def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(expert_ids_TA, weights_TA in `dtype`): the best of a row, best first, of equal ones the first, and their softmax times `scale`."""
+    """(expert_ids_TA, weights_TA in `dtype`): the best experts of each row, best first, and their softmax times `scale`.
+
+    Of equal scores the lower id comes first.
+    """
     logits_TE = logits_TE.contiguous()
     num_rows, num_experts = logits_TE.shape
     expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
@@ -147,7 +150,7 @@ def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.
 
 
 def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As kernels/torch/rows.py."""
+    """See `add_parts` in kernels/torch/rows.py."""
     residual_TH = residual_TH.contiguous()
     num_rows, width = residual_TH.shape
     total_TH = torch.empty_like(residual_TH)
@@ -170,7 +173,7 @@ def partition_by_server(
     num_copies_E: Tensor,
     num_servers: int,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """The fields of each dispatch.Part. IndexError for a pair whose expert or server there is not."""
+    """The fields of each dispatch.Part. Raises IndexError for a pair whose expert or server does not exist."""
     expert_P, positions_T, servers_EB, num_copies_E = _indices(expert_P, positions_T, servers_EB, num_copies_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
@@ -194,9 +197,10 @@ def partition_by_server(
 
 
 def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Pairs sorted by expert: their rows [P, H], where among them each pair's is [P], and how many each of the experts held has [num_held].
+    """Sorts pairs by expert: returns their rows [P, H], the index of each pair among them [P], and pairs per held expert [num_held].
 
-    `place_E`: an expert's place among those held plus 1, or 0. None when one is not held. IndexError for a row that there is not.
+    `place_E`: the place of an expert among the held ones plus 1, or 0 if it is not held. Returns None when a pair names an expert that is
+    not held. Raises IndexError for a row that does not exist.
     """
     x_RH = x_RH.contiguous()
     row_P, expert_P, place_E = _indices(row_P, expert_P, place_E)
@@ -211,7 +215,10 @@ def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tenso
 
 
 def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor, num_rows: int) -> Tensor:
-    """y_RH: for each row the weighted sum over its pairs, in pair order; `place_P` as from `sort`. IndexError for what there is not."""
+    """y_RH: for each row the weighted sum over its pairs, in pair order. Raises IndexError for an index out of range.
+
+    `place_P` is that of `sort_by_expert`.
+    """
     y_PH, weight_P = y_PH.contiguous(), _same(weight_P, y_PH)
     place_P, row_P = _indices(place_P, row_P)
     num_pairs, width = y_PH.shape
@@ -224,21 +231,21 @@ def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor,
 
 
 def _dtype(x: Tensor) -> int:
-    """As _rows.c numbers it. ValueError for a tensor that cannot be given to it."""
+    """The number of the dtype in _rows.c. Raises ValueError for a tensor that _rows.c does not accept."""
     if not fits(x.dtype, x.device):
         raise ValueError(f"{x.dtype} on {x.device}: rows are float32 or bfloat16 on the host")
     return _DTYPES[x.dtype]
 
 
 def _same(x: Tensor, other: Tensor) -> Tensor:
-    """x, contiguous. ValueError unless it can be read as `other` is."""
+    """x, contiguous. Raises ValueError unless it has the dtype and device of `other`."""
     if x.dtype != other.dtype or x.device != other.device:
         raise ValueError(f"{x.dtype} on {x.device} does not go with {other.dtype} on {other.device}")
     return x.contiguous()
 
 
 def _indices(*tensors: Tensor) -> list[Tensor]:
-    """They, contiguous. ValueError unless all are int64 in the host's memory."""
+    """The tensors, contiguous. Raises ValueError unless all are int64 in host memory."""
     if any(tensor.dtype != torch.int64 or tensor.device.type != "cpu" for tensor in tensors):
         raise ValueError(f"indices must be int64 on the host, not {[f'{tensor.dtype} on {tensor.device}' for tensor in tensors]}")
     return [tensor.contiguous() for tensor in tensors]

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) * weight over the last dimension; `weight` has x's last dimension, or its last two (one weight per head).
 
-    Half-precision rows are normed in float32 and rounded before the weight is applied, as the models were trained.
+    Half-precision rows are normalized in float32 and rounded before the weight is applied, as in the training of the models.
     """
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    if x.device.type == "cpu":  # where F.rms_norm is a chain of passes over all rows, 4 times as long at 512 of them
+    if x.device.type == "cpu":  # here F.rms_norm makes several passes over all rows and takes 4 times as long at 512 rows
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         normed: Tensor = wide * torch.addcmul(_number(epsilon, wide.dtype), length, length, value=1 / x.shape[-1]).rsqrt_()
     else:
@@ -53,14 +53,16 @@ def partition_by_server(
     num_copies_E: Tensor,
     num_servers: int,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """The pairs of each server, by ascending server: the fields of dispatch.Part. `pair_P`: which pairs of the step they are; None: all,
-    in order. Of an expert's servers, the row's position picks one in turn; -1 is the server of an expert that no server holds."""
+    """The pairs of each server, by ascending server: the fields of dispatch.Part.
+
+    `pair_P` are the indices of the pairs in the step; None: all pairs, in order. The position of the row selects one of the servers of an
+    expert in turn. Server -1 stands for an unavailable expert."""
     if servers_EB.shape[1] == 1:
         server_P = servers_EB[:, 0].index_select(0, expert_P)
     else:
         all_rows = positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
         server_P = servers_EB[expert_P, all_rows % num_copies_E[expert_P]]
-    # Whole numbers by the dozen: numpy counts and sorts them in a third of torch's time, and a device is waited for once.
+    # numpy counts and sorts these few dozen integers in a third of torch's time, and the host waits for a device only once.
     device = server_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
     on_host_P = server_P.cpu().numpy()
@@ -82,10 +84,10 @@ def partition_by_server(
 
 
 def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Pairs sorted by expert: their rows [P, H], where among them each pair's is [P], and how many each of the experts held has [num_held].
+    """Sorts pairs by expert: returns their rows [P, H], the index of each pair among them [P], and pairs per held expert [num_held].
 
-    `place_E`: an expert's place among those held plus 1, or 0. None when one is not held; on an accelerator, where the host does not wait
-    for the counts, an assertion of the device instead.
+    `place_E`: the place of an expert among the held ones plus 1, or 0 if it is not held. Returns None when a pair names an expert that is
+    not held. On an accelerator, where the host does not wait for the counts, a device assertion fails instead.
     """
     held_P = place_E.index_select(0, expert_P)
     order_P = held_P.argsort(stable=True)
@@ -106,14 +108,14 @@ def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor,
     y_RH = y_PH.new_zeros(num_rows, y_PH.shape[1])
     if y_PH.device.type == "cpu":
         return y_RH.index_add_(0, row_P, weighted_PH)
-    return y_RH.index_put_((row_P,), weighted_PH, accumulate=True)  # sorts, so that the order of additions is fixed on CUDA too
+    return y_RH.index_put_((row_P,), weighted_PH, accumulate=True)  # this call sorts, so the order of additions is fixed on CUDA too
 
 
 def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """x_TH: the residual plus the sum of the parts (rows_R, y_RH), added in the order given. Changes none of them."""
     total_TH = torch.zeros_like(residual_TH)
     for rows_R, y_RH in parts:
-        if len(rows_R) == len(total_TH):  # all of them: the same sums, in a sixth of the time for one row
+        if len(rows_R) == len(total_TH):  # all rows: the same sums, in a sixth of the time for one row
             total_TH.add_(y_RH)
         else:
             total_TH.index_add_(0, rows_R, y_RH)
