@@ -1,1 +1,1 @@
-"""reliability: who is alive, who holds what, what to do when somebody dies. Pure: events in, decisions out."""
+"""Failure detection, expert maps, hedging, health and restart policy. Pure: events in, decisions out."""

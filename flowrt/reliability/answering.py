@@ -1,15 +1,18 @@
-"""Whether somebody who is asked at even intervals still answers. Pure: the clock is an argument.
+"""Decides whether a process that is polled at even intervals still responds. Pure: the clock is an argument.
 
-Here: Answering. Not here: who asks whom (flowrt/launcher/monitor_client.py asks the monitor, which nobody else watches), what follows. The
-detector is for those who beat; this one looks from the other side, at somebody whose only duty is to hear.
+The launcher uses it for the monitor (flowrt/launcher/monitor_client.py), because no other process watches the monitor. The detector
+(detector.py) covers the processes that send heartbeats.
 """
 
 from __future__ import annotations
 
 
 class Answering:
-    """To be looked at every `look_seconds`. Only time in which we looked ourselves counts: an asker that was stopped, or had no processor,
-    has not listened either, and finds the answers when it comes back."""
+    """Tracks the silence of one process; call `look` every `look_seconds`.
+
+    Silence counts only while the observer itself runs: between two looks it grows by at most 1.5 `look_seconds`. An observer that was
+    stopped or got no processor time did not read responses either; it finds them when it runs again.
+    """
 
     def __init__(self, patience_seconds: float, look_seconds: float) -> None:
         self._patience_seconds, self._most_between = patience_seconds, 1.5 * look_seconds
@@ -17,7 +20,7 @@ class Answering:
         self._silent = self._looked = 0.0
 
     def look(self, now: float, life: str, last_word_seconds: float) -> bool:
-        """Whether this life has been silent for too long. `last_word_seconds`: when it last said anything, by any clock."""
+        """Returns whether this incarnation has been silent for too long. `last_word_seconds`: time of its latest response, by any clock."""
         heard = life, last_word_seconds
         if heard != self._heard:
             self._heard, self._silent = heard, 0.0

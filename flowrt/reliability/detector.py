@@ -1,4 +1,4 @@
-"""The failure detector: heartbeats and process samples in, verdicts out. Pure: the clock is an argument.
+"""The failure detector: heartbeats and process samples in, decisions out. Pure: the clock is an argument.
 
     alive  <->  suspect  ->  dead        a new incarnation of a dead process starts alive
       ^-----------------------'          a heartbeat without a passed bound clears one that was neither killed nor removed
@@ -12,9 +12,9 @@ Silence alone never marks a process dead. These do, each since its last heartbea
     disk        it waited for a disk for DISK_SECONDS
     operation   its heartbeats go on and say that the running operation has passed its bound
 
-Only evidence that was watched counts. Time in the run queue is time in none of these states, so it extends every deadline; so does time
-in which the observer itself did not run, and in which the launcher, which relays the heartbeats, gave no sign of its own. Where the
-system tells nothing of a process (no /proc, another machine) there are no samples: only a passed bound marks it dead.
+Only observed evidence counts. Time in the run queue belongs to none of these states, so it extends every deadline; so does time
+in which the observer itself did not run, and time in which the launcher, which relays the heartbeats, sent no heartbeat. Where the
+system gives no information about a process (no /proc, another machine) there are no samples: only a passed bound marks it dead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 
 from flowrt.process_status import Activity, ProcessTimes
 
-LAG_SECONDS = 0.025  # a loop this late has done nothing but its work
+LAG_SECONDS = 0.025  # lateness up to this is normal work of the loop
 SAMPLE_SECONDS = 0.12  # a process without a heartbeat for so long is sampled
 SEEN_SHARE = 0.75  # of dead_seconds: sampling starts after the last heartbeat, so it sees less than the whole silence
 DISK_SECONDS = 60.0
 MAX_TICK_SECONDS = 0.1  # a longer time between two ticks counts as this: the observer was late, and has unread heartbeats
-PATH_SECONDS = 0.15  # without a heartbeat of the launcher: from then on silence does not count
-REPORT_SECONDS = 2.0  # a client's report keeps a process suspect for so long
+PATH_SECONDS = 0.15  # after so long without a heartbeat of the launcher, silence does not count
+REPORT_SECONDS = 2.0  # a client's report keeps a process suspect for this long
 MAX_PAST = 64  # remembered incarnations per process
 
 
@@ -45,7 +45,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Suspected:
-    """This incarnation shows little sign of work. Nothing follows from it but a warning."""
+    """This incarnation is late or was reported by a client. The only consequence is a warning."""
 
     process: str
     incarnation: str
@@ -54,7 +54,7 @@ class Suspected:
 
 @dataclass(frozen=True)
 class Cleared:
-    """It is neither suspect nor dead any more."""
+    """This incarnation is neither suspect nor dead any more."""
 
     process: str
     incarnation: str
@@ -63,7 +63,7 @@ class Cleared:
 
 @dataclass(frozen=True)
 class Condemned:
-    """The verdict: this incarnation is dead or hung. Given again only after it was cleared."""
+    """Marks this incarnation dead (it died or hangs). Returned again only after it was cleared."""
 
     process: str
     incarnation: str
@@ -81,7 +81,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a heartbeat says about the running operation. `bound_seconds` 0: none is declared."""
+    """The running operation as reported by a heartbeat. `bound_seconds` 0: no bound is declared."""
 
     label: str
     seconds: float
@@ -96,26 +96,26 @@ class ProcessSample:
 
 @dataclass
 class Watched:
-    """The latest incarnation of a process. Everything in the second half starts again with each heartbeat."""
+    """The latest incarnation of a process. Each heartbeat resets the fields of the second half."""
 
     incarnation: str
     state: State = State.ALIVE
-    why: str = ""  # it is suspect or dead
+    why: str = ""  # reason why it is suspect or dead
     sequence: int = -1
     reported_until: float = -math.inf
     past: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_PAST))  # earlier incarnations
     is_removed: bool = False  # it is dead for good
 
     heard_at: float = 0.0
-    silent_seconds: float = 0.0  # that count
+    silent_seconds: float = 0.0  # counted silence since the last heartbeat
     sampled_at_silence: float = 0.0  # silent_seconds at the latest sample
     times: ProcessTimes | None = None  # of the latest sample
     activity: Activity | None = None
-    received_seconds: float = 0.0  # of processor time, in silence that counts
-    seconds: dict[Activity, float] = field(default_factory=dict)  # in silence that counts, neither running nor in the run queue
+    received_seconds: float = 0.0  # processor time received in counted silence
+    seconds: dict[Activity, float] = field(default_factory=dict)  # counted silence, neither running nor in the run queue
 
     def add_sample(self, sample: ProcessSample) -> None:
-        """What it did since the one before, at most for as long as silence has counted since."""
+        """Adds the activity since the previous sample, at most as much as the counted silence since then."""
         passed, self.sampled_at_silence = self.silent_seconds - self.sampled_at_silence, self.silent_seconds
         times, before, activity_before = sample.times, self.times, self.activity
         self.times, self.activity = times, sample.activity
@@ -134,7 +134,7 @@ class Watched:
 
 
 class Detector:
-    """One observer. Call its methods in the order of their times; carry out what they return.
+    """One observer. Call its methods in the order of their times, and carry out the decisions that they return.
 
     `num_ignored` counts heartbeats and reports of unknown or dead incarnations, and repeated heartbeats.
     """
@@ -148,7 +148,7 @@ class Detector:
 
     @property
     def watched(self) -> Mapping[str, Watched]:
-        """By process."""
+        """The latest incarnation of each process, by process name."""
         return self._watched
 
     def add(self, now: float, process: str, incarnation: str, times: ProcessTimes | None = None) -> None:
@@ -158,7 +158,7 @@ class Detector:
             self._begin(now, process, incarnation, times)
 
     def remove(self, now: float, process: str, incarnation: str) -> None:
-        """Its connection has closed, or others have marked it dead: nothing is decided about it any more. Idempotent."""
+        """Removes an incarnation whose connection closed or that was marked dead elsewhere: no more decisions about it. Idempotent."""
         watched = self._watched.get(process) or self._begin(now, process, incarnation)
         if watched.incarnation == incarnation:
             watched.state, watched.why, watched.is_removed = State.DEAD, watched.why or "its connection has closed", True
@@ -174,10 +174,10 @@ class Detector:
         operation: Operation | None = None,
         times: ProcessTimes | None = None,
     ) -> list[Decision]:
-        """Its loop turns. `times`: its processor time, read when the heartbeat came."""
+        """Records a heartbeat: the event loop of the process runs. `times`: its processor time, read when the heartbeat arrived."""
         watched = self._watched.get(process)
         if watched is None or (watched.state is State.DEAD and incarnation not in (watched.incarnation, *watched.past)):
-            watched = self._begin(now, process, incarnation)  # an observer that was started later learns from heartbeats
+            watched = self._begin(now, process, incarnation)  # an observer that starts later discovers processes by their heartbeats
         if incarnation != watched.incarnation or watched.is_removed or sequence <= watched.sequence:
             self.num_ignored += 1
             return []
@@ -194,7 +194,7 @@ class Detector:
     def record_report(
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
     ) -> list[Decision]:
-        """A client waits longer than usual: a reason to suspect, never a verdict."""
+        """Records that a client waits longer than usual. This can make the process suspect, never dead."""
         watched = self._watched.get(process)
         if watched is None or incarnation != watched.incarnation or watched.state is State.DEAD:
             self.num_ignored += 1
@@ -205,11 +205,11 @@ class Detector:
         return [self._suspect(process, watched, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
 
     def record_launcher_heartbeat(self, now: float) -> None:
-        """The launcher relays heartbeats. From its own first one on, silence counts only while its own keep coming."""
+        """Records a heartbeat of the launcher, which relays all others. After its first one, silence counts only while they continue."""
         self._path_at = now
 
     def silent(self) -> list[str]:
-        """The processes that the next tick wants samples of."""
+        """The processes that the next `tick` needs samples of."""
         return [
             process
             for process, watched in self._watched.items()
@@ -217,7 +217,7 @@ class Detector:
         ]
 
     def tick(self, now: float, samples: Mapping[str, ProcessSample]) -> list[Decision]:
-        """Time has passed. `samples`: of `silent` processes, as far as the system tells. To be called every 0.05 s."""
+        """Advances the time; call it every 0.05 s. `samples`: of the `silent` processes, as far as the system provides them."""
         passed, self._ticked_at = min(max(0.0, now - self._ticked_at), MAX_TICK_SECONDS), now
         if self._path_at is not None and now - self._path_at > PATH_SECONDS:
             passed = 0.0

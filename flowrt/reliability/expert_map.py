@@ -1,7 +1,6 @@
-"""Which expert servers hold a copy of which expert. Pure values: changing a map makes a new one with the next version.
+"""Maps each expert to the expert servers that hold a replica of it. Pure values: a change returns a new map with the next version.
 
-Here: ExpertMap. Not here: where copies should lie (flowrt/graph/placement.py), who is alive (the detector), cutting rows by the map
-(operators/dispatch.py). Called by the attention workers, which make their tables of copies from it.
+The placement of replicas is in flowrt/graph/placement.py; operators/dispatch.py partitions rows by the map.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-Copies = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () when none does
+Copies = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () if no server holds it
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The copies of every expert, alike in all layers but for those named in `by_layer`.
+    """The replicas of every expert. All layers share `copies`, except the layers in `by_layer`.
 
     `version` grows by one with each change.
     """
@@ -33,7 +32,7 @@ class ExpertMap:
 
     @classmethod
     def from_held(cls, held: Mapping[int, Sequence[int]], num_experts: int, version: int = 0) -> ExpertMap:
-        """Of server -> the experts it holds, alike in all layers. Raises ValueError for an expert id that is too large."""
+        """The map for `held` (server -> its experts), the same in all layers. Raises ValueError for an expert id that is too large."""
         return cls(invert(held, num_experts), version=version)
 
     @property
@@ -42,24 +41,24 @@ class ExpertMap:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """Every server that holds something, ascending."""
+        """All servers that hold at least one expert, ascending."""
         tables = (self.copies, *self.by_layer.values())
         return tuple(sorted({server for table in tables for servers in table for server in servers}))
 
     def servers_of(self, expert: int, layer: int | None = None) -> tuple[int, ...]:
-        """The servers with a copy of `expert` (in `layer`), ascending; () when none is left."""
+        """The servers with a replica of `expert` (in `layer`), ascending; () if none is left."""
         return self.table(layer)[expert]
 
     def table(self, layer: int | None = None) -> Copies:
-        """The whole layer: expert -> servers, as flowrt.operators.dispatch.CopyTable.from_lists takes it."""
+        """The table of a whole layer: expert -> servers, as flowrt.operators.dispatch.CopyTable.from_lists takes it."""
         return self.copies if layer is None else self.by_layer.get(layer, self.copies)
 
     def missing(self, layer: int | None = None) -> tuple[int, ...]:
-        """Experts without any copy: while there are some, rows for them have nowhere to go."""
+        """The unavailable experts: no server can take rows for them."""
         return tuple(expert for expert, servers in enumerate(self.table(layer)) if not servers)
 
     def without(self, server: int) -> ExpertMap:
-        """The next version, in which `server` holds nothing. The same map if it held nothing."""
+        """Returns the next version, in which `server` holds no expert; the same map if it held none."""
         if server not in self.servers:
             return self
 
@@ -70,7 +69,7 @@ class ExpertMap:
 
 
 def invert(held: Mapping[int, Sequence[int]], num_experts: int) -> Copies:
-    """server -> experts turned into expert -> servers. Raises ValueError for an expert id that is too large."""
+    """Inverts server -> experts into expert -> servers. Raises ValueError for an expert id that is too large."""
     servers_of: list[set[int]] = [set() for _ in range(num_experts)]
     for server, experts in held.items():
         for expert in experts:

@@ -1,10 +1,7 @@
-"""Health: ok only while work progresses.
+"""Computes the health of a run: ok only while its open requests make progress. Pure: the clock is an argument.
 
-Here: Progress, which is told of requests and of their tokens, and `health`, which judges. Not here: who gathers what it looks at
-(flowrt/launcher/health_record.py), who asks (flowrt/api, later HTTP), who is alive (detector.py). Pure: the clock is an argument.
-
-That a process answers says little: an engine that hangs can keep a friendly front. So whoever asks is told whether something came out
-lately for those who wait. With nobody waiting there is nothing to come out, and that is healthy.
+A response from the front end proves little, because it can respond while the engine hangs. So health depends on recent progress of the
+open requests. A run without open requests is healthy. flowrt/launcher/health_record.py gathers the state.
 """
 
 from __future__ import annotations
@@ -12,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-STALL_SECONDS = 5.0  # more than a failover takes, less than a person waits
+STALL_SECONDS = 5.0  # longer than a failover takes, shorter than a user waits
 
 
 class Progress:
-    """Requests that are open, and when last something came of any. Requests that wait in line count: somebody waits for them."""
+    """Counts open requests, queued ones included, and records the time of their latest progress."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -32,25 +29,28 @@ class Progress:
         self._num_open += 1
 
     def ended(self, now: float) -> None:
-        """However it ended: that too is progress."""
+        """Records the end of a request, which counts as progress however it ended. Raises ValueError if no request is open."""
         if self._num_open == 0:
             raise ValueError("more requests ended than were opened")
         self._num_open -= 1
         self._since = now
 
     def progressed(self, now: float) -> None:
-        """A step gave tokens, or a prompt was worked on."""
+        """Records progress: a step produced tokens or processed a part of a prompt."""
         self._since = now
 
     def idle_seconds(self, now: float) -> float:
-        """For how long nothing has come, although somebody waits."""
+        """Seconds without progress while a request is open; 0 if none is open."""
         return now - self._since if self._num_open else 0.0
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What a worker's latest beat told: firings in this life, for how long none was added, what it computes, for how long it has and at
-    most should (0: no bound), and how late its loop was."""
+    """Progress of a worker as reported by its latest heartbeat.
+
+    `num_firings`: firings of this incarnation. `idle_seconds`: time since the latest firing. `running`: label of the running operation,
+    `running_seconds` its duration so far, `bound_seconds` its bound (0: none). `lag_seconds`: lateness of the event loop.
+    """
 
     num_firings: int
     idle_seconds: float
@@ -62,9 +62,13 @@ class WorkerProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceState:
-    """What `health` looks at. `failure`: why the run has ended. `suspects`: process -> why. `lost_experts`: a sentence about experts of
-    which no copy is left; `degraded`: the same where the graph wants to go on without; `down`: process -> how it died, to be started again;
-    `given_up`: processes that are not, the others carry their load. `workers`: what those tell who beat."""
+    """The input of `health`.
+
+    `failure`: why the run has ended. `suspects`: process -> reason. `fenced`: process -> why it was marked dead. `groups`: all groups.
+    `lost_experts`: a sentence about unavailable experts; `degraded`: the same where the graph continues without them.
+    `down`: process -> how it died; it will be restarted. `given_up`: processes that will not be restarted, whose load the others carry.
+    `workers`: progress of the workers that send heartbeats.
+    """
 
     num_open: int = 0
     idle_seconds: float = 0.0
@@ -81,7 +85,7 @@ class ServiceState:
 
 @dataclass(frozen=True)
 class Health:
-    """`ok`: send requests here. `problems`: why not; `warnings`: what does not keep it from working. `workers`: how far each has come."""
+    """`ok`: the run accepts requests. `problems`: why it is not ok. `warnings`: defects that it tolerates. `workers`: progress of each."""
 
     ok: bool
     problems: tuple[str, ...] = ()

@@ -1,26 +1,25 @@
-"""Which servers answer slowly, and when a part is late enough to ask another copy too. Pure: times come as arguments.
+"""Decides which servers are slow, and when a part is late enough to hedge it with another replica. Pure: times are arguments.
 
-Here: Steering. Not here: cutting and asking (flowrt/exchange), who is dead (detector.py). One per client of the expert servers, which
-judges by its own answers only: a server may be slow to one client and not to another.
+Each client of the expert servers has its own estimates, because a server may be slow for one client and not for another.
 
-A part is late when it has taken longer than its server usually takes (mean and four mean deviations, as a sender of packets judges its
-round trips), or much longer than another server would. Asking twice costs the servers work, so at most one part in ten is asked again
-(a retry budget). A server that takes three times as long as the best of the others is avoided where another one holds a copy, but for
-one tag in `PROBE`, which tells when it has recovered.
+A part is late when it has taken longer than its server usually takes (mean plus four mean deviations, as TCP estimates its
+retransmission timeout), or much longer than another server would take. A hedge costs the servers work, so a retry budget limits hedges
+to one part in ten. A client avoids a server that takes three times as long as the best of the others, where another server holds a
+replica. One tag in `PROBE` uses avoided servers too, which shows when they have recovered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LATE_FACTOR = 3.0  # of what the best of the others takes
+LATE_FACTOR = 3.0  # times the estimate of the best other server
 AVOID_FACTOR, TAKE_BACK_FACTOR = 3.0, 1.5
-FIRST_SECONDS = 1.0  # late while nothing is known of such parts
-MIN_SECONDS = 2e-3  # nothing is late before: what takes this long is the scheduler of the machine
+FIRST_SECONDS = 1.0  # lateness bound while there is no estimate
+MIN_SECONDS = 2e-3  # no part is late before: shorter delays come from the scheduler of the system
 MIN_ANSWERS = 8  # before an estimate counts
 BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
 PROBE = 64
-OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # late by so much: others are told (the monitor suspects it)
+OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # so late that the client reports the server (the monitor suspects it)
 _MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
 
 
@@ -44,18 +43,18 @@ class _Estimate:
 
 
 class Steering:
-    """Estimates per server and size of a part (rows, in powers of two: a prompt takes longer than a token)."""
+    """Estimates of response times per server and part size (rows, in powers of two: a prompt takes longer than a token)."""
 
     def __init__(self, num_servers: int) -> None:
         self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
-        self._latest = [0] * num_servers  # the size that was answered last
+        self._latest = [0] * num_servers  # size class of the latest answered part
         self._budget = BUDGET_MOST
         self._tags = 0
         self.avoided: frozenset[int] = frozenset()
         self.num_hedged = 0
 
     def answered(self, server: int, num_rows: int, seconds: float) -> None:
-        """A part has been answered."""
+        """Records the response time of a part and refills the budget."""
         self._budget = min(BUDGET_MOST, self._budget + BUDGET_SHARE)
         size = self._latest[server] = num_rows.bit_length()
         estimate = self._estimates[server].get(size)
@@ -64,7 +63,7 @@ class Steering:
         estimate.add(seconds)
 
     def judge(self) -> bool:
-        """See who is to be avoided, by what each has answered last. True when that has changed."""
+        """Updates `avoided` by the latest response of each server. Returns True if it changed."""
         slow = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
         changed, self.avoided = slow != self.avoided, slow
         return changed
@@ -78,7 +77,7 @@ class Steering:
         return own.mean > max(MIN_SECONDS, factor * best)
 
     def probes(self) -> bool:
-        """Whether this tag is one that asks servers which are avoided, too."""
+        """Counts a tag. Returns whether it uses avoided servers too."""
         self._tags += 1
         return self._tags % PROBE == 0
 
@@ -92,7 +91,7 @@ class Steering:
         return max(MIN_SECONDS, min(points)) if points else FIRST_SECONDS
 
     def overdue_after(self, server: int, num_rows: int) -> float:
-        """Seconds after which a part is so late that others should know."""
+        """Seconds after which a part is so late that the client reports the server."""
         return max(OVERDUE_SECONDS, OVERDUE_FACTOR * self.late_after(server, num_rows))
 
     @property
@@ -105,7 +104,7 @@ class Steering:
         self.num_hedged += 1
 
     def forget(self, server: int) -> None:
-        """It is gone; its next life begins without a past."""
+        """Drops the estimates of a lost server: its next incarnation starts without history."""
         self._estimates[server].clear()
         self.avoided -= {server}
 

@@ -1,8 +1,7 @@
-"""Scenarios: which faults befall which process when, the same for simulated and for real processes. Pure.
+"""Defines scenarios: which fault hits which process at which time, for simulated and for real processes. Pure.
 
-Here: the kinds of fault, Scenario, `scenario_of` (plain values, as read from YAML, to a checked scenario) and its inverse `to_values`.
-Not here: reading a file (flowrt/graph/scenario_file.py), doing a fault (flowrt/simulation/faults.py for virtual time), what must hold
-afterwards (flowrt/simulation/invariants.py). Fault classes are those of the failure model (F1 to F15) in docs/simulation.md.
+`scenario_of` converts plain values, as read from YAML, into a checked scenario; `to_values` is its inverse. The fault classes are those
+of the failure model (F1 to F15) in docs/simulation.md. flowrt/graph/scenario_file.py reads files.
 
 Times count from the first request. A fault with `for_seconds` heals by itself; a crash does not.
 """
@@ -19,7 +18,7 @@ from flowrt.errors import UserError
 
 MAX_FAULTS = 1000
 MAX_SECONDS = 24 * 3600.0
-PERMANENT_SECONDS = 3600.0  # a standstill of at least this is permanent: a recovery must not wait for its end
+PERMANENT_SECONDS = 3600.0  # a standstill of at least this length is permanent: a recovery must not wait for its end
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 _Duration = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
@@ -29,13 +28,13 @@ _OneIn = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="fault", omit_defaults=True):
-    """Root of all faults; `fault:` in a file names the kind."""
+    """Base of all faults; the key `fault:` in a file names the kind."""
 
     at_seconds: _Seconds = 0.0
 
     @property
     def heals(self) -> bool:
-        """Whether everything works again afterwards without a recovery."""
+        """Whether everything works after the end of the fault without a recovery."""
         return True
 
     @property
@@ -44,12 +43,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """Whom it befalls."""
+        """The processes that the fault hits."""
         return ()
 
     @property
     def ends_seconds(self) -> float:
-        """When it is over, from the first request."""
+        """The end of the fault, in seconds from the first request."""
         return self.at_seconds
 
 
@@ -86,7 +85,7 @@ class _OfLinkForATime(_OfLink, frozen=True, kw_only=True):
 
 
 class Crash(_OfProcess, frozen=True, kw_only=True, tag="crash"):
-    """kill -9, or a power cut: nothing of the process runs any more, no `finally` (F1)."""
+    """kill -9, or a power cut: no code of the process runs any more, not even `finally` (F1)."""
 
     @property
     def heals(self) -> bool:
@@ -100,38 +99,38 @@ class _Standstill(_OfProcessForATime, frozen=True, kw_only=True):
 
 
 class Pause(_Standstill, frozen=True, kw_only=True, tag="pause"):
-    """SIGSTOP, then SIGCONT: loop and compute thread stand still (F2)."""
+    """SIGSTOP, then SIGCONT: event loop and compute thread stop (F2)."""
 
 
 class Stall(_Standstill, frozen=True, kw_only=True, tag="stall"):
-    """The loop is blocked, the compute thread goes on (F2)."""
+    """The event loop is blocked; the compute thread continues (F2)."""
 
 
 class Hang(_Standstill, frozen=True, kw_only=True, tag="hang"):
-    """The compute thread stands still, the loop goes on (F2)."""
+    """The compute thread stops; the event loop continues (F2)."""
 
 
 class Slow(_OfProcessForATime, frozen=True, kw_only=True, tag="slow"):
-    """Computing takes `factor` times as long (F3)."""
+    """Computation takes `factor` times as long (F3)."""
 
     factor: _Factor
 
 
 class SlowLink(_OfLinkForATime, frozen=True, kw_only=True, tag="slow_link"):
-    """Frames between the two take `factor` times as long, both ways (F3)."""
+    """Frames between the two processes take `factor` times as long, in both directions (F3)."""
 
     factor: _Factor
 
 
 class Cut(_OfLinkForATime, frozen=True, kw_only=True, tag="cut"):
-    """A partition (F5). `direction`: `there` stops what the first of `between` sends, `back` what the second sends. What was sent
-    meanwhile arrives when it heals."""
+    """A network partition (F5). `direction`: `there` stops frames from the first of `between`, `back` frames from the second. Frames sent
+    during the cut arrive when it heals."""
 
     direction: Literal["both", "there", "back"] = "both"
 
 
 class Reset(_OfLink, frozen=True, kw_only=True, tag="reset"):
-    """The connections between the two are lost, with all that was on its way (F4)."""
+    """The connections between the two processes are lost, with all messages in flight (F4)."""
 
     @property
     def heals(self) -> bool:
@@ -139,7 +138,7 @@ class Reset(_OfLink, frozen=True, kw_only=True, tag="reset"):
 
 
 class Duplicate(_OfLinkForATime, frozen=True, kw_only=True, tag="duplicate"):
-    """One message in `one_in` arrives twice, as when a sender tries again (F4)."""
+    """One message in `one_in` arrives twice, as after a retry of the sender (F4)."""
 
     one_in: _OneIn = 2
 
@@ -151,12 +150,12 @@ class Skew(_OfProcess, frozen=True, kw_only=True, tag="skew"):
 
 
 class TinyQueues(_OfProcess, frozen=True, kw_only=True, tag="tiny_queues"):
-    """Channels of the process hold a single message each (F8); from its start, whatever `at_seconds` says."""
+    """Each channel of the process holds a single message (F8), from its start; `at_seconds` is ignored."""
 
 
 class RollBack(_OfProcess, frozen=True, kw_only=True, tag="roll_back"):
-    """The group of an attention worker drops its running steps and begins a new epoch, as a recovery will make it do. What the old
-    epoch still sends must change nothing (I2)."""
+    """The group of an attention worker drops its running steps and begins a new epoch, as a recovery does. Messages of the old epoch
+    must have no effect (I2)."""
 
 
 AnyFault = Crash | Pause | Stall | Hang | Slow | SlowLink | Cut | Reset | Duplicate | Skew | TinyQueues | RollBack
@@ -164,8 +163,11 @@ KINDS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in AnyFa
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`expect`: what must come of it. `tokens`: every request its right tokens; `tokens_or_error`: that, or an error that names who
-    failed, within `deadline_seconds` of the fault, and nothing left behind. Default: what the faults allow (invariants.py)."""
+    """Faults and the expected outcome of a run.
+
+    `expect`: `tokens`: every request gets its correct tokens. `tokens_or_error`: that, or an error that names the failed process within
+    `deadline_seconds` of the fault, and no leaks. Default: the outcomes that the faults allow (flowrt/simulation/invariants.py).
+    """
 
     scenario: Literal[1] = 1  # the version of this format
     faults: Annotated[tuple[AnyFault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
@@ -174,7 +176,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def ends_seconds(self) -> float:
-        """When the last fault is over, but for those that are permanent."""
+        """The end of the last fault. A fault that does not heal counts with its beginning."""
         return max((fault.ends_seconds if fault.heals else fault.at_seconds for fault in self.faults), default=0.0)
 
 
@@ -198,7 +200,7 @@ _TYPES = {"`float`": "a number", "`int`": "a whole number", "`str`": "a text", "
 
 
 def written(kind: str) -> str:
-    """A fault of the kind with all its keys, as a scenario file has it: what is said with an error."""
+    """An example fault of this kind with all its keys, as in a scenario file; error messages quote it."""
     fields = next(each.__struct_fields__ for each in AnyFault.__args__ if each.__struct_config__.tag == kind)
     keys = sorted(fields, key=list(_SUCH_AS).index)
     return "such as {" + ", ".join([f"fault: {kind}", *(f"{key}: {_SUCH_AS[key]}" for key in keys)]) + "}"
@@ -211,10 +213,10 @@ def scenario_of(
     example: Callable[[str], str] = written,
     kinds: Sequence[str] = KINDS,
 ) -> Scenario:
-    """The scenario that plain values (dict, list, str, int, float) describe. `where(path)` names a place in the file, as FILE:LINE.
+    """Converts plain values (dict, list, str, int, float) into a scenario. `where(path)` returns a place in the file as FILE:LINE.
 
-    `processes`: the names that may be given; None, any. `example(kind)` shows how such a fault is written, `kinds` are those to
-    propose. Raises UserError, one line: what, where, what would be right.
+    `processes`: the accepted process names; None: any. `example(kind)` returns an example of such a fault; `kinds` are the kinds that
+    errors propose. Raises UserError with one line: what is wrong, where, and what is correct.
     """
     if not isinstance(value, dict) or "scenario" not in value:
         raise UserError(f"{where(())}: no scenario file; begin it with the line scenario: 1")
@@ -244,7 +246,7 @@ def scenario_of(
 
 
 def to_values(scenario: Scenario) -> dict[str, Any]:
-    """Plain values that `scenario_of` reads as this scenario; what is default is left out."""
+    """Plain values that `scenario_of` converts back into this scenario; defaults are omitted."""
     values: dict[str, Any] = msgspec.to_builtins(scenario)
     return {"scenario": 1, **values}
 
@@ -254,7 +256,7 @@ def _kind_text(kind: object) -> str:
 
 
 def _in_words(text: str) -> str:
-    """What the validator says, for people who write files."""
+    """Rewrites an error of the validator in the terms of scenario files."""
     for one, other in _TYPES.items():
         text = text.replace(one, other)
     text = re.sub(r"^Object missing required field `(.*)`$", r"`\1` is missing", text)

@@ -1,7 +1,7 @@
-"""When a process that died is started again: a restart budget per process. Pure: deaths in, decisions out.
+"""Decides when a dead process is restarted: a restart budget per process. Pure: deaths in, decisions out.
 
-Not here: starting (flowrt/launcher/restarts.py, which calls this). After Erlang's supervisors: a number of restarts per window. A process
-that uses them up has a fault that a restart does not cure. It stays down for a while, and each later try that fails doubles the while.
+As in Erlang's supervisors, the budget is a number of restarts per window. A process that exhausts it has a fault that a restart does not
+cure. It stays down for one window, and each later attempt that fails doubles this time. flowrt/launcher/restarts.py starts processes.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-FIRST_DELAY_SECONDS = 0.1  # before the second restart within a window; the first is made at once
+FIRST_DELAY_SECONDS = 0.1  # before the second restart within a window; the first is immediate
 MAX_DELAY_SECONDS = 2.0
-MAX_RETRY_SECONDS = 600.0  # between tries of a process that was given up; the first comes after one window
+MAX_RETRY_SECONDS = 600.0  # between attempts for a process that was given up; the first follows after one window
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start it again after `delay_seconds`."""
+    """Restart the process after `delay_seconds`."""
 
     delay_seconds: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It stays down: for `retry_seconds`, or for the rest of the run (None). `why` is for people."""
+    """The process stays down for `retry_seconds`, or for the rest of the run (None). `why`: the reason as text for users."""
 
     why: str
     retry_seconds: float | None
@@ -31,19 +31,19 @@ class GiveUp:
 
 @dataclass(slots=True)
 class _Past:
-    starts: deque[float] = field(default_factory=deque)  # of restarts within the latest window, oldest first
-    num_tries: int = 0  # since it was given up
+    starts: deque[float] = field(default_factory=deque)  # times of restarts within the latest window, oldest first
+    num_tries: int = 0  # attempts since it was given up
 
 
 class Supervision:
-    """At most `restarts` restarts of one process in any `window_seconds`. Then one try at a time, until one lives for a whole window."""
+    """Allows `restarts` restarts per process in any `window_seconds`; then single attempts, until one survives a whole window."""
 
     def __init__(self, restarts: int, window_seconds: float) -> None:
         self._restarts, self._window_seconds = restarts, window_seconds
         self._past: dict[str, _Past] = {}
 
     def on_death(self, process: str, now: float) -> Restart | GiveUp:
-        """It died at `now` (seconds of a monotonic clock), after its first start or after a restart."""
+        """Records a death at `now` (seconds of a monotonic clock), after the first start or after a restart, and returns the decision."""
         if not self._restarts:
             return GiveUp("reliability.restarts is 0", None)
         past = self._past.setdefault(process, _Past())

@@ -1,1 +1,1 @@
-"""Virtual time: the real actors, runner, engine and workers on one seeded event loop over a transport that never meets the world."""
+"""Simulation in virtual time: the real actors, runner, engine and workers on one seeded event loop with a simulated transport."""

@@ -1,7 +1,7 @@
-"""`python -m flowrt.simulation [GRAPH ...] --seeds 1000`: graphs under many seeds of virtual time, faults and all.
+"""The command `python -m flowrt.simulation [GRAPH ...] --seeds 1000`: runs graphs with faults under many seeds in virtual time.
 
-Here: the command, and what it prints. Not here: the runs (campaign.py, cases.py). `make simulate` calls it. A seed that fails is printed
-with what is left of it after shrinking and the command that replays just that; the exit code is then 1.
+`make simulate` runs it. For a seed that fails it prints the smallest case that still fails and the command that replays this case; the
+exit code is then 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flowrt.simulation.world import Outcome
 
 REPORT_EVERY = 100
 DEFAULT_GRAPHS = ("examples/quickstart.yaml",)
-ALL_KINDS_FROM = 1000  # seeds: so many must have met each kind of fault
-MAX_FAILURES = 10  # to look at
+ALL_KINDS_FROM = 1000  # from this number of seeds on, each kind of fault must have occurred
+MAX_FAILURES = 10  # then the campaign ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 when everything held under each seed, 1 when it did not, 2 for bad input."""
+    """Returns the exit code: 0 if all invariants held under each seed, 1 if not, 2 for invalid input."""
     given = _parser().parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before a worker brings torch: its threads are no part of the seed
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: the seed does not determine its threads
     try:
         graphs = [_load(path) for path in _files(given.graphs)]
         scenario = None if given.scenario is None else load_scenario(Path(given.scenario), graphs[0])
@@ -110,7 +110,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _tell_smallest(case: Case, kept: Kept, again: str, shrinks: bool) -> None:
-    """What is left of a failing case, and how to see it again."""
+    """Prints the smallest part of a failing case, and the command that replays it."""
     if shrinks and kept == Kept():
         kept = shrink(case, fails)
     left = kept.of(case)

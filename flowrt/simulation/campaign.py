@@ -1,7 +1,4 @@
-"""Many seeds, one after another, and what came of them.
-
-Here: `campaign`, Failure, Tally. Not here: what a seed means (cases.py), options and texts (__main__.py).
-"""
+"""Runs a campaign of many seeds, one after another, and counts their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _NAMES: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that failed: by which invariant, or else by which kind of error, and the text."""
+    """A seed that failed: the number of the violated invariant, or else the kind of error, and the text."""
 
     seed: int
     invariant: str
@@ -35,13 +32,13 @@ class Failure:
 
 @dataclass
 class Tally:
-    """Of all seeds so far. `faults` counts, by kind, those that met something that lived; `outcomes` counts runs by how they ended."""
+    """Counts over all seeds so far. `faults`: by kind, faults that hit a living target. `outcomes`: runs by how they ended."""
 
     num_seeds: int = 0
     num_steps: int = 0
     virtual_seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    branches: Counter[str] = field(default_factory=Counter)  # what is rare and came about
+    branches: Counter[str] = field(default_factory=Counter)  # occurrences of rare branches
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
@@ -55,7 +52,7 @@ def campaign(
     kept: Kept = Kept(),
     on_run: Callable[[Case, Outcome[Served] | Failure, Tally], bool] = lambda case, came, tally: True,
 ) -> Tally:
-    """Run each seed; `on_run` hears of every one, and ends the campaign by returning False."""
+    """Run each seed. Calls `on_run` after each; False from it ends the campaign."""
     tally = Tally()
     for seed in seeds:
         case = kept.of(draw(seed, graphs, scenario, exact))
@@ -87,7 +84,7 @@ def fails(case: Case) -> bool:
 
 
 def failure_of(seed: int, error: BaseException) -> Failure:
-    """Told by the first error at the bottom; an invariant before anything else, since errors in a group are of one fault."""
+    """The failure by its innermost error. An InvariantError takes precedence, because all errors of a group have one cause."""
     leaves = list(_leaves(error))
     worst = next((leaf for leaf in leaves if isinstance(leaf, InvariantError)), leaves[0])
     if isinstance(worst, InvariantError):

@@ -1,30 +1,30 @@
-"""How a simulated run can fail beyond what its own code raises. Raised by the loop, read by tests and by the command line."""
+"""Errors of a simulated run beyond those that its own code raises: deadlock, livelock, unhandled errors, violated invariants."""
 
 from __future__ import annotations
 
 
 class SimulationError(Exception):
-    """Root of what the virtual loop raises."""
+    """Base of all errors of a simulated run."""
 
 
 class DeadlockError(SimulationError):
-    """Nothing is ready, no timer is set, and the main task is not done. The text lists who waits where."""
+    """No handle is ready, no timer is set, and the main task is not done. The text lists where each task waits."""
 
 
 class LivelockError(SimulationError):
-    """Too many steps at one instant, too many in all, or no end within the virtual seconds allowed."""
+    """Too many steps at one instant, too many steps in total, or no end within the allowed virtual seconds."""
 
 
 class UnhandledError(SimulationError):
-    """A callback raised, or a task's exception was never looked at: on a real loop a line in a log, here the end of the run."""
+    """A callback raised, or the exception of a task was never retrieved. A real loop logs this; here it ends the run."""
 
 
 class ForeignThreadError(SimulationError):
-    """Another thread tried to reach the loop: its timing is not the seed's."""
+    """Another thread called into the loop. The seed does not determine the timing of threads."""
 
 
 class InvariantError(SimulationError):
-    """Something does not hold that must, whatever happened. `invariant` is its number, I1 to I8 (docs/simulation.md)."""
+    """An invariant is violated. `invariant` is its number, I1 to I8 (docs/simulation.md)."""
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")

@@ -1,7 +1,6 @@
-"""Faults in virtual time: a scenario carried out on a world, each fault begun at its time and taken back at its end.
+"""Injects the faults of a scenario into a simulated world: begins each fault at its time and reverts it at its end.
 
-Here: Faults. Not here: what faults there are (flowrt/reliability/scenario.py), how a node stands still or a link holds frames (loop.py,
-weather.py), which scenarios are drawn (cases.py). Used by cluster.py.
+The kinds of fault are in flowrt/reliability/scenario.py; cases.py draws scenarios.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from flowrt.simulation.simulated_seams import thread_of
 from flowrt.simulation.waitables import OUTSIDE
 from flowrt.simulation.world import World
 
-FATE = "fate"  # the node of all this: no fault befalls it
-RETRY_SECONDS = 200e-6  # of a roll-back, which waits until nothing of the old epoch computes
+FATE = "fate"  # the node of the fault timers: no fault hits it
+RETRY_SECONDS = 200e-6  # between attempts of a roll-back, which waits until no call of the old epoch computes
 
 _End = Callable[[], None]
 
 
 class Faults:
-    """`begin` starts the scenario's clock; `heal` ends what has begun and calls off the rest."""
+    """Injects one scenario: `begin` starts its clock; `heal` ends all active faults and cancels the rest."""
 
     def __init__(self, world: World, scenario: Scenario, inside_of: Callable[[str], Inside | None]) -> None:
-        """`inside_of` gives the worker of a process name, None for what has none."""
+        """`inside_of` returns the worker of a process name, or None if it has none."""
         self._world = world
         self._inside_of = inside_of
         self._scenario = scenario
         self._parks: Counter[str] = Counter()
-        self._ends: dict[int, _End] = {}  # of faults that have begun, by their number
+        self._ends: dict[int, _End] = {}  # the ends of active faults, by fault number
         self._begun: list[AnyFault] = []
         self._over = False
         for fault in scenario.faults:
@@ -58,8 +57,8 @@ class Faults:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
 
     def has_met(self, process: str) -> bool:
-        """Whether a fault has begun after which the run may mark the process dead or lose it: it died or stood still, its messages to the
-        launcher were late, or connections of it were lost."""
+        """Whether a fault has begun that permits the run to mark the process dead or lose it: a crash, a standstill, late messages to the
+        launcher, or lost connections. Processes that share an OS process share faults."""
         processes = self._world.processes
         together = {name for name in processes if processes[name] is processes.get(process)} | {process}
         return any(not together.isdisjoint(fault.processes) and _silences(fault) for fault in self._begun)
@@ -89,7 +88,7 @@ class Faults:
             end()
 
     def _befall(self, fault: AnyFault) -> _End | None:
-        """Do it; what takes it back, if anything does. Each is counted when it meets something that lives."""
+        """Inject the fault. Returns the function that reverts it, or None. Counts the fault if it hits a living target."""
         world, network = self._world, self._world.network
         nodes = [self._node(name) for name in fault.processes]
         if any(world.loop.is_dead(node) for node in nodes):
@@ -163,7 +162,7 @@ class Faults:
         return None
 
     def _roll_back(self, inside: Inside, node: str) -> None:
-        """On the worker's own node, as its own code would."""
+        """Runs on the node of the worker, as its own code does."""
         if not self._over and not inside.roll_back():
             loop = self._world.loop
             context = self._world.context(node)
@@ -184,7 +183,7 @@ class Faults:
         return unpark
 
     def _node(self, name: str) -> str:
-        """The node of the latest life of a process; before its first, the one that it will have."""
+        """The node of the latest incarnation of a process; before the first start, the node that it will get."""
         if name == GATEWAY:
             return OUTSIDE
         process = self._world.processes.get(name)

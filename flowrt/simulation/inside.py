@@ -1,8 +1,7 @@
-"""What the simulation sees inside a worker: its engine's pages, its runner's rows and credits.
+"""Reads the internal state of a simulated worker: the pages of its engine, the rows and credits of its runner.
 
-Here: Inside, the only code outside those rooms that reads their private parts, so that a change there has one place to mend here. Not
-here: what is right (invariants.py). It changes nothing, but for the model that a worker computes with, before it loads, and for
-roll-backs at any time, which outside follow only from lost experts.
+Only this module of the simulation reads private attributes of workers, so that a change there needs one change here. It modifies a worker
+in two ways only: it replaces the model before the worker loads, and it rolls back a group, which otherwise only lost experts cause.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from collections import Counter
 from importlib import import_module
 from typing import Any
 
-EXACT_MODEL = "flowrt.workers.exact_nodes"  # these bring torch, so they are imported when they are used
+EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
 DISPATCH, FAILOVER = "flowrt.exchange.dispatch", "flowrt.exchange.failover"
 CUT = "flowrt.operators.dispatch"
 
 
 class Inside:
-    """One worker, by its Worker object."""
+    """A view of one worker, by its Worker object."""
 
     def __init__(self, worker: Any) -> None:
         self.name: str = worker._start.name
         self._worker = worker
-        self._left_during: float | None = None  # since when the call computes in which the group began its epoch
+        self._left_during: float | None = None  # start of the call during which the group began its epoch
         self.late_firings: list[str] = []
 
     def use_exact_model(self) -> None:
-        """Numbers instead of weights. To be called before the worker loads."""
+        """Use the exact model of whole numbers instead of weights. Call it before the worker loads."""
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
@@ -47,7 +46,7 @@ class Inside:
         worker._load, worker._make_runner = load, make
 
     def _watch_epochs(self) -> None:
-        """From when the worker has its engine."""
+        """Record the running call at each roll-back. Call it when the worker has its engine."""
         if (engine := self._engine) is not None:
             roll_back, worker = engine.roll_back, self._worker
 
@@ -59,7 +58,7 @@ class Inside:
             engine.roll_back = noted
 
     def _checked(self, function: Any) -> Any:
-        """I2: a group computes nothing of an epoch that it has left, but for what was being computed then."""
+        """Wraps `function` with check I2: a group computes no firing of an epoch it has left, except in the call that ran at that time."""
 
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
@@ -82,14 +81,14 @@ class Inside:
 
     @property
     def computes(self) -> bool:
-        """A call that began while it was slow may outlast all faults and all requests."""
+        """Whether a call is running. A call that began under a slow fault may outlast all faults and requests."""
         return self._worker._compute.running is not None
 
-    # expert servers, as an attention worker sees them
+    # expert servers from the view of an attention worker
 
     @property
     def servers(self) -> list[str]:
-        """The processes that it asks."""
+        """The expert servers that this worker sends requests to."""
         failover = self._worker._failover
         return [] if failover is None else sorted(failover.processes)
 
@@ -98,7 +97,7 @@ class Inside:
         return survival is not None and (server, incarnation) in survival._over
 
     def asks(self, server: str, incarnation: str) -> bool:
-        """Whether this life of it gets its share of the parts."""
+        """Whether the worker sends parts to this incarnation of the server."""
         failover, links = self._worker._failover, self._worker._links
         if failover is None or links is None or self.holds_for_dead(server, incarnation):
             return False
@@ -107,7 +106,7 @@ class Inside:
         return peers == {incarnation} and not any(number in failover._client._lost for number in numbers)
 
     def unasked(self) -> set[tuple[Any, int]]:
-        """Parts that wait for a copy of their experts, by tag and number, although the worker knows of one."""
+        """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
         failover, runner = self._worker._failover, self._worker._runner
         if failover is None or runner is None:
             return set()
@@ -139,7 +138,7 @@ class Inside:
         return lines
 
     def page_faults(self) -> list[str]:
-        """I3, at any time: each page is free or held, nobody but siblings holds one together, and holders are those that run."""
+        """I3, at any time: each page is free or held, only sibling sequences share a page, and only running sequences hold pages."""
         engine = self._engine
         if engine is None:
             return []
@@ -168,7 +167,7 @@ class Inside:
         return [f"{self.name}: {fault}" for fault in faults]
 
     def branches(self) -> Counter[str]:
-        """How often what is rare came about, so that a draw which never leads there is seen."""
+        """Counts of rare branches, which show whether the drawn cases ever reach them."""
         found = Counter[str]()
         engine, runner, links = self._engine, self._worker._runner, self._worker._links
         if engine is not None:
@@ -184,7 +183,7 @@ class Inside:
         return found
 
     def leftovers(self) -> list[str]:
-        """I8, when all requests have ended and nothing is on its way: what should not be there any more."""
+        """I8, when all requests have ended and no message is in flight: the state that should have been released."""
         worker, left = self._worker, []
         engine, runner = self._engine, worker._runner
         if engine is not None:
@@ -207,8 +206,8 @@ class Inside:
         return [f"{self.name}: {line}" for line in left]
 
     def credits(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-        """I4, at the same moment. Edges that leave: (credits at hand, credits in all). Edges that come in: (credits kept back, messages
-        of which these are not)."""
+        """I4, at the same moment. Outbound edges: name -> (free credits, window size). Incoming edges: name -> (outstanding credits of
+        consumed messages, messages present but not consumed)."""
         runner = self._worker._runner
         if runner is None:
             return {}, {}
@@ -218,7 +217,7 @@ class Inside:
 
 
 def credit_faults(insides: list[Inside]) -> list[str]:
-    """I4 over all edges: credits at hand and credits kept back are all there are, when nothing is on its way."""
+    """I4 over all edges: when no message is in flight, free and outstanding credits add up to the window size."""
     faults, free, kept = [], {}, Counter[str]()
     for inside in insides:
         windows, owed = inside.credits()

@@ -1,12 +1,15 @@
-"""What must hold after every run, whatever befell it.
+"""Checks the invariants that hold after every run, whatever its faults. Raises InvariantError with the number of the violated one.
 
-Not here: what is looked at inside of workers (inside.py, called by cluster.py), what is drawn
-(cases.py). Raises InvariantError with the number of what does not hold:
+I1 Tokens have the indexes 0 to n-1, each once, and equal the reference up to the first token that is marked as degraded.
+I2 No message of an old epoch or incarnation has an effect; a violation shows as I1, I3 or I4.
+I3 Each page is free or held once.
+I4 Free and outstanding credits add up to the window size.
+I5 Every request ends, once, in time.
+I6 Queues stay within their bounds; the code checks this itself.
+I7 A process without a fault is not marked dead.
+I8 No state is left behind.
 
-I1 tokens: indexes 0 to n-1, each once, the reference's up to the first that is marked as degraded. I2 nothing of an old epoch or
-incarnation is used: seen as I1, I3 and I4.
-I3 each page free or held once. I4 credits at hand and on their way are all there are. I5 every request ends, once, in time.
-I6 queues within their bounds: the code's own checks. I7 who did nothing wrong is not held to be dead. I8 nothing is left behind.
+The checks of internal worker state are in inside.py.
 """
 
 from __future__ import annotations
@@ -21,25 +24,25 @@ from flowrt.reliability.scenario import AnyFault, Hang, Pause, Scenario, Skew, S
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 
-LOOKED_SECONDS = 0.05  # by which an outage may have begun before it was seen
-KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is held to have killed servers
-FATAL_LOSSES = 3  # of servers within one step: by accident, they look like a request that kills servers
+LOOKED_SECONDS = 0.05  # an outage may have begun this long before it was observed
+KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is presumed to have killed servers
+FATAL_LOSSES = 3  # servers lost within one step: by coincidence this looks like a request that kills servers
 LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
 
-FENCED_TEXT = "was marked dead: "  # the same for a fenced group; that a fault met the group is checked when it is marked
+FENCED_TEXT = "was marked dead: "  # in the error of a request of a fenced group; whether a fault permits the fence is checked at that time
 FULL_TEXT = "too many active requests"
 
 Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a request
 
 
 def mortal(graph: Graph) -> frozenset[str]:
-    """The workers whose OS process may die: those that share it only with workers that may."""
+    """The workers whose OS process may die: every worker in that process may die."""
     return frozenset(name for host in pack(graph) if may_die(graph).issuperset(host) for name in host)
 
 
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
-    """The processes that the run may fail for, by name: those that meet a fault which neither heals nor is survived, and the workers in
-    the same OS process."""
+    """The processes whose failure may end the run: those hit by a fault that neither heals nor is survived, and the workers in the same
+    OS process."""
     return with_cohosted(graph, {name for fault in scenario.faults if _is_fatal(graph, fault) for name in fault.processes})
 
 
@@ -49,7 +52,7 @@ def with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
 
 
 def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
-    """A standstill is survived by every process: a group is fenced. A lost connection is survived when either of its ends may die."""
+    """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
     return not (fault.heals or isinstance(fault, Pause | Stall | Hang)) and (mortal(graph) | {MONITOR}).isdisjoint(fault.processes)
 
 
@@ -62,11 +65,11 @@ def check(
     may_not_start: frozenset[str] = frozenset(),
     max_requests: int = 1024,
 ) -> None:
-    """Raise InvariantError unless `served` is a right outcome: the right tokens; or, where a fault allows it, an error that names the
-    failed process, in time, with all requests ended and all tokens given till then right.
+    """Raise InvariantError unless `served` is a correct outcome.
 
-    A request may end with an error alone, or be marked as degraded (which of both depends on the graph), only when an expert had no replica
-    for as long as the graph says. The start may fail for the processes `may_not_start`.
+    Correct are the right tokens; or, where a fault permits it, an error that names the failed process, in time, with all requests ended
+    and all tokens up to then correct. A single request may end with an error, or be marked as degraded (the graph determines which),
+    only if an expert had no replica for the time that the graph specifies. The start may fail for the processes in `may_not_start`.
     """
     if served.failure is not None and not (served.failed in may_not_start and not served.clients):
         culprits = frozenset[str]() if scenario.expect == "tokens" else may_fail(graph, scenario)
@@ -111,13 +114,13 @@ def check(
 
 
 def _num_server_losses(graph: Graph, scenario: Scenario) -> int:
-    """The maximum of expert servers that the faults may take down."""
+    """The maximum number of expert server losses that the faults can cause."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
     return sum(len(servers.intersection(fault.processes)) for fault in scenario.faults)
 
 
 def _lost_long_enough(graph: Graph, scenario: Scenario, client: ClientRecord) -> bool:
-    """Whether an expert had no replica for so long that the request may have ended for it; by a clock that may have run too fast."""
+    """Whether an expert was unavailable long enough to end the request, measured by the fastest clock of the scenario."""
     fastest = max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
     lost_seconds = fastest * (client.outage_seconds + LOOKED_SECONDS)
     return scenario.expect != "tokens" and lost_seconds >= graph.reliability.unavailable_expert_seconds
@@ -131,7 +134,7 @@ def _check_tokens(index: int, client: ClientRecord, reference: Reference, whole:
         which = f"request {index}" + (f" choice {choice}" if choice else "")
         if list(indexes) != list(range(len(ours))):
             raise InvariantError("I1", f"{which}: its client received the indexes {list(indexes)}")
-        if marked:  # from there on any token may come, and any end
+        if marked:  # from the first degraded token on, any token and any end is valid
             ours, theirs = ours[: marked[0]], theirs[: marked[0]]
         if ours != (theirs if whole else theirs[: len(ours)]):
             raise InvariantError("I1", f"{which} gave {ours}, the reference {theirs}")
