@@ -61,11 +61,11 @@ async def send_heartbeats(
 
 
 class OperationWatch:
-    """For how long the running operation has run, and for how long at most it may, by its processor time from look to look.
+    """Measures how long the running operation has run and its time limit, from its processor time at each look.
 
-    Its bound holds for the time in which it could run: waiting for a processor does not count, nor a time without looks, in which this
-    process was stopped or had no processor itself. An operation that neither computes nor waits for a processor stands still, and may
-    do so for `still_seconds`: then its bound is what it had run until it stood still, and those.
+    The limit counts only time in which the operation could run. It excludes waiting for a processor, and time without looks, in which this
+    process was stopped or had no processor. An operation that neither computes nor waits for a processor stands still. It may stand still
+    for `still_seconds`: its limit is then at most its time until it stood still plus `still_seconds`.
     """
 
     def __init__(self, look_seconds: float = HEARTBEAT_SECONDS) -> None:

@@ -1,1 +1,1 @@
-"""workers: the wiring of one process: its operators, its runner, its links and, in an attention worker, its engine."""
+"""Composition of one worker process: operators, runner, links and, in an attention worker, the engine."""

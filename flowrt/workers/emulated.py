@@ -1,11 +1,10 @@
-"""A worker on emulated hardware: its computing takes modelled time, its channels are emulated links.
+"""A worker on emulated hardware: its computing takes modelled time, and its channels are emulated links.
 
-Here: EmulatedWorker, which says what is charged for what, and puts the parts together. Not here: waiting (flowrt/emulation.py), links
-(flowrt/actors/emulated_links.py). Made by process.py when the graph says `emulate:`.
+process.py creates it when the graph has `emulate:`. flowrt/actors/emulated_links.py emulates the links.
 
-Charged are an `attention` node for every layer that it runs, and an `experts` node for every layer in each of its calls: requests of
-one layer that a call takes together are one batch, as on hardware. All that is fused into a firing with them (gate, dispatch, combine,
-dense and shared experts) lies within that time; a firing with neither (the embedding alone, the head) takes the time it takes.
+An `attention` node is charged for every layer that it runs, and an `experts` node for every layer in each of its calls: requests of
+one layer in one call are one batch, as on hardware. Nodes fused into a firing with them (gate, dispatch, combine, dense and shared
+experts) run within that time. A firing with neither (the embedding alone, the head) takes its real time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flowrt.timer import Timer
 
 
 class EmulatedWorker:
-    """The emulation of one process of `graph`; owns `timer`. `compute` and `links` are what its runner and its Links are to use."""
+    """The emulation of one process of `graph`. It owns `timer`; its `compute` and `links` are for the worker's runner and Links."""
 
     def __init__(self, graph: Graph, process: str, emulation: Emulation, compute: Compute, timer: Timer) -> None:
         self._timer = timer
@@ -35,7 +34,7 @@ class EmulatedWorker:
         self.links = EmulatedLinks(emulation, timer)
 
     def charged(self, functions: Mapping[str, NodeFunction]) -> dict[str, NodeFunction]:
-        """The same functions; those of charged nodes charge what they run."""
+        """Return the functions, with charging added to those of charged nodes."""
         return {name: self._charged(name, function) if name in self._seconds else function for name, function in functions.items()}
 
     def statistics(self) -> EmulationStatistics:
@@ -52,7 +51,7 @@ class EmulatedWorker:
         )
 
     def close(self) -> None:
-        """After the links and the compute seam are closed. Idempotent."""
+        """Release the timer and the links. Call after the links and the compute seam are closed. Idempotent."""
         self.links.close()
         self._timer.close()
 

@@ -1,7 +1,7 @@
-"""The gateway's half of a user's graph: the source `input`, which mints tags from a counter, and the sink `output`.
+"""The gateway's half of a user's graph: the source `input`, which emits tags from a counter, and the sink `output`.
 
-Here: Endpoint, a worker like any other (the same links, the same runner) whose inputs and outputs are the user's own tensors.
-Not here: models (group.py is their source). Hosted by the launcher in the user's process, under the name of the gateway.
+Endpoint is a worker with the usual links and runner, whose inputs and outputs are the user's tensors. The launcher hosts it in the
+user's process, under the name of the gateway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrt.workers.process import Worker, serve
 
 
 class Endpoint:
-    """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are on the way at once."""
+    """`run` is the worker; `call` sends one tag through the graph. At most `limits.in_flight` tags are in flight at once."""
 
     def __init__(self, graph: Graph) -> None:
         self.ports = sorted({edge.source_port for edge in graph.edges.values() if edge.source == INPUT})
@@ -41,7 +41,7 @@ class Endpoint:
         self._failure: BaseException | None = None
 
     async def run(self, control: Channel, seams: Seams) -> None:
-        """Serve until Stop. Calls that still wait then are failed by the owner, who knows why the graph ended."""
+        """Serve until Stop. The owner fails the calls that still wait then, with the reason why the graph ended."""
 
         def begin(worker: Worker) -> None:
             self._worker = worker
@@ -54,16 +54,16 @@ class Endpoint:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Every call that waits, and every later one, raises `error`."""
+        """Make every waiting call and every later call raise `error`."""
         self._failure = self._failure or error
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._failure)
 
     async def call(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one tensor per input port; the output port's tensors by name. Waits while too many tags are on the way.
+        """Send one tensor per input port, and return the output port's tensors by name. Waits while too many tags are in flight.
 
-        Raises UserError for ports the graph does not have, or a tensor that does not fit the declared spec.
+        Raises UserError for ports that the graph does not have, or for a tensor that does not fit the declared spec.
         """
         self._check(tensors)
         await self._room.acquire()

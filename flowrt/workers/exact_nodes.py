@@ -1,9 +1,10 @@
-"""A tiny model of whole numbers in place of a checkpoint: the graph, messages, pages and exchange of the real one, and no rounding.
+"""A tiny integer model in place of a checkpoint: the real graph, messages, pages and exchange, without rounding.
 
-Here: `build_exact_nodes`, which stands in for model_nodes.build_model_nodes, and `exact_tokens`, the tokens it must give, computed
-without pages, batches, parts or processes. Not here: dispatch, combine, the expert service and sampling, which are the real ones.
-Used by the simulation: whatever is lost, doubled, stale or in a wrong place changes a number, a changed number changes all behind it, and
-a step costs microseconds. Nothing is read from disk but the model's config.json.
+`build_exact_nodes` replaces model_nodes.build_model_nodes. `exact_tokens` computes the expected tokens without pages, batches, parts or
+processes. Dispatch, combine, the expert service and sampling are the real ones.
+
+The simulation uses it: a lost, duplicated, stale or misplaced value changes a number and all later ones, and a step costs
+microseconds. It reads only the model's config.json from disk.
 
 Legend: as in operators/. Numbers are float64 and stay below 2**53, so that sums are the same in every order.
 """
@@ -44,7 +45,7 @@ Numbers = NDArray[Any]
 
 
 class ExactModel:
-    """The arithmetic, row by row. `x` is what travels along the residual, at most some layers' sums of numbers below MODULUS."""
+    """The arithmetic, row by row. `x` is the residual stream: at most some layers' sums of numbers below MODULUS."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -56,17 +57,17 @@ class ExactModel:
         return np.asarray((tokens_T[:, None] * 7919.0 + 17) * self._factors_H % MODULUS + self._shifts_H)
 
     def key(self, x_TH: Numbers) -> Numbers:
-        """What a row leaves in the pages."""
+        """The value that a row stores in the KV pages."""
         return np.asarray(x_TH % MODULUS)
 
     def contexts(self, layer: int, keys_LH: Numbers, num_rows: int) -> Numbers:
-        """Of the last `num_rows` positions of a sequence with these keys: what they see, themselves among it."""
+        """Contexts of the last `num_rows` positions of a sequence with these keys. Each position includes itself."""
         weights_L = (np.arange(len(keys_LH)) * 7919 + layer * 31) % 997 + 1.0
         sums_LH = (keys_LH * weights_L[:, None]).cumsum(axis=0)
         return np.asarray((sums_LH[len(sums_LH) - num_rows :] + layer) % MODULUS)
 
     def route(self, normed_TH: Numbers) -> tuple[Numbers, Numbers]:
-        """expert_ids_TA (all different in a row) and weights_TA."""
+        """Returns expert_ids_TA (distinct within a row) and weights_TA."""
         num_experts, num_active = self.config.num_experts, self.config.num_experts_per_token
         first_T = normed_TH[:, 0].astype(np.int64)
         step_T = normed_TH[:, 1].astype(np.int64) % max(1, num_experts // max(1, num_active)) + 1
@@ -75,7 +76,7 @@ class ExactModel:
         return ids_TA, (normed_TH[:, 2:3] + slots_A * 3) % 7 + 1
 
     def expert(self, layer: int, expert_P: Numbers, x_PH: Numbers) -> Numbers:
-        """Unweighted answers, a row per pair."""
+        """Unweighted expert outputs, one row per pair."""
         return np.asarray((x_PH * (expert_P[:, None] * 31 + layer * 17 + 5) + expert_P[:, None] * 1009) % MODULUS)
 
     def dense(self, layer: int, normed_TH: Numbers) -> Numbers:
@@ -98,7 +99,7 @@ class ExactModel:
 
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
-    """The token ids of each choice of `request`, whoever computes them."""
+    """The expected token ids of each choice of `request`, independent of the processes that compute them."""
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
     model = ExactModel(config)
@@ -122,7 +123,7 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
 
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction]:
-    """A function for each node of `process`, as build_model_nodes gives them."""
+    """A function for each node of `process`, like build_model_nodes."""
     assert graph.model is not None
     config = read_model_config(Path(graph.model.path))
     model, strict = ExactModel(config), graph.numerics == "strict"
@@ -152,7 +153,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
 
 
 class ExactExperts:
-    """As flowrt.operators.experts.Experts. Raises KeyError for an expert that is not held here."""
+    """Like flowrt.operators.experts.Experts. Raises KeyError for an expert that this server does not hold."""
 
     def __init__(self, model: ExactModel, held: Mapping[int, Sequence[int]]) -> None:
         self._model = model

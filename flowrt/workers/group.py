@@ -1,8 +1,8 @@
-"""An attention worker's source: its engine decides the steps, this carries the decisions out.
+"""The source of an attention worker: carries out the steps that its engine decides.
 
-Here: Group, which turns control messages into engine events, steps into minted tags, sampled tokens into messages for the gateway.
-Not here: the decisions (flowrt/engine, pure), the computing (the runner). One per DP group: a pipeline of its own, which asks
-nobody when to step (xDeepServe section 4.2).
+Group turns control messages into engine events, steps into emitted tags, and sampled tokens into messages for the gateway.
+flowrt/engine makes the decisions (pure); the runner computes. Each DP group has one: a pipeline that schedules its steps without
+any other process (xDeepServe section 4.2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LOSSES = 2  # servers that may be lost with one part before its step is susp
 
 
 class Group:
-    """Everything here is synchronous: an event comes in, what follows from it is handed to the runner or to `send`."""
+    """Connects one engine to its runner. All methods are synchronous and pass their effects to the runner or `send`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Group:
         return self._engine.statistics().num_steps
 
     def on_control(self, control: Control) -> None:
-        """Submit, Cancel and Drain; anything else is not for a group."""
+        """Handle Submit, Cancel and Drain; ignore all other messages."""
         match control:
             case Submit(request) if self._refusal is not None:
                 self._send(Ended(request.id, request.attempt, "error", self._refusal))
@@ -73,15 +73,15 @@ class Group:
                 self._carry_out([])
 
     def roll_back(self) -> None:
-        """Drop the steps that run and compute their rows again, in a new epoch."""
+        """Drop the running steps and compute their rows again in a new epoch."""
         self._begin_epoch(self._engine.roll_back())
 
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
-        """A step of this group cannot be computed: compute it once more, then end its requests."""
+        """Handle a failed step of this group: compute it once more, then end its requests."""
         self._fail_step(tag, f"a step of this request failed twice: {error}")
 
     def may_redispatch(self, tag: Tag, num_losses: int) -> bool:
-        """A part of this step was lost with so many servers. False: the step may be what they died of, and is rolled back."""
+        """Whether to redispatch a part that was lost `num_losses` times. False: the step may be the cause and is rolled back."""
         if num_losses < MAX_LOSSES and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
             return True
         self._fail_step(tag, "expert servers died or hung again and again while they computed a part of this request")
@@ -92,8 +92,7 @@ class Group:
             self._begin_epoch(self._engine.fail_step(tag.micro_batch, tag.step, error))
 
     def refuse(self, error: str) -> None:
-        """End every request with this error, and each one that comes until `accept`: nothing can be computed for now. Said again, it
-        changes the sentence."""
+        """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
         refusing, self._refusal = self._refusal is not None, error
         if refusing:
             return
@@ -108,7 +107,7 @@ class Group:
         self._refusal = None
 
     def on_step_end(self, firing: Firing) -> None:
-        """The tokens of a step have come back to the source. Steps of an older epoch were stopped at the runner's door."""
+        """Handle the tokens of a step. The runner has already dropped steps of an older epoch."""
         tag = firing.tag
         tokens, *logprobs = (tensor.tolist() for tensor in firing.inputs["tokens"].tensors)
         told = [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in zip(*logprobs, strict=True)]
@@ -135,7 +134,7 @@ class Group:
             self._send(Drained())
 
     def _emit(self, start: StartStep) -> None:
-        """A step's tags: the layout for every layer, what is sampled, and last the tokens, with which the step begins."""
+        """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step."""
         payloads = batch_payloads(start.batch, self._page_size, self._device)
         tags = [Tag(self._source, start.epoch, start.micro_batch, start.step, layer) for layer in range(self._num_layers)]
         for tag in tags:

@@ -1,4 +1,4 @@
-"""The schemas of a graph's edges: what each built-in operator sends, and what a user's graph declares."""
+"""Builds the schemas of a graph's edges: from the output of each built-in operator, and from the declarations of a user's graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """As in MessageSchema."""
+    """Fields with the meaning of those in MessageSchema."""
 
     tensors: tuple[Spec | None, ...] = ()
     optional: tuple[Spec, ...] = ()

@@ -1,7 +1,6 @@
-"""The functions of a model graph's nodes: built-in operator names bound to weights.
+"""The functions of a model graph's nodes: binds built-in operator names to weights.
 
-Here: `build_model_nodes`, `strict_blocks_text`. Not here: the operators (operators/), the expert exchange (flowrt/exchange), functions
-of a user's graph (user_nodes.py). Called by process.py while it loads; each worker reads only the weights of its own nodes.
+Each worker reads only the weights of its own nodes. user_nodes.py builds the functions of a user's graph.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ M = TypeVar("M", Attention, Gate, DenseMlp, SharedExperts, Experts, Head)
 def build_model_nodes(
     graph: Graph, process: str, device: torch.device, on_built: Callable[[str, int, int], None], now: Callable[[], float]
 ) -> dict[str, NodeFunction]:
-    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` follows the loading; `now`
-    gives seconds, for the profile of products (operators/expert_products.py).
+    """A function for each node of `process` with a built-in operator. `on_built(name, done, total)` reports the loading progress; `now`
+    returns seconds, for the profile of products (operators/expert_products.py).
 
-    With strict numerics each module makes its proof (operators/row_blocks.py) before anything is served.
-
-    Raises ModelError when the checkpoint lacks something or a proof fails, ValueError for an operator that is not built in.
+    With strict numerics each module makes its proof (operators/row_blocks.py) before the worker serves requests.
+    Raises ModelError when the checkpoint lacks a tensor or a proof fails, ValueError for an operator that is not built in.
     """
     nodes = [node for node in graph.nodes_of(process) if ":" not in node.operator and node.operator not in (SOURCE, INPUT, OUTPUT)]
     if not nodes:
@@ -119,7 +117,7 @@ def build_model_nodes(
 
 
 def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
-    """How many pairs an expert service computes in one call, and how many a part may have."""
+    """The maximum number of pairs that an expert service computes in one call, and the maximum per part."""
     pair_bytes = TORCH_DTYPES[config.dtype].itemsize * 2 * (config.hidden_size + config.expert_width)
     return {
         "max_pairs": max(1, MAX_BATCH_BYTES // pair_bytes),
@@ -137,7 +135,7 @@ def strict_blocks_text(graph: Graph) -> str:
 
 
 def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[str, Payload]:
-    """What the source gives out for a step: tokens_T, the layout, and for each sampled row how its token is drawn."""
+    """The source's outputs for a step: tokens_T, the layout, and the sampling parameters of each sampled row."""
     layout = StepLayout.from_lists(batch.query_lengths, batch.kv_lengths, batch.page_tables, page_size, device)
     draws = [draw_of(row, spec) for row, spec in zip(batch.sample_rows, batch.samples, strict=True)]
     return {
@@ -167,7 +165,7 @@ def draw_of(row: int, spec: SampleSpec) -> Draw:
 
 
 def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
-    """A node that takes one tag at a time."""
+    """Wraps a function of one firing as a node function."""
 
     def run(firings: Sequence[Firing]) -> Outputs:
         return [function(firing) for firing in firings]
@@ -223,8 +221,9 @@ class _Mlp:
 
 
 class _Head:
-    """Tokens of the sampled rows, and the logprobs that are wanted: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
-    of unfinished prompts gives empty tensors, which end it too."""
+    """Tokens of the sampled rows, and the requested logprobs: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
+    of unfinished prompts returns empty tensors, which also end the step.
+    """
 
     def __init__(self, head: Head) -> None:
         self._head = head

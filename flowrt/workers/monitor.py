@@ -1,12 +1,11 @@
-"""The monitor: a process of its own that hears everybody's beats and says who is suspect and who is dead.
+"""The monitor: a separate process that receives all heartbeats and reports which processes are suspect and which are dead.
 
-Here: `run_monitor`, its entry, led by the launcher over one control connection like any worker. Not here: the decisions
-(flowrt/reliability/detector.py), beats (flowrt/actors/heartbeats.py), what follows from a verdict (flowrt/cluster). It loads no torch,
-opens
-no channel and holds nothing that is not learned again: one that is started anew knows whom it is told of, or whose beat it hears first.
+The launcher runs it over one control connection, like any worker. flowrt/reliability/detector.py makes the decisions. The monitor
+loads no torch, opens no channel and keeps no state that it cannot learn again: a restarted monitor learns the processes from Joined
+messages and heartbeats.
 
-Told: Start, Peers, Stop; Joined and Left; everybody's Beat and Late, each with its process. The launcher's own Beat (process `gateway`)
-shows how far the line can be trusted. It says Suspected, Cleared, Condemned.
+It receives Start, Peers and Stop; Joined and Left; and the Heartbeat and Late messages of all processes, each with its process. The
+launcher's own Heartbeat (process `gateway`) shows whether the control connection is current. It sends Suspected, Cleared, Condemned.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _MESSAGES: dict[type[Decision], type[Suspected | Cleared | Condemned]] = {
 
 
 class _Settings(msgspec.Struct):
-    """What it reads of the graph."""
+    """The part of the graph that the monitor reads."""
 
     reliability: ReliabilitySettings = ReliabilitySettings()
 
@@ -80,7 +79,7 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
 
 
 class Monitor:
-    """One life of the monitor. Made by `run_monitor`."""
+    """One incarnation of the monitor. Created by `run_monitor`."""
 
     def __init__(self, start: Start, control: Channel, seams: Seams) -> None:
         settings = msgspec.json.decode(start.graph, type=_Settings).reliability
@@ -91,7 +90,7 @@ class Monitor:
         self._pids: dict[str, int] = {}
 
     async def run_line(self) -> None:
-        """Read and write the control connection; when it ends, however it ends, so does the monitor."""
+        """Read and write the control connection. The monitor ends when the connection ends, for any reason."""
         try:
             await self._line.run()
         except LinkLostError:

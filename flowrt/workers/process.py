@@ -1,8 +1,7 @@
-"""A worker from its first word to its last: load, listen, link up, run, stop.
+"""The life cycle of a worker: load, listen, link, run, stop.
 
-Here: `run_worker`, the one entry of every worker, whatever it holds. Not here: how its process was started (flowrt/cluster), the
-engine (group.py), the operators (model_nodes.py, user_nodes.py). Started by module name; also run as a task by `processes: one`
-and by the simulation, which is why it takes its channel and its seams as arguments.
+`run_worker` is the entry point of every worker. A worker process starts it by module name; `processes: one` and the simulation run it
+as a task, which is why it takes its channel and its seams as arguments.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ FAREWELL_SECONDS = 2.0
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """Serve until Stop, or until the control connection ends: nobody works for a launcher that is gone.
+    """Serve until Stop, or until the control connection ends.
 
-    What goes wrong is told to the launcher as Failed, and raised; what the user can mend as UserError.
+    Sends an error to the launcher as Failed and raises it; an error that the user can fix is raised as UserError.
     """
     await serve(control, seams)
 
@@ -77,8 +76,9 @@ async def run_worker(control: Channel, seams: Seams) -> None:
 async def serve(
     control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None = None, begin: Callable[[Worker], None] | None = None
 ) -> None:
-    """As `run_worker`. `on_sink` takes the firings of nodes without a function instead of a group; `begin` is given the worker
-    before anything else happens."""
+    """Like `run_worker`. `on_sink` takes the firings of nodes without a function, in place of a group. `begin` is called with the worker
+    before any other step.
+    """
     first = await control.recv()
     start = from_message(first)
     if not isinstance(start, Start):
@@ -102,7 +102,7 @@ async def serve(
 
 
 class Worker:
-    """One life of one process of the graph. Made by `serve`."""
+    """One incarnation of one process of the graph. Created by `serve`."""
 
     def __init__(self, start: Start, control: Channel, seams: Seams, on_sink: Callable[[Firing], None] | None) -> None:
         self.line = Link(control, CONTROL_MESSAGES, self._on_control)
@@ -149,7 +149,7 @@ class Worker:
         return self._runner.statistics.num_firings if self._runner is not None else 0
 
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
-        """A new tag of a source of this process. Raises RuntimeError before the worker has loaded."""
+        """Emit a new tag from a source of this process. Raises RuntimeError before the worker has loaded."""
         if self._runner is None:
             raise RuntimeError(f"{self._start.name} has not loaded yet")
         self._runner.emit(node, tag, outputs)
@@ -160,7 +160,7 @@ class Worker:
             self._peers.set_result(None)
 
     async def run_line(self) -> None:
-        """Read and write the control connection; when it ends, however it ends, so does the worker."""
+        """Read and write the control connection. The worker ends when the connection ends, for any reason."""
         try:
             await self.line.run()
         except LinkLostError:
@@ -192,7 +192,7 @@ class Worker:
                 self._emulated.close()
 
     async def _work(self, runner: Runner, links: Links) -> None:
-        """From the addresses of the others to the end: link up, then fire and exchange messages until cancelled."""
+        """Wait for the addresses of the peers, link with them, then fire and exchange messages until cancelled."""
         peers = await self._peers
         if peers is None:
             return
@@ -216,7 +216,7 @@ class Worker:
                 tasks.create_task(send_heartbeats(self, self._seams.clock, self._send), name=f"beats of {self._start.name}")
 
     async def tell(self, error: BaseException) -> None:
-        """The output tail to the launcher: one line, and whether it is the user who can mend it."""
+        """Send the error to the launcher: one line, and whether the user can fix it."""
         cause = first_error(error)
         if isinstance(cause, asyncio.CancelledError):
             return
@@ -230,7 +230,7 @@ class Worker:
     # --- loading ------------------------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, NodeFunction]:
-        """Runs in the compute thread: reading weights takes seconds, and beats go on meanwhile."""
+        """Build the node functions. Runs in the compute thread: reading weights takes seconds, and heartbeats continue meanwhile."""
 
         def on_built(text: str, done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(self._send, Progress(text, done, total))
@@ -361,7 +361,7 @@ class Worker:
                 await self.line.flush()
 
     async def _run_links(self) -> None:
-        """A lost peer is told, not raised: its death notice may be on the way, and it is that one who failed."""
+        """Run the links. A lost peer is reported, not raised: the peer failed, and its exit notification may be in flight."""
         assert self._links is not None
         try:
             await self._links.run()
@@ -396,7 +396,7 @@ class Worker:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error at the bottom of groups within groups: the first one that happened."""
+    """The first error within nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,8 @@
-"""What a worker does when another one dies, and when it is back.
+"""A worker's reaction when another process dies, and when its next incarnation joins.
 
-Here: Survival. Not here: who notices (the links of this worker, the launcher), links (flowrt/actors/links.py), what is asked again of whom
-(flowrt/exchange/failover.py). Made by the worker (process.py) when its links are up; one per life of a worker.
+The worker creates one Survival per incarnation when its links are up. flowrt/exchange/failover.py redispatches lost parts.
 
-Notices come twice and in any order: the end of a link may be seen before the launcher tells of it, or after. A life is over once.
+Events may come twice and in any order: a link may end before or after the launcher's notification. Each incarnation ends once.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ COMPLAIN_SECONDS = 1.0  # between two complaints about one server
 
 
 class Survival:
-    """`failover` and `group` are None in workers that ask no expert servers. `tasks` owns what is begun here. `incarnations`: of everybody,
-    at the start."""
+    """Handles lost and joined peers. `failover` and `group` are None in workers without expert servers.
+
+    `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process.
+    """
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Survival:
             tasks.create_task(self._look_on(failover, group), name=f"looks of {name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
-        """The link to this life has ended."""
+        """Handle the end of the link to this incarnation."""
         if self._end(peer.name, peer.incarnation):
             self._send(LinkLost(peer.name, reason, peer.incarnation))
 
@@ -64,7 +65,7 @@ class Survival:
         self._end(control.process, control.incarnation)
 
     def _end(self, process: str, incarnation: str) -> bool:
-        """A life is over. False when that was known."""
+        """Mark an incarnation as ended. Returns False when it had already ended."""
         if (process, incarnation) in self._over:
             return False
         self._over.add((process, incarnation))
@@ -108,7 +109,7 @@ class Survival:
             self._send(lost)
 
     def _complain(self, failover: Failover) -> None:
-        """Tell of servers that owe an answer for far too long."""
+        """Report servers whose response is long overdue."""
         for process, (waited, usual) in failover.overdue().items():
             now = self._clock.now()
             if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:

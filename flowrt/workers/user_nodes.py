@@ -1,7 +1,6 @@
-"""The functions of a user's graph: "module:function", imported here, in the worker, and checked against its ports.
+"""The functions of a user's graph ("module:function"), imported in the worker and checked against the ports of their nodes.
 
-Here: `build_user_nodes`. Not here: built-in operators (model_nodes.py), what a spec string means (specs.py in flowrt/dataflow).
-Called by process.py while it loads, with the graph file's folder first on the path.
+`build_user_nodes` puts the graph file's folder first on the import path. model_nodes.py builds the built-in operators.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LOOKS_LIKE_SPEC = re.compile(r"(?!list|dict|tuple|set|type)[a-z]+[0-9][a-z0-9_]
 def build_user_nodes(graph: Graph, process: str, device: torch.device) -> dict[str, NodeFunction]:
     """A function for each node of `process` whose operator is "module:function".
 
-    Raises UserError, one line, when the module or function is not there, when its parameters are not the node's inputs, or when a
+    Raises UserError, one line, when the module or function does not exist, when its parameters are not the node's inputs, or when a
     spec in the file and an annotation disagree.
     """
     nodes = [node for node in graph.nodes_of(process) if ":" in node.operator]
