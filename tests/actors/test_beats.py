@@ -52,7 +52,7 @@ def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0,
     return run(0, main).result
 
 
-def test_a_beat_tells_what_the_sources_say_at_even_intervals() -> None:
+def test_heartbeat_reports_its_sources_at_even_intervals() -> None:
     said = beats_of(1.05)
     assert [at for at, _ in said] == [pytest.approx(HEARTBEAT_SECONDS * i, abs=1e-5) for i in range(11)]
     assert [heartbeat.sequence for _, heartbeat in said] == list(range(11))
@@ -67,7 +67,7 @@ def test_a_beat_tells_what_the_sources_say_at_even_intervals() -> None:
         (0.75, 0.65, 0.85),  # what was missed is not made up for
     ],
 )
-def test_a_late_beat_tells_by_how_much(stalled: float, lag: float, then: float) -> None:
+def test_late_heartbeat_reports_its_delay(stalled: float, lag: float, then: float) -> None:
     """The loop is blocked from 0.01 s until `stalled`."""
     said = beats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
     assert said[1][0] == pytest.approx(stalled, abs=2e-3)
@@ -108,7 +108,7 @@ def every_tenth(start: float, end: float, computes: float) -> list[Look]:
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_hung_is_told_from_long(name: str, rows: list[Look], hung_after: float | None) -> None:
+def test_hung_and_long_operations_are_distinguished(name: str, rows: list[Look], hung_after: float | None) -> None:
     beyond = looks(rows)
     hung = [now for (now, _), excess in zip(rows, beyond, strict=True) if excess > 1e-9]
     assert (hung[0] if hung else None) == (None if hung_after is None else pytest.approx(hung_after, abs=0.11))
@@ -122,7 +122,7 @@ def test_time_in_the_run_queue_and_time_without_looks_extend_the_bound() -> None
     assert watch.look(9000.0, Running("call", 7.0, 60.0, 50.0, STILL_SECONDS, queued_seconds=450.0))[1] < 60.0  # it was stopped
 
 
-def test_who_waits_for_a_processor_does_not_stand_still() -> None:
+def test_waiting_for_a_processor_is_not_a_standstill() -> None:
     watch = OperationWatch()
     wants = True
     running = Running("call", 7.0, 60.0, 1.0, STILL_SECONDS, lambda: wants)
@@ -143,7 +143,7 @@ def test_another_call_begins_anew_and_a_declared_wait_is_allowed() -> None:
     assert watch.look(10.0, None) == (None, 0.0, 0.0)
 
 
-def test_people_are_told_that_it_stands_still() -> None:
+def test_standstill_is_logged() -> None:
     watch = OperationWatch()
     for i in range(6):
         label, _, _ = watch.look(i / 10, Running("experts", 1.0, 60.0, 2.0, STILL_SECONDS))

@@ -141,7 +141,7 @@ async def test_it_falls_back_as_often_as_there_are_transports() -> None:
         assert one.scheme == "zmq"
 
 
-async def test_when_none_is_left_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_transport_left_the_reasons_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback, "MEET_SECONDS", 0.1)
     async with linked("faulty+inproc?drop@3", "nosuch") as (one, two):
         await two.send(numbered(0))
@@ -219,7 +219,7 @@ def carry(sender: Ledger, receiver: Ledger, messages: Iterable[Message]) -> list
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()), max_size=20))
-def test_the_ledger_delivers_each_message_once_whatever_breaks(rounds: list[tuple[int, int, bool, bool]]) -> None:
+def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, bool, bool]]) -> None:
     """Rounds of: send some, of which a part arrives, perhaps tell, perhaps break. What arrived is then a prefix of what was sent."""
     sender, receiver = Ledger(), Ledger()
     delivered: list[int] = []
@@ -243,7 +243,7 @@ def test_the_ledger_delivers_each_message_once_whatever_breaks(rounds: list[tupl
     assert receiver.doubles <= sender.resent
 
 
-def test_a_ledger_refuses_what_cannot_be() -> None:
+def test_resend_buffer_refuses_impossible_events() -> None:
     ledger = Ledger()
     ledger.kept.append(numbered(0))
     for number in (-1, 2):

@@ -38,7 +38,7 @@ def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
     assert planned == {("q", "shm"): False, ("q", "zmq"): True, ("r", "shm"): True}
 
 
-def test_answers_need_as_much_room_as_their_requests_whatever_link_these_took():
+def test_responses_need_as_much_room_as_their_requests_on_any_link():
     nodes = [node("ask", "p"), node("serve", "q")]
     edges = [
         Edge("ask", "y", "serve", "x", transport="shm", credits=64),

@@ -119,7 +119,7 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[FirstUseChannel, FirstUse
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("speaker", ["first", "second", "both"])
-async def test_it_opens_when_somebody_speaks(scheme: str, speaker: str, loop_kind: str) -> None:
+async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speaker: str, loop_kind: str) -> None:
     async with asyncio.timeout(60), two_ends(scheme) as (one, two):
         receiving = [asyncio.ensure_future(receive_all(end, 0, 5)) for end in (one, two)]
         for _ in range(20):

@@ -148,7 +148,7 @@ async def world(scheme: str, calls: bool, **options: object) -> AsyncIterator[Wo
 
 @SCHEMES
 @CLIENT_CALLS
-async def test_a_loss_is_told_once_and_ends_nothing_else(scheme: str, calls: bool, loop_kind: str) -> None:
+async def test_loss_is_reported_once_and_ends_nothing_else(scheme: str, calls: bool, loop_kind: str) -> None:
     async with world(scheme, calls) as w:
         await w.exchange("b1")
         await w.leave("b1")
@@ -162,7 +162,7 @@ async def test_a_loss_is_told_once_and_ends_nothing_else(scheme: str, calls: boo
 
 @SCHEMES
 @CLIENT_CALLS
-async def test_new_lives_are_used_as_the_first_was(scheme: str, calls: bool, loop_kind: str) -> None:
+async def test_later_incarnations_are_used_like_the_first(scheme: str, calls: bool, loop_kind: str) -> None:
     async with world(scheme, calls) as w:
         for former, life in (("b1", "b2"), ("b2", "b3")):
             await w.exchange(former)
@@ -226,7 +226,7 @@ async def test_a_connection_that_breaks_is_a_loss(scheme: str) -> None:
 
 
 @SCHEMES
-async def test_the_loss_of_anybody_else_ends_all(scheme: str) -> None:
+async def test_loss_of_any_other_process_ends_the_run(scheme: str) -> None:
     async with world(f"faulty+{scheme}?drop@3", True, tolerated="c") as w:
         await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)
         w.post("b1", *range(10))
@@ -238,7 +238,7 @@ async def test_the_loss_of_anybody_else_ends_all(scheme: str) -> None:
 
 @SCHEMES
 @CLIENT_CALLS
-async def test_a_life_that_is_told_to_be_over_does_not_join(scheme: str, calls: bool) -> None:
+async def test_ended_incarnation_does_not_join(scheme: str, calls: bool) -> None:
     async with world(scheme, calls) as w:
         w.client.drop("b", "b2")  # told before it is told that it has begun
         assert not await w.client.join("b", "b2", {scheme: w.addresses.get(scheme, "nowhere")})
@@ -249,7 +249,7 @@ async def test_a_life_that_is_told_to_be_over_does_not_join(scheme: str, calls: 
         assert w.lost == []
 
 
-async def test_a_life_may_end_while_it_joins() -> None:
+async def test_incarnation_may_end_while_it_joins() -> None:
     async with world("shm", False) as w:  # the server calls, and this one never does
         await w.leave("b1")
         await until(lambda: w.lost)
@@ -264,7 +264,7 @@ async def test_a_life_may_end_while_it_joins() -> None:
         assert [incarnation for incarnation, _ in w.lost] == ["b1"]
 
 
-async def test_a_later_life_may_join_while_one_joins() -> None:
+async def test_later_incarnation_may_join_while_one_joins() -> None:
     async with world("shm", False) as w:
         joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
         for _ in range(20):
@@ -275,7 +275,7 @@ async def test_a_later_life_may_join_while_one_joins() -> None:
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
 
 
-async def test_a_later_life_may_have_called_while_an_earlier_one_joins() -> None:
+async def test_later_incarnation_may_have_called_while_an_earlier_one_joins() -> None:
     async with world("shm", False) as w:
         joining = asyncio.ensure_future(w.client.join("b", "b2", {}))
         await w.serve("b3")
@@ -287,7 +287,7 @@ async def test_a_later_life_may_have_called_while_an_earlier_one_joins() -> None
         await w.exchange("b3")
 
 
-async def test_a_life_joins_once() -> None:
+async def test_incarnation_joins_once() -> None:
     async with world("shm", True) as w:
         w.client.drop("b", "b1")
         addresses = await w.serve("b2")
@@ -325,7 +325,7 @@ async def test_a_caller_waits_until_we_are_told_of_it_and_others_are_refused(sch
         await w.exchange("b2")
 
 
-async def test_somebody_else_at_the_address_is_not_taken_for_the_new_life() -> None:
+async def test_another_process_at_the_address_is_not_the_new_incarnation() -> None:
     async with world("shm", True) as w:
         w.client.drop("b", "b1")
         await w.serve("b2")
@@ -368,7 +368,7 @@ async def test_emulated_links_are_lost_and_joined_alike() -> None:
 
 
 @SCHEMES
-async def test_links_that_open_at_their_first_use_do_so_in_each_life(scheme: str) -> None:
+async def test_lazy_channels_open_at_first_use_in_each_incarnation(scheme: str) -> None:
     async with world(scheme, True, first_use=True) as w:
         await w.exchange("b1", 5)
         for former, life in (("b1", "b2"), ("b2", "b3")):
@@ -379,7 +379,7 @@ async def test_links_that_open_at_their_first_use_do_so_in_each_life(scheme: str
         await w.exchange("c1", 5)
 
 
-async def test_a_reader_of_the_new_life_starts_after_join_has_returned() -> None:
+async def test_reader_of_the_new_incarnation_starts_after_join_returns() -> None:
     """Who awaits `join` opens its edges before the first message of that life is there."""
     async with world("shm", True) as w:
         w.client.drop("b", "b1")
@@ -418,7 +418,7 @@ async def test_bad_message_ends_the_link_of_its_sender(tolerated: str) -> None:
             assert (error.peer, error.reason) == ("b", "a double response")
 
 
-def test_a_life_ends_once_and_never_comes_back() -> None:
+def test_incarnation_ends_once_and_never_returns() -> None:
     lives, one, two = Lives(), Identity("b", "b1"), Identity("b", "b2")
     assert lives.begin(one)
     assert lives.current("b") == one

@@ -54,7 +54,7 @@ def test_a_token_after_the_end_is_late() -> None:
     assert found.any
 
 
-def test_a_request_that_failed_lost_nothing_behind_what_it_was_told() -> None:
+def test_failed_request_loses_no_token_after_its_error() -> None:
     assert difference_of(EXPECTED, answer(*RIGHT[:2], reason="error")) == Difference()
     assert difference_of(EXPECTED, answer(RIGHT[0], RIGHT[2], reason="error")) == Difference(lost=1)
     assert answer(*RIGHT, reason="error").failed
@@ -71,7 +71,7 @@ def test_a_token_that_comes_late_is_an_extra_stall() -> None:
     assert compare.extra_stalls([late], usual, [1.0]) == []  # it had ended: nothing befell it
 
 
-def test_answers_that_differ_undisturbed_are_told() -> None:
+def test_different_outputs_without_faults_are_reported() -> None:
     expected, num_different = compare.expected_of([answer(*RIGHT), answer(*RIGHT[:4], (4, 99)), answer(reason="error")])
     assert expected == {0: EXPECTED}
     assert num_different == 1

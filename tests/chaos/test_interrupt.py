@@ -13,7 +13,7 @@ from flowrt.chaos.leaks import children_of, is_alive
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_an_interrupt_ends_all_and_still_writes_what_was_seen(tmp_path: Path) -> None:
+def test_interrupt_ends_all_processes_and_writes_the_record(tmp_path: Path) -> None:
     plan, record = tmp_path / "plan.yaml", tmp_path / "found.json"
     faults = "{fault: crash, process: experts.1, at_seconds: 0}, {fault: stall, process: attention.0, at_seconds: 0, for_seconds: 3600}"
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")

@@ -22,7 +22,7 @@ def graph() -> Graph:
     return read_graph(ROOT / "examples" / "quickstart.yaml")
 
 
-def test_each_kind_of_word_is_read(graph: Graph) -> None:
+def test_every_fault_syntax_is_parsed(graph: Graph) -> None:
     words = (
         "kill:experts.1@2s, pause:experts.0@1s+500ms,stall:attention.0@.5+2s,hang:experts.2@0s+1s,"
         "slow:experts.0@1s+5sx4,reset:attention.0-experts.1@250ms,crash:monitor@3"
@@ -40,7 +40,7 @@ def test_each_kind_of_word_is_read(graph: Graph) -> None:
     )
 
 
-def test_the_words_say_what_will_be_done(graph: Graph) -> None:
+def test_description_states_the_planned_faults(graph: Graph) -> None:
     scenario = parse_faults("kill:experts.1@2s,pause:experts.0@1s+500ms,slow:experts.0@1s+5sx4,reset:attention.0-experts.1@1s", graph)
     assert [fault_text(fault) for fault in scenario.faults] == [
         "kill experts.1",
@@ -77,14 +77,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_words_are_one_line_that_says_which(graph: Graph, words: str) -> None:
+def test_invalid_fault_is_named_in_one_line(graph: Graph, words: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_faults(words, graph)
     assert BAD[words] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_befalls_workers_of_one_process(graph: Graph) -> None:
+def test_no_faults_for_workers_that_share_one_process(graph: Graph) -> None:
     with pytest.raises(UserError, match=r"workers share processes.*deploy\.processes=many"):
         parse_faults("kill:experts.1@2s", replace(graph, processes="one"))
 
@@ -132,6 +132,6 @@ def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare
         assert len(may_die(graph)) == 3
 
 
-def test_only_what_a_process_does_to_itself_needs_obedient_workers(graph: Graph) -> None:
+def test_only_self_inflicted_faults_need_fault_injecting_workers(graph: Graph) -> None:
     assert not needs_fault_worker(parse_faults("kill:experts.1@2s,pause:experts.0@1s+500ms", graph))
     assert needs_fault_worker(parse_faults("kill:experts.1@2s,hang:experts.0@1s+500ms", graph))

@@ -53,7 +53,7 @@ def assert_right(found: ChaosResult) -> None:
     assert len(found.answers) >= 4
 
 
-async def test_short_standstills_change_no_token_and_end_nobody(tmp_path: Path) -> None:
+async def test_short_standstills_change_no_token_and_end_no_process(tmp_path: Path) -> None:
     faults = (
         "{fault: pause, process: experts.0, at_seconds: 0.1, for_seconds: 0.2}, "
         "{fault: stall, process: experts.1, at_seconds: 0.4, for_seconds: 0.2}, "
@@ -202,7 +202,7 @@ async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
         assert all(counts["rows"] == 0 for counts in watch.held.values())
 
 
-async def test_what_is_not_there_is_missed() -> None:
+async def test_missing_targets_are_reported() -> None:
     async with running() as (graph, injector, watch, _):
         words = parse_faults("kill:experts.1@0s", graph.graph)
         graph.launcher.pids["experts.1"] = 1 << 22
@@ -210,7 +210,7 @@ async def test_what_is_not_there_is_missed() -> None:
         assert watch.injected_faults[0].missed == "experts.1 is not running"
 
 
-async def test_a_life_is_killed_once_however_long_it_takes_to_die() -> None:
+async def test_incarnation_is_killed_once_even_if_it_dies_slowly() -> None:
     async with running() as (graph, injector, watch, _):
         await injector.run(parse_faults("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
         assert [injected.missed for injected in watch.injected_faults] == ["", *["experts.1 is not running"] * 2]

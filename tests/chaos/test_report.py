@@ -201,7 +201,7 @@ def test_a_stall_and_lower_throughput_are_not_met() -> None:
     assert rows["throughput in 3.0 s after a fault, to before it"] == ("0.667 (one value)", "open")
 
 
-def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
+def test_leaks_and_unexplained_losses_are_counted_and_reported() -> None:
     found = found_of(make_answers(0.5, 80))
     found.leaks.append("launcher: 11 descriptors, 10 before")
     assert found.watch is not None
@@ -214,7 +214,7 @@ def test_leaks_and_losses_without_cause_are_counted_and_told() -> None:
     assert report.notes == ["left behind: launcher: 11 descriptors, 10 before"]
 
 
-def test_what_could_not_be_done_is_told_once_and_who_stayed_down_with_the_remedy() -> None:
+def test_failed_faults_and_processes_left_down_are_reported_once() -> None:
     found = found_of(make_answers(0.5, 80))
     found.injected_faults += [
         InjectedFault("kill experts.1", "crash", "experts.1", 3.0, missed="experts.1 is not running") for _ in range(30)

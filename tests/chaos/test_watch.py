@@ -43,7 +43,7 @@ def test_a_note_is_read_back_and_other_lines_are_not_taken() -> None:
     assert watch.notes == [("attention.0", note)]
 
 
-def test_times_are_those_of_the_life_that_was_ended() -> None:
+def test_times_belong_to_the_ended_incarnation() -> None:
     """The last of the clients counts, each with its first word; words of another life do not."""
     clock = HandClock()
     watch = Watch(clock, {"experts.1": {"attention.0", "attention.1"}})
@@ -73,7 +73,7 @@ def test_times_are_those_of_the_life_that_was_ended() -> None:
     assert watch.back_seconds(second) == math.inf
 
 
-def test_an_order_begins_when_the_worker_says_so() -> None:
+def test_order_begins_when_the_worker_reports_it() -> None:
     watch = Watch(HandClock())
     watch.injected_faults += [InjectedFault("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
     watch.take_line("experts.0", Note("stall", 1.25).as_line())
@@ -109,7 +109,7 @@ def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     ],
     ids=lambda value: value.text if isinstance(value, InjectedFault) else "",
 )
-def test_a_loss_without_cause_is_told_from_one_with(injected: InjectedFault, explained: bool) -> None:
+def test_losses_with_and_without_cause_are_distinguished(injected: InjectedFault, explained: bool) -> None:
     assert injected.explains("experts.1", 2.0, dead_seconds=1.0) == explained
 
 
@@ -183,7 +183,7 @@ async def test_what_does_not_end_in_time_is_left_behind() -> None:
     assert clock.seconds == pytest.approx(END_SECONDS, abs=2 * LOOK_SECONDS)
 
 
-def test_slots_and_credits_that_do_not_come_back_are_told() -> None:
+def test_slots_and_credits_not_returned_are_reported() -> None:
     whole = {"attention.0": {"credits away": 3, "rows": 0, "sequences": 0}, "experts.0": {"credits kept back": 3, "rows": 0}}
     assert unreturned(whole) == []
     lost = {"attention.0": {"credits away": 4, "rows": 1, "pages held": 2}, "experts.0": {"credits kept back": 3}}
@@ -194,6 +194,6 @@ def test_slots_and_credits_that_do_not_come_back_are_told() -> None:
     ]
 
 
-def test_the_clients_of_a_server_are_those_that_ask_it() -> None:
+def test_clients_of_a_server_are_those_that_send_it_requests() -> None:
     graph = read_graph(ROOT / "examples" / "quickstart.yaml")
     assert clients_of(graph) == {f"experts.{number}": {"attention.0", "attention.1"} for number in range(3)}

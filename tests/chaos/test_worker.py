@@ -19,7 +19,7 @@ from flowrt.transports.inproc import InprocChannel
 LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=0, max_message_bytes=0, capacity_messages=8)
 
 
-async def test_orders_are_obeyed_in_their_place_and_all_else_goes_through() -> None:
+async def test_orders_take_effect_in_order_and_other_messages_pass() -> None:
     ours, theirs = InprocChannel.pair(LIMITS, Identity("gateway"), Identity("experts.0"))
     heard: list[str] = []
     channel = OrderChannel(theirs, lambda order: heard.append(order.what))
@@ -125,7 +125,7 @@ async def test_slow_fault_ends_after_its_duration(clock: FakeTime) -> None:
     await worker._compute.aclose()
 
 
-async def test_a_stall_blocks_whoever_obeys(clock: FakeTime) -> None:
+async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
     _, obedience = takes_orders()
     obedience.carry_out(Order("stall", 0.05))
     assert clock.now == pytest.approx(0.05, abs=2e-3)
@@ -145,7 +145,7 @@ async def test_whom_the_worker_gives_up_is_noted_when_it_has(capsys: pytest.Capt
     await worker._compute.aclose()
 
 
-async def test_a_usual_worker_takes_an_order_for_nonsense() -> None:
+async def test_worker_without_fault_injection_rejects_orders() -> None:
     import msgspec
 
     from flowrt.actors.control import from_message

@@ -24,9 +24,7 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(str(stopped.value.code))
 
 
-def test_promises_verdicts_and_seconds_are_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_checks_results_and_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "-v", "--json", str(results)) == 0
     shown = capsys.readouterr().out
@@ -37,7 +35,7 @@ def test_promises_verdicts_and_seconds_are_shown(
     assert all(each["verdict"] == "kept" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
 
 
-def test_a_broken_promise_is_named_and_ends_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_check_is_named_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(inproc.InprocChannel, "_payload_bytes", lambda self, message: 0)
     assert check(monkeypatch, "inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio") == 1
     shown = capsys.readouterr().out

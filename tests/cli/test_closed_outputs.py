@@ -20,7 +20,7 @@ def shell(words: str, graph_file: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", ["{run} >&-", "{run} >/dev/full", "{run} --json - >/dev/full"])
-def test_answers_that_cannot_be_written_are_told(graph_file: Path, words: str) -> None:
+def test_unwritable_answers_are_reported(graph_file: Path, words: str) -> None:
     done = shell(words, graph_file)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

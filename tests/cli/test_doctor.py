@@ -64,7 +64,7 @@ def test_what_auto_takes_and_why() -> None:
     assert nothing.remedy is not None
 
 
-def test_whether_what_lies_between_products_is_our_own() -> None:
+def test_doctor_reports_whether_fused_kernels_are_used() -> None:
     assert rows_check(True).text == "norms, attention over pages, routing: our own"
     not_built = rows_check(False)
     assert not not_built.ok
@@ -72,7 +72,7 @@ def test_whether_what_lies_between_products_is_our_own() -> None:
     assert "gcc" in (not_built.remedy or "")
 
 
-def test_which_products_are_our_own() -> None:
+def test_doctor_reports_which_products_are_native() -> None:
     assert products_check([0, 1]).text == "in panels: float32 (AVX-512), bfloat16 (AMX)"
     assert products_check([0]).text == "in panels: float32 (AVX-512)"
     assert products_check([]).text == "the library's: this processor has no AVX-512"

@@ -300,7 +300,7 @@ def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, mon
     assert not new_console(Output(Terminal())).is_terminal
 
 
-async def test_the_account_asks_nobody_again(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is stopped would never answer: the last word of those that end in order is enough."""
     out, said = Output(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
     running = _Running(Options(graph=graph_file), out, out, [PromptRequest("one", SamplingParams())])

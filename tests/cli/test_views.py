@@ -249,7 +249,7 @@ def test_the_record_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
         check_writable(str(tmp_path))
 
 
-def test_an_output_nobody_reads_goes_silent_once() -> None:
+def test_output_without_reader_goes_silent_once() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -111,7 +111,7 @@ def test_a_plan_without_parts_fires_at_once():
     assert firing.inputs["parts"] == []
 
 
-def test_an_answer_to_a_tag_that_is_over_is_dropped_and_leaves_no_row():
+def test_response_to_a_finished_tag_is_dropped_and_leaves_no_row():
     matching = table([GATHER], [PLAN, *ANSWERS])
     matching.arrive(PLAN, tag(), (0,))
     assert fired(matching.arrive(ANSWERS[0], tag(), "v", 0)) is not None
@@ -119,7 +119,7 @@ def test_an_answer_to_a_tag_that_is_over_is_dropped_and_leaves_no_row():
     assert len(matching) == 0
 
 
-def test_a_superseded_part_is_answered_by_its_replacements():
+def test_replacements_complete_a_superseded_part():
     matching = table([GATHER], [PLAN, *ANSWERS])
     matching.arrive(PLAN, tag(), (0, 1))
     matching.arrive(ANSWERS[0], tag(), "v0", 0)
@@ -159,7 +159,7 @@ def test_rolling_back_deletes_the_rows_of_older_epochs():
 
 
 @given(st.permutations(range(5)))
-def test_a_stateful_node_fires_in_step_order_per_lane(order):
+def test_stateful_node_fires_in_step_order_per_micro_batch(order):
     state = node("state", one("a"), stateful=True)
     edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])
@@ -170,7 +170,7 @@ def test_a_stateful_node_fires_in_step_order_per_lane(order):
     assert len(matching) == 0
 
 
-def test_lanes_of_a_stateful_node_do_not_wait_for_each_other():
+def test_micro_batches_of_a_stateful_node_do_not_wait_for_each_other():
     state = node("state", one("a"), stateful=True)
     edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])

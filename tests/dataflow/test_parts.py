@@ -28,7 +28,7 @@ def test_an_empty_plan_is_complete_at_once():
     assert cover.complete() == []
 
 
-def test_duplicates_and_parts_nobody_asked_for_are_refused():
+def test_duplicate_and_unexpected_parts_are_refused():
     cover: Cover[str] = Cover()
     cover.expect((0,))
     assert cover.arrive(0, "a")
@@ -49,7 +49,7 @@ def test_replacements_cover_a_lost_part_in_its_place():
     assert cover.complete() == ["two", "three", "one"]
 
 
-def test_a_late_answer_that_comes_before_its_replacements_counts():
+def test_late_response_before_its_replacements_counts():
     cover: Cover[str] = Cover()
     cover.expect((0,))
     cover.supersede(0, (1, 2))
@@ -76,7 +76,7 @@ def test_a_part_is_superseded_once_and_only_if_awaited():
         cover.supersede(9, (3,))
 
 
-def test_anonymous_answers_are_counted():
+def test_anonymous_responses_are_counted():
     cover: Cover[str] = Cover()
     cover.arrive(None, "a")
     cover.expect_count(2)

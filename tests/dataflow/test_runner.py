@@ -198,7 +198,7 @@ def add(firing):
     return {"y": number(sum(value_of(part) for part in firing.inputs["parts"]))}
 
 
-async def test_the_server_answers_only_who_asked_and_may_take_all_at_once():
+async def test_server_responds_only_to_its_clients_and_may_take_all_requests_at_once():
     calls = []
 
     def serve(firings):
@@ -221,7 +221,7 @@ async def test_the_server_answers_only_who_asked_and_may_take_all_at_once():
     assert bench.credits() == []  # they come back with the answers
 
 
-async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped():
+async def test_response_returns_the_credit_and_a_second_response_is_dropped():
     bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
     for step in range(3):
         bench.runner.emit("in0", tag(step), {"x": number(step)})
@@ -238,7 +238,7 @@ async def test_the_answer_brings_the_credit_back_and_a_second_answer_is_dropped(
     assert bench.runner.statistics.num_dropped == 1
 
 
-async def test_rolling_back_forgets_what_waited_and_stops_the_old_epoch_at_the_door():
+async def test_roll_back_drops_waiting_messages_and_rejects_the_old_epoch():
     bench = Bench(service_graph(), "client0", {"cut0": cut, "add0": add})
     bench.runner.emit("in0", tag(0), {"x": number(1)})
     await bench.settle()
@@ -315,7 +315,7 @@ async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
     assert [value_of(firing.inputs["x"]) for firing in bench.sunk] == [0, 4]
 
 
-async def test_a_request_that_fails_is_answered_with_its_error_and_alone():
+async def test_failed_request_alone_gets_an_error_response():
     """Requests of a batch are computed one by one when the batch fails; each response brings its credit back."""
     failed = []
     server = Bench(SERVICE, "q", {"b": fails_for(1, 3)}, on_failed=lambda tag, error: failed.append(tag))
@@ -531,7 +531,7 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
         await task
 
 
-async def test_what_leaves_early_is_stopped_by_a_roll_back_and_what_cannot_be_sent_is_told():
+async def test_roll_back_stops_early_outputs_and_unsendable_ones_are_reported():
     bench = Bench(model_like_graph(), "p", {"gate": double, "cut": double, "shared": double})
     output = Output(model_like_graph().edges["cut.y -> far.x"], tag(), number(1))
     bench.runner._leave([output])

@@ -194,7 +194,7 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     assert step.batch.samples[0].output_counts == {1: 1, 2: 0, 3: 2}
 
 
-def test_logprobs_are_told_to_those_who_asked_and_as_many_as_asked() -> None:
+def test_logprobs_are_sent_as_requested() -> None:
     group = Engine(LIMITS, 1, 100, VOCABULARY)
     group.submit(request("a", (1,), max_tokens=2, logprobs=1))
     group.submit(request("b", max_tokens=2))

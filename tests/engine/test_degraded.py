@@ -54,7 +54,7 @@ def test_a_step_that_is_rolled_back_marks_nothing() -> None:
     assert step(engine) == [("a", 0, False)]
 
 
-def test_who_is_computed_again_from_the_first_token_is_whole() -> None:
+def test_sequence_recomputed_from_the_first_token_is_not_marked() -> None:
     """Four pages of two tokens: b gives its pages to a, and comes back when a has ended."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=4, page_size=2, max_tokens=8, max_num_batched_tokens=16)
     engine = engine_of(request("a", (1, 2), max_tokens=7), request("b", (3, 4), max_tokens=7), limits=limits)

@@ -167,7 +167,7 @@ def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], gi
     assert group.idle
 
 
-def test_committed_tokens_are_replayed_and_not_told_again() -> None:
+def test_committed_tokens_are_replayed_and_not_sent_again() -> None:
     whole = request("a", max_tokens=6, seed=4)
     output = expected_output(whole)
     again = msgspec.structs.replace(whole, attempt=1, committed_token_ids=(tuple(output[:4]),))

@@ -163,7 +163,7 @@ def client(request):
     return Client(request.param)
 
 
-def test_with_everybody_there(client):
+def test_all_servers_alive(client):
     client.begin()
     client.serve_all()
     client.check()
@@ -171,7 +171,7 @@ def test_with_everybody_there(client):
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1), (1, 2)])
-def test_what_a_dead_server_was_asked_is_asked_of_others(client, server, answered):
+def test_parts_of_a_dead_server_are_redispatched(client, server, answered):
     client.begin()
     for other in answered:
         client.serve(other)
@@ -202,7 +202,7 @@ def test_two_of_three_die_one_after_the_other_and_return(client):
     client.check((0, 1, 2))
 
 
-def test_parts_that_wait_for_a_copy_when_the_server_dies(client):
+def test_parts_wait_for_a_replica_when_the_server_dies(client):
     client.begin()
     client.die(0)
     client.die(1)
@@ -225,7 +225,7 @@ def test_a_part_cut_before_its_server_died_and_sent_after(client):
     client.check()
 
 
-def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
+def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(client):
     client.die(0)
     client.die(1)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
@@ -242,7 +242,7 @@ def test_a_part_cut_without_a_copy_and_known_after_the_copy_is_back(client):
     assert not client.failover.waits
 
 
-def test_a_part_without_a_copy_when_another_server_dies_before_it_is_looked_at_again(client):
+def test_part_without_a_replica_when_another_server_dies_before_its_retry(client):
     """Server 0 is back, but the tag's plan came after that was looked at; then server 1 dies, and the tag is cut anew for that."""
     client.die(0)
     client.die(2)
@@ -268,14 +268,14 @@ def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     assert not client.failover.waits
 
 
-def test_an_answer_asked_again_for_a_tag_that_was_rolled_back_is_no_error(client):
+def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
     answers = [Payload((X_TH,), PartHeader(7))]
     inputs = {"plan": Payload((WEIGHTS_TA, POSITIONS_T)), "parts": answers, "residual": Payload((X_TH,))}
     (outputs,) = Combine(client.client, client.strict)([Firing("combine", Tag("s@1"), inputs)])
     assert torch.equal(outputs["y"].tensors[0], X_TH)
 
 
-def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
+def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     client.begin()
     late = client.asked[1].popleft()
     client.die(1)
@@ -291,7 +291,7 @@ def test_a_late_answer_counts_if_it_is_first_and_is_dropped_if_not(client):
     client.check((0, 1))
 
 
-def test_credits_of_a_former_life_do_not_count(client):
+def test_credits_of_an_earlier_incarnation_do_not_count(client):
     """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
     for step in range(4):
         client.begin(step)
@@ -328,7 +328,7 @@ def test_versions_of_the_map_grow(client):
     assert versions == sorted(set(versions))
 
 
-def test_pairs_without_a_copy_are_cut_as_a_part_of_nobody(client):
+def test_pairs_without_a_replica_form_a_part_without_server(client):
     client.die(0)
     client.die(1)
     client.begin()
@@ -348,7 +348,7 @@ def timed(*answer_seconds):
     return client, clock
 
 
-def test_a_late_part_is_asked_of_another_and_the_first_answer_counts():
+def test_late_part_is_hedged_and_the_first_response_counts():
     for first in ("late", "hedge"):
         client, clock = timed(0.01, 0.01, 0.01)
         client.begin()
@@ -376,7 +376,7 @@ def test_a_late_part_is_asked_of_another_and_the_first_answer_counts():
         assert client.client.steering.num_hedged == 1
 
 
-def test_a_server_that_owes_a_late_answer_is_asked_nothing_that_others_can_answer():
+def test_server_with_a_late_response_gets_no_part_that_others_can_take():
     client, clock = timed(0.01, 0.01, 0.01)
     client.begin()
     late = client.asked[1].popleft()
@@ -398,7 +398,7 @@ def test_a_server_that_owes_a_late_answer_is_asked_nothing_that_others_can_answe
     assert client.client.steering.num_hedged == 1
 
 
-def test_a_hedge_whose_server_dies_is_cut_anew():
+def test_hedge_of_a_dead_server_is_redispatched():
     client, clock = timed(0.01, 0.01, 0.01)
     client.begin()
     client.asked[1].popleft()
@@ -411,7 +411,7 @@ def test_a_hedge_whose_server_dies_is_cut_anew():
     client.check()
 
 
-def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
+def test_slow_server_is_avoided_where_others_hold_a_replica():
     client, _ = timed(0.01, 0.05, 0.01)
     client.failover.hedge()
     client.begin()
@@ -425,7 +425,7 @@ def test_a_slow_server_is_steered_around_where_others_hold_a_copy():
     client.check((0, 1))
 
 
-def test_who_owes_an_answer_for_far_too_long_is_told():
+def test_overdue_server_is_reported():
     client, clock = timed(0.1, 0.1, 0.1)
     client.begin()
     client.serve(0)

@@ -73,7 +73,7 @@ def test_a_step_in_which_nothing_was_left_out_is_not_marked(client):
     assert not client.failover.take_degraded(Tag("s@1", 1))
 
 
-def test_with_a_copy_back_the_sum_is_whole_and_no_step_is_marked(client):
+def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
     give_up(client)
     client.begin(0, epoch=1)
     client.serve_all()

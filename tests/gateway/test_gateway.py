@@ -510,7 +510,7 @@ def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], 
         ({1: 2}, "the prompt is {1: 2}, it must be"),
     ],
 )
-def test_a_prompt_that_is_no_token_ids_ends_that_request(prompt: object, text: str) -> None:
+def test_prompt_of_invalid_token_ids_ends_that_request(prompt: object, text: str) -> None:
     event = gateway().admit(prompt, SamplingParams())  # type: ignore[arg-type]
     assert isinstance(event, EndEvent)
     assert event.error is not None

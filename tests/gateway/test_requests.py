@@ -84,7 +84,7 @@ async def test_a_request_that_is_given_up_while_it_is_tokenized_leaves_nothing(c
     assert {load.num_sequences for load in requests.gateway.loads.values()} == {0}
 
 
-def test_a_client_that_goes_while_the_line_is_full_leaves_nothing_open() -> None:
+def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_open() -> None:
     async def main() -> None:
         sent: list[Control] = []
         is_full, room = asyncio.Event(), asyncio.Event()

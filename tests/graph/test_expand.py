@@ -84,7 +84,7 @@ def test_defaults(load) -> None:
     assert all(edge.credits == 0 for edge in graph.edges.values()), "within a process nothing is counted"
 
 
-def test_processes_credits_transport_link_and_who_answers_what(load) -> None:
+def test_processes_credits_transport_link_and_responses(load) -> None:
     graph = load(QUICK + "  links: {attention-experts: {transport: shm, link: ub}}\n  processes: 2\n")
     assert graph.process_names() == ["attention.0", "attention.1", "experts.0", "experts.1", "experts.2"]
     assert graph.processes == 2

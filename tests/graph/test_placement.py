@@ -22,7 +22,7 @@ def test_the_even_placement_is_even_and_complete(sizes: tuple[int, int, int]) ->
     assert all(held == tuple(sorted(set(held))) for held in servers)
 
 
-def test_three_servers_with_two_copies_hold_two_thirds_each() -> None:
+def test_three_servers_with_two_replicas_hold_two_thirds_each() -> None:
     assert [len(held) for held in even_placement(24, 3, 2)] == [16, 16, 16]
 
 
@@ -44,7 +44,7 @@ def test_ids_survive_being_written(ids: set[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["1-", "-1", "a", "1;2", "1-2-3", "3-1", "1,1", "0-99999999", "0-9999999999999", "1,,2"])
-def test_what_is_no_id(text: str) -> None:
+def test_invalid_ids_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_ids(text)
 
@@ -59,6 +59,6 @@ def test_what_is_no_id(text: str) -> None:
         (True, "names no experts"),
     ],
 )
-def test_what_is_no_option(option: object, message: str) -> None:
+def test_invalid_options_are_refused(option: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         held_experts(option, (0, 1))

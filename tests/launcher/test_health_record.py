@@ -44,7 +44,7 @@ def test_open_requests_without_progress_are_not_ok_until_something_comes(told: T
     assert told.standing.health().ok
 
 
-def test_steps_of_groups_are_progress_and_beats_alone_are_none(told: Told) -> None:
+def test_steps_of_groups_are_progress_and_heartbeats_alone_are_not(told: Told) -> None:
     told.standing.progress.opened(told.now)
     told.heartbeat("attention.0", 3)
     told.now += 4.0
@@ -70,7 +70,7 @@ def test_how_far_each_worker_has_come(told: Told) -> None:
     assert not told.standing.health().workers
 
 
-def test_suspects_and_those_who_are_down_are_warnings_until_they_are_back(told: Told) -> None:
+def test_suspected_and_dead_processes_are_warnings_until_they_return(told: Told) -> None:
     told.hear(events.WorkerSuspected("experts.0", "no heartbeat for 0.42 s"))
     assert told.warnings == ("experts.0 is suspect: no heartbeat for 0.42 s",)
     told.hear(events.WorkerCleared("experts.0", "it beats"))

@@ -217,7 +217,7 @@ def test_one_reports_a_worker_that_fails() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_a_hosted_worker_is_told_the_same() -> None:
+def test_hosted_worker_gets_the_same_messages() -> None:
     from launcher.fake_workers import run_worker
 
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_a_hosted_worker_is_told_the_same() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_a_failure_nobody_asked_about_is_raised_at_the_end() -> None:
+def test_unqueried_failure_is_raised_at_the_end() -> None:
     async def main() -> None:
         failed = asyncio.Event()
         it = Run("echo.0", on_event=lambda event: failed.set() if isinstance(event, events.RunFailed) else None)
@@ -265,7 +265,7 @@ def test_calls_after_a_death_raise_it_and_the_end_does_not_repeat_it(run: Callab
     on_loop(run, main)
 
 
-def test_an_error_of_the_owners_callback_is_told_and_raised_by_every_call() -> None:
+def test_error_of_the_owners_callback_is_reported_and_raised_by_every_call() -> None:
     async def main() -> None:
         def refuse(name: str, control: Control) -> None:
             raise KeyError(name)
@@ -283,7 +283,7 @@ def test_an_error_of_the_owners_callback_is_told_and_raised_by_every_call() -> N
     on_loop(asyncio.run, main)
 
 
-def test_names_of_processes_are_told_apart() -> None:
+def test_names_of_processes_are_distinguished() -> None:
     hosts = ["attention.0", "attention.1", "experts.0", "experts.12", "experts.112", "attention.10+experts.1", "attention.10+experts.2"]
     names = [shown_name(host) for host in hosts]
     assert len(set(names)) == len(hosts)
@@ -292,7 +292,7 @@ def test_names_of_processes_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 20])
-def test_a_death_just_before_the_stop_is_told(turns: int) -> None:
+def test_death_just_before_the_stop_is_reported(turns: int) -> None:
     async def main() -> None:
         it = Run("echo.0", "echo.1")
         async with it.launcher as launcher:
@@ -332,7 +332,7 @@ def test_a_lost_link_between_the_living_ends_the_run() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_last_words_are_kept_and_go_to_stderr_under_the_workers_name(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_tail_is_kept_and_goes_to_stderr_under_the_workers_name(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         it = Run("raise.0", "echo.0", on_line=None)
         error = await it.failure()
@@ -345,7 +345,7 @@ def test_last_words_are_kept_and_go_to_stderr_under_the_workers_name(capfd: pyte
     on_loop(asyncio.run, main)
 
 
-def test_at_most_fifty_last_words_of_a_crash_in_native_code() -> None:
+def test_output_tail_of_a_native_crash_has_at_most_fifty_lines() -> None:
     async def main() -> None:
         error = await Run("chatty.0").failure()
         assert isinstance(error, WorkerDiedError)
@@ -357,7 +357,7 @@ def test_at_most_fifty_last_words_of_a_crash_in_native_code() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_a_worker_that_leaves_unasked_ends_the_run() -> None:
+def test_worker_that_exits_without_request_ends_the_run() -> None:
     async def main() -> None:
         error = await Run("echo.0", "leave.0").failure()
         assert str(error) == "leave.0 exited with status 0 without being told to"
@@ -366,7 +366,7 @@ def test_a_worker_that_leaves_unasked_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("role", ["hang", "block"])
-def test_a_worker_that_never_answers_is_named(role: str) -> None:
+def test_worker_that_never_responds_is_named(role: str) -> None:
     async def main() -> None:
         def be_quick(event: events.Event) -> None:
             if isinstance(event, events.WorkerListening):  # the time to import everything on a busy machine is over

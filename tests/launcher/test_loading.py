@@ -56,7 +56,7 @@ async def test_one_that_dies_after_it_has_loaded_and_before_the_others_have(tmp_
         assert {event.name for event in r.events if isinstance(event, events.WorkerDiedLoading)} == {"mute.0", "server.1"}
 
 
-async def test_lives_that_end_by_themselves_while_they_load(tmp_path: Path) -> None:
+async def test_incarnations_that_exit_while_they_load(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "infant.0", "server.1"))
     async with r.launcher:
         how = [event.how for event in r.events if isinstance(event, events.WorkerDiedLoading)]
@@ -64,7 +64,7 @@ async def test_lives_that_end_by_themselves_while_they_load(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-async def test_who_dies_too_often_while_it_loads_ends_the_run(tmp_path: Path, restarts: int) -> None:
+async def test_server_that_dies_too_often_while_loading_ends_the_run(tmp_path: Path, restarts: int) -> None:
     r = Run(graph_of(tmp_path, "stillborn.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=restarts)))
     why = {0: "reliability.restarts is 0", 2: "it was started again 2 times in 30 s"}[restarts]
     with pytest.raises(WorkerDiedError, match=rf"stillborn\.0 exited with status 7 while it loaded, and {why}"):

@@ -88,7 +88,7 @@ class Run:
 
 
 @LOOPS
-def test_a_killed_server_is_told_of_and_comes_back(run: Callable[..., object], tmp_path: Path) -> None:
+def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp_path: Path) -> None:
     async def main() -> None:
         r = Run(graph_of(tmp_path, "server.0", "server.1"))
         async with r.launcher as launcher:
@@ -126,7 +126,7 @@ def test_a_killed_server_is_told_of_and_comes_back(run: Callable[..., object], t
     on_loop(run, main)
 
 
-async def test_left_is_told_while_the_fork_server_can_do_nothing(tmp_path: Path) -> None:
+async def test_exit_is_reported_while_the_fork_server_is_blocked(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         with held(launcher):
@@ -204,7 +204,7 @@ async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> Non
         await r.until(lambda: r.heard("server.0", "done", "hello"))
 
 
-async def test_a_former_life_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
+async def test_earlier_incarnation_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=100)))
     async with r.launcher:
         held_then: list[int] = []
@@ -292,7 +292,7 @@ async def test_leaving_in_haste_while_one_is_started_again(tmp_path: Path) -> No
         await live()
 
 
-async def test_one_that_fails_is_started_again_and_its_reason_told(tmp_path: Path) -> None:
+async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher:
         await r.ask("server.0", "fail")
@@ -302,7 +302,7 @@ async def test_one_that_fails_is_started_again_and_its_reason_told(tmp_path: Pat
         ]
 
 
-async def test_a_reason_is_told_that_is_read_after_the_word_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revival, "_LAST_WORDS_SECONDS", 30.0)
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
@@ -334,7 +334,7 @@ async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> Non
         assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
 
 
-async def test_a_server_that_has_lost_a_client_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revival, "EXPLAINED_SECONDS", 0.05)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
@@ -391,7 +391,7 @@ def fake_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_monitor")
-async def test_the_monitor_hears_of_lives_and_signs(tmp_path: Path) -> None:
+async def test_monitor_receives_incarnations_and_heartbeats(tmp_path: Path) -> None:
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         for name in ("client.0", "client.1", "server.0"):
@@ -410,7 +410,7 @@ async def test_the_monitor_hears_of_lives_and_signs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_monitor")
-async def test_whom_the_monitor_condemns_is_killed_in_that_life_only(tmp_path: Path) -> None:
+async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path) -> None:
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]

@@ -40,7 +40,7 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("fake_monitor")
-async def test_a_monitor_that_answers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "ASK_SECONDS", 0.01)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
@@ -52,7 +52,7 @@ async def test_a_monitor_that_answers_is_left_alone(tmp_path: Path, monkeypatch:
         assert not r.of(events.WorkerLost, MONITOR)
 
 
-async def test_a_death_that_a_stopped_fork_server_does_not_tell_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_death_is_noticed_while_the_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revival, "FORK_SERVER_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher:

@@ -6,7 +6,7 @@ from flowrt.actors.control import EdgeStatistics, Statistics
 from flowrt.launcher.totals import total
 
 
-def test_one_life_is_itself() -> None:
+def test_totals_of_one_incarnation_are_its_own() -> None:
     life = Statistics(edges=(EdgeStatistics(3, "shm", 5, 50),), num_firings=7, resident_bytes=9, strict_blocks="rows of 4")
     assert total([life], 0) == life
 

@@ -39,7 +39,7 @@ def attend(directory: Any, tables: list[list[int]], dtype: str = "float64") -> l
 
 
 @pytest.mark.parametrize("name", ["plain", "mixtral window", "deepseek_v2"])
-def test_reading_in_place_gives_what_copies_give(models: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_in_place_equals_copying(models: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = attend(models[name], SCATTERED)
     monkeypatch.setattr(attention_plan, "COPIED_BYTES", 0)
     torch.testing.assert_close(attend(models[name], IN_ONE_PIECE), copied, rtol=1e-11, atol=1e-11)

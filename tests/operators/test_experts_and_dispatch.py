@@ -52,13 +52,13 @@ def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, 
     assert sorted(covered) == list(range(ids.numel()))
 
 
-def test_a_copy_table_refuses_servers_that_do_not_exist() -> None:
+def test_replica_table_refuses_unknown_servers() -> None:
     for copies in ([[0], [2]], [[0], [-1]]):
         with pytest.raises(ValueError, match="expert 1 has copies on servers"):
             CopyTable.from_lists(copies, 2)
 
 
-def test_pairs_of_an_expert_without_a_copy_are_a_part_of_nobody_and_are_cut_again_when_there_is_one() -> None:
+def test_pairs_of_an_unavailable_expert_form_a_part_without_server_and_are_partitioned_again() -> None:
     expert_ids_TA, weights_TA = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     positions_T = torch.tensor([0, 1])
     nowhere, there = cut(expert_ids_TA, weights_TA, positions_T, CopyTable.from_lists([[0], [], [0]], 2))
@@ -106,7 +106,7 @@ def test_no_pairs_give_zero_rows(experts: Experts) -> None:
     assert not experts.forward(1, x, nothing, nothing, torch.zeros(0)).any()
 
 
-def test_an_expert_that_is_not_held_is_refused(models: Any) -> None:
+def test_expert_not_held_is_refused(models: Any) -> None:
     some = Experts(read_model_config(models["wide"]), Checkpoint(models["wide"]), {1: (3, 5)})
     x, row = torch.ones(2, 64), torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"layer 1: experts \[4\] were asked for but are not held here; held are \[3, 5\]"):

@@ -42,7 +42,7 @@ def test_the_best_are_chosen_and_weighed(dtype: torch.dtype, num_experts: int, n
 
 
 @needs_rows
-def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_chooses_somebody() -> None:
+def test_equal_scores_choose_the_first_and_nan_scores_choose_valid_experts() -> None:
     expert_ids, weights = rows.topk_softmax(torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0] * 6]), 4, 1.0, torch.float32)
     assert expert_ids.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
     assert torch.equal(weights[1], torch.full((4,), 0.25))
@@ -61,7 +61,7 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_chooses_some
 @needs_rows
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_pairs_are_cut_as_by_the_library(data: st.DataObject) -> None:
+def test_pairs_are_partitioned_as_by_the_library(data: st.DataObject) -> None:
     num_experts, num_servers = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
     num_rows, num_active = data.draw(st.integers(0, 12)), data.draw(st.integers(1, num_experts))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
@@ -99,7 +99,7 @@ def equal_parts(found: list[Part], expected: list[Part]) -> None:
 
 
 @needs_rows
-def test_a_pair_that_nobody_can_be_given_is_refused() -> None:
+def test_pair_without_a_possible_server_is_refused() -> None:
     table, weights = CopyTable.from_lists([[0], [1]], 2), torch.ones(1, 2)
     for expert in (-1, 2):
         with pytest.raises(IndexError, match="a pair names what there is not: 2 experts, 2 servers"):
@@ -130,7 +130,7 @@ def test_a_pair_that_nobody_can_be_given_is_refused() -> None:
 @needs_rows
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 700])
-def test_answers_are_added_with_the_librarys_bits(dtype: torch.dtype, num_rows: int, threads: int) -> None:
+def test_responses_are_summed_with_the_librarys_bits(dtype: torch.dtype, num_rows: int, threads: int) -> None:
     residual = drawn(num_rows, 88, dtype=dtype)
     generator = torch.Generator().manual_seed(num_rows)
     where = [(torch.rand(num_rows, generator=generator) < share).nonzero()[:, 0] for share in (1.0, 0.5, 0.1, 0.0, 0.7)]

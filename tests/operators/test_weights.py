@@ -73,7 +73,7 @@ def test_fused_rows_and_transposed_tensors(models: Any, tmp_path: Path, monkeypa
         checkpoint.read_part(replace(config, num_experts=7), "expert_down", (64, 48))
 
 
-def test_experts_hold_what_they_were_asked_to(models: Any, tmp_path: Path) -> None:
+def test_servers_hold_the_requested_experts(models: Any, tmp_path: Path) -> None:
     config = read_model_config(models["plain"])
     for directory in (models["plain"], fuse_experts(models["plain"], tmp_path / "fused")):
         experts = Experts(config, Checkpoint(directory), {0: (6, 1), 2: (3,)})

@@ -94,7 +94,7 @@ def reap(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def test_a_death_is_told_before_the_dead_memory_is_given_back() -> None:
+def test_death_is_notified_before_the_memory_is_released() -> None:
     async def main() -> None:
         for _ in range(20):  # a thread that finds no processor in time may come second
             if await death_of_one(kill, hold_with_memory):
@@ -105,11 +105,11 @@ def test_a_death_is_told_before_the_dead_memory_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT])
-def test_every_death_is_told(number: int) -> None:
+def test_every_death_is_notified(number: int) -> None:
     asyncio.run(death_of_one(lambda pid: os.kill(pid, number)))
 
 
-def test_who_dies_before_it_holds_is_waited_for_by_nobody() -> None:
+def test_process_that_dies_before_it_locks_has_no_waiter() -> None:
     async def main() -> None:
         told: list[None] = []
         lock = ExitLock("child", lambda: told.append(None))
@@ -126,7 +126,7 @@ def test_who_dies_before_it_holds_is_waited_for_by_nobody() -> None:
     asyncio.run(main())
 
 
-def test_a_death_that_is_known_is_not_told() -> None:
+def test_known_death_is_not_notified() -> None:
     async def main() -> None:
         told: list[None] = []
         lock = ExitLock("child", lambda: told.append(None))
@@ -153,7 +153,7 @@ def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
     asyncio.run(main())
 
 
-def test_without_descriptors_nobody_is_told_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_there_is_no_notification_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         def refuse(name: str, flags: int) -> int:
             raise OSError(errno.EMFILE, "too many open files")

@@ -76,7 +76,7 @@ def test_a_frame_too_large_is_refused_before_it_is_read(lines: tuple[socket.sock
         reader.next_body()
 
 
-def test_descriptors_nobody_takes_are_closed(lines: tuple[socket.socket, socket.socket]) -> None:
+def test_untaken_descriptors_are_closed(lines: tuple[socket.socket, socket.socket]) -> None:
     read_end, write_end = os.pipe()
     send_blocking(lines[0], fork("w", 1), [write_end])
     os.close(write_end)

@@ -181,7 +181,7 @@ def test_short_stalls_are_not_even_suspected() -> None:
     assert scene.said == []
 
 
-def test_silence_does_not_count_while_the_launcher_gives_no_sign() -> None:
+def test_silence_does_not_count_while_the_launcher_is_silent() -> None:
     scene = Scene()
     scene.play(1.0, HEALTHY)
     scene.launcher_beats = False

@@ -11,7 +11,7 @@ def state_of(progress: Progress, now: float) -> ServiceState:
     return ServiceState(num_open=progress.num_open, idle_seconds=progress.idle_seconds(now))
 
 
-def test_requests_without_progress_are_no_health() -> None:
+def test_requests_without_progress_are_unhealthy() -> None:
     progress = Progress()
     assert health(state_of(progress, 1e6)).ok  # nobody waits, and nothing comes
     progress.opened(1e6)

@@ -28,11 +28,11 @@ def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
     assert steering(0.010, 0.200).late_after(1, 1) == pytest.approx(0.030)
 
 
-def test_short_answers_are_not_late_at_once():
+def test_short_responses_are_not_late_at_once():
     assert steering(1e-4, 1e-4).late_after(0, 1) == MIN_SECONDS
 
 
-def test_sizes_are_told_apart():
+def test_sizes_are_distinguished():
     both = steering(0.010, 0.010)
     assert both.late_after(0, 500) == FIRST_SECONDS
     for _ in range(MIN_ANSWERS):
@@ -52,12 +52,12 @@ def test_a_slow_server_is_avoided_and_taken_back():
     assert servers.avoided == frozenset()
 
 
-def test_all_slow_alike_or_short_is_nobody():
+def test_equally_slow_or_short_responses_mark_no_server_slow():
     assert steering(0.5, 0.5, 0.5).avoided == frozenset()
     assert steering(1e-5, 1e-5, 1e-3).avoided == frozenset()
 
 
-def test_a_new_life_is_taken_for_a_good_one():
+def test_new_incarnation_starts_as_not_slow():
     servers = steering(0.010, 0.050)
     assert servers.avoided == {1}
     servers.forget(1)
@@ -65,7 +65,7 @@ def test_a_new_life_is_taken_for_a_good_one():
     assert servers.late_after(1, 1) == pytest.approx(0.030)
 
 
-def test_at_most_one_part_in_ten_is_asked_twice():
+def test_at_most_one_part_in_ten_is_hedged():
     servers = steering(0.010, 0.010)
     for _ in range(int(BUDGET_MOST)):
         assert servers.may_spend

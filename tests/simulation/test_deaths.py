@@ -70,7 +70,7 @@ def test_servers_that_die_one_after_another_cost_no_token() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_last_copy_is_waited_for(seed: int) -> None:
+def test_last_replica_is_waited_for(seed: int) -> None:
     graph = load("tight.yaml")
     outcome = serve_under(seed, graph, requests(5), Crash(process="experts.1", at_seconds=0.05), expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 5
@@ -78,7 +78,7 @@ def test_the_last_copy_is_waited_for(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_requests_end_when_the_last_copy_does_not_come_back(seed: int) -> None:
+def test_requests_end_when_the_last_replica_does_not_return(seed: int) -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
     outcome = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05))
     served = outcome.result
@@ -99,7 +99,7 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_when_a_copy_is_back_output_is_whole_and_not_marked(seed: int) -> None:
+def test_output_is_whole_and_unmarked_when_a_replica_is_back(seed: int) -> None:
     graph = load("tight.yaml", restarts=1, unavailable_expert_seconds=0.05, unavailable_expert="degrade")
     asked = requests(6, apart=0.1) + requests(2, apart=8.0)
     outcome = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.02))
@@ -166,7 +166,7 @@ def test_a_server_that_the_launcher_has_lost_is_started_again(seed: int) -> None
     ],
     ids=lambda value: f"{value.kind}-{'-'.join(value.processes)}" if isinstance(value, Fault) else str(value),
 )
-def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: int) -> None:
+def test_process_marked_dead_by_the_monitor(fault: Fault, condemned: int, started_again: int) -> None:
     graph = load("2x3.yaml", detector=True)
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
     assert outcome.result.finish_reasons == ("length",) * 8
@@ -174,7 +174,7 @@ def test_whom_the_monitor_condemns(fault: Fault, condemned: int, started_again: 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_alone_holds_an_expert_is_waited_for_however_slow(seed: int) -> None:
+def test_only_holder_of_an_expert_is_waited_for_although_slow(seed: int) -> None:
     slow = Slow(process="experts.1", at_seconds=1e-3, for_seconds=5.0, factor=50.0)
     outcome = serve_under(seed, load("uneven.yaml", recovery="fine"), requests(6), slow, expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 6
@@ -198,13 +198,13 @@ def test_a_call_that_outlasts_every_request_is_waited_for() -> None:
         serve_under(seed, graph, requests(3, apart=0.02), slow, Crash(process="experts.1", at_seconds=0.02))
 
 
-def test_nobody_who_beats_is_suspected() -> None:
+def test_process_with_heartbeats_is_not_suspected() -> None:
     graph = load("2x3.yaml", detector=True, suspect_seconds=0.05)  # beats are further apart than that
     with pytest.raises(InvariantError, match=r"I7: .* was suspected"):
         serve_under(0, graph, requests(8, apart=0.3))
 
 
-def test_a_part_that_waits_for_a_copy_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_again = Failover._ask_again
     monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if NOWHERE in servers else ask_again(self, servers))
 

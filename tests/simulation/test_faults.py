@@ -219,7 +219,7 @@ def test_healing_ends_what_has_begun_and_calls_off_the_rest() -> None:
     assert run(0, main).result == pytest.approx(2.4, abs=0.11)
 
 
-def test_a_second_life_is_another_node() -> None:
+def test_second_incarnation_is_another_node() -> None:
     async def main(world: World) -> list[str]:
         async def work(seams: Seams) -> None:
             await seams.clock.sleep(1)

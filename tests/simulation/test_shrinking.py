@@ -53,7 +53,7 @@ def test_what_always_fails_keeps_no_fault_and_one_request(case: Case) -> None:
     assert (kept.faults, len(kept.requests or ()), kept.calm) == ((), 1, True)
 
 
-def test_weather_is_kept_when_it_matters_and_runs_are_bounded(case: Case) -> None:
+def test_network_conditions_are_kept_when_they_matter_and_runs_are_bounded(case: Case) -> None:
     fails, seen = counted(lambda smaller: smaller.conditions == case.conditions)
     assert not shrink(case, fails).calm
     fails, seen = counted(lambda smaller: len(smaller.scenario.faults) == len(case.scenario.faults))

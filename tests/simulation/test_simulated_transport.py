@@ -91,7 +91,7 @@ ALONE = {"check_other_process", "check_dead_peer", "check_stopped_peer"}  # thes
 
 
 @pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
-def test_it_keeps_the_promises_of_a_channel(check: checks.Check) -> None:
+def test_passes_the_channel_checks(check: checks.Check) -> None:
     for seed in range(3):
 
         async def main(world: World) -> None:
@@ -103,7 +103,7 @@ def test_it_keeps_the_promises_of_a_channel(check: checks.Check) -> None:
 @pytest.mark.parametrize(
     "check", [check for check in checks_meeting.MEETING_CHECKS if check.__name__ not in ALONE], ids=lambda check: check.__name__
 )
-def test_it_keeps_the_promises_of_a_transport(check: checks_meeting.TransportCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_the_transport_checks(check: checks_meeting.TransportCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
 
         async def main(world: World) -> None:

@@ -177,7 +177,7 @@ def test_an_executor_runs_at_once() -> None:
     assert run(0, main).result == (threading.get_ident(),) * 2
 
 
-def test_an_exception_nobody_looks_at_ends_the_run() -> None:
+def test_unretrieved_exception_ends_the_run() -> None:
     async def fail() -> None:
         raise ValueError("unseen")
 

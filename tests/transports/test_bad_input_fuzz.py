@@ -131,7 +131,7 @@ HELLO, ANSWER, PROOF = transcript()
     st.integers(1, 5000),
 )
 @fuzzed(100)
-def test_a_handshake_refuses_and_holds_a_constant(role: handshake.Role, said: list[bytes], piece: int) -> None:
+def test_handshake_refuses_bad_bytes_with_bounded_memory(role: handshake.Role, said: list[bytes], piece: int) -> None:
     side = Handshake(role, KEY, HERE, LIMITS, scheme="shm", nonce=b"2" * 32)
     side.start()
     data = b"".join(said) + b"\xff" * 20_000
@@ -148,7 +148,7 @@ SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(st.lists(damaged(HELLO) | damaged(HELLO + PROOF) | st.binary(max_size=3000), min_size=1, max_size=3))
 @fuzzed(25)
-def test_a_listener_counts_whoever_talks_nonsense_and_serves_on(scheme: str, said: list[bytes]) -> None:
+def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, said: list[bytes]) -> None:
     async def feed() -> None:
         async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
             _, path = socket_address(scheme, listener.address.partition("://")[2])

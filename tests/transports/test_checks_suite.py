@@ -43,7 +43,7 @@ def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("kind", usable_loops())
-def test_a_transport_of_another_package_is_held_to_the_same_promises(installed_package: str, kind: LoopKind) -> None:
+def test_third_party_transport_passes_the_same_checks(installed_package: str, kind: LoopKind) -> None:
     results = list(run_suite(installed_package, full=False, loops=[kind]))
     sys.modules.pop("flowrt_tcp", None)
     assert [f"{result.name}: {result.why}" for result in results if result.verdict != "kept"] == []

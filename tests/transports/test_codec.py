@@ -85,7 +85,7 @@ def test_tensors_are_sent_from_their_own_memory() -> None:
         (Message("k" * 5000), LimitError),
     ],
 )
-def test_what_is_no_message_is_refused_by_the_sender(message: Message, kind: type[Exception]) -> None:
+def test_sender_refuses_invalid_messages(message: Message, kind: type[Exception]) -> None:
     with pytest.raises(kind):
         encode(message, 0, LIMITS)
 
@@ -136,7 +136,7 @@ def test_sizes_must_be_those_announced() -> None:
 
 @given(st.binary(max_size=300))
 @settings(max_examples=300)
-def test_no_bytes_raise_anything_else(part: bytes) -> None:
+def test_arbitrary_bytes_raise_no_other_error(part: bytes) -> None:
     try:
         decode([part], LIMITS)
     except WireError:
@@ -145,7 +145,7 @@ def test_no_bytes_raise_anything_else(part: bytes) -> None:
 
 @given(messages(), st.data())
 @settings(max_examples=200)
-def test_no_changed_byte_raises_anything_else(message: Message, data: st.DataObject) -> None:
+def test_changed_bytes_raise_no_other_error(message: Message, data: st.DataObject) -> None:
     parts = [bytearray(part) for part in encode(message, 3)]
     for _ in range(data.draw(st.integers(1, 4))):
         parts[0][data.draw(st.integers(0, len(parts[0]) - 1))] = data.draw(st.integers(0, 255))

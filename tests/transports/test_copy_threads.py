@@ -183,7 +183,7 @@ class TestChunks:
 
     @given(st.integers(0, SLOTS), st.integers(0, 2**64 - 1), st.sampled_from([EVENT, CHUNK_TAIL]))
     @settings(max_examples=60, deadline=None)
-    def test_fields_that_lie_only_ever_break(self, num_reads: int, value: int, word: int) -> None:
+    def test_false_fields_only_break_the_channel(self, num_reads: int, value: int, word: int) -> None:
         memory, layout, writer, reader = ring(2)
         writer.advance(numbered(0, 6 * layout.slots_bytes))
         writer.settle()
@@ -197,7 +197,7 @@ class TestChunks:
         writer.close()
         reader.close()
 
-    def test_acknowledgements_that_lie_break_the_writer(self) -> None:
+    def test_false_acknowledgements_break_the_writer(self) -> None:
         memory, layout, writer, reader = ring()
         writer.advance(numbered(0, 6 * layout.slots_bytes))
         memory.store(ACKNOWLEDGED + CHUNK_TAIL, 1 << 40)

@@ -213,7 +213,7 @@ async def test_a_received_tensor_stays_until_it_is_let_go_of(driver: HostDriver,
         assert two.statistics().held_buffers == 0
 
 
-async def test_a_receiver_that_holds_everything_stops_nobody(driver: HostDriver) -> None:
+async def test_receiver_that_holds_everything_blocks_no_sender(driver: HostDriver) -> None:
     async with opened(pair_maker("cuda"), LIMITS) as pair, asyncio.TaskGroup() as group:
         one, two = await settled(pair)
 
@@ -307,7 +307,7 @@ async def test_what_cannot_be_sent_is_refused_and_takes_nothing(driver: HostDriv
         check(await within(two.recv(), "recv"), 7, 5)
 
 
-async def test_closing_with_messages_nobody_took(driver: HostDriver, loop_kind: str) -> None:
+async def test_closing_with_unreceived_messages(driver: HostDriver, loop_kind: str) -> None:
     async with opened(pair_maker("cuda"), LIMITS) as pair:
         one, two = await settled(pair)
         for number in range(4):
@@ -327,7 +327,7 @@ async def test_closing_with_messages_nobody_took(driver: HostDriver, loop_kind: 
     ],
     ids=["nothing given", "size", "second area", "area's size", "kind"],
 )
-async def test_frames_that_are_none_break_the_channel(frame: bytes, driver: HostDriver) -> None:
+async def test_invalid_frames_break_the_channel(frame: bytes, driver: HostDriver) -> None:
     async with opened(pair_maker("cuda"), LIMITS) as pair:
         one, two = await settled(pair)
         one._write([frame])
@@ -357,7 +357,7 @@ FIVE = TensorSpec("uint8", (5,))
     ],
     ids=str,
 )
-async def test_descriptions_that_are_none_break_the_channel(header: _Placed | bytes | None, driver: HostDriver) -> None:
+async def test_invalid_descriptions_break_the_channel(header: _Placed | bytes | None, driver: HostDriver) -> None:
     async with opened(pair_maker("cuda"), LIMITS) as pair:
         one, two = await settled(pair)
         before = len(driver.memory)

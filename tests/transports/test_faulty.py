@@ -88,7 +88,7 @@ def steps(messages: list[Message]) -> list[int]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_no_plan_befalls_windows_but_the_end_of_the_channel(scheme: str) -> None:
+async def test_windows_are_affected_only_by_the_end_of_the_channel(scheme: str) -> None:
     async with afflicted(scheme, "drop@2,delay:0.01@0") as (good, bad):
         window = good.open_window(1000, 1)
         remote = await bad.attach_window(window.key)
@@ -105,7 +105,7 @@ async def test_no_plan_befalls_windows_but_the_end_of_the_channel(scheme: str) -
 
 
 @pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
-async def test_without_a_plan_it_keeps_every_promise(check: Check) -> None:
+async def test_without_a_plan_every_check_passes(check: Check) -> None:
     await check(pair_maker("faulty+inproc"))
 
 
@@ -262,7 +262,7 @@ def test_the_text_form() -> None:
         ("faulty+faulty+shm", "one plan is enough"),
     ],
 )
-def test_a_wrong_plan_is_told(scheme: str, text: str) -> None:
+def test_invalid_plan_is_reported(scheme: str, text: str) -> None:
     with pytest.raises(AddressError, match=text.replace("?", "\\?").replace("+", "\\+")):
         get_transport(scheme)
 

@@ -163,7 +163,7 @@ def test_the_two_directions_of_a_nic_are_two() -> None:
     assert in_virtual_time(main) == [(1, 11.0), (0, 11.0)]
 
 
-def test_a_cancelled_send_costs_nobody_a_message() -> None:
+def test_cancelled_send_loses_no_message() -> None:
     async def main(stack: AsyncExitStack) -> list[tuple[int, float]]:
         hosts = Hosts()
         one, two = await opened(stack, hosts.pair("one", "two"))
@@ -211,7 +211,7 @@ def test_a_receiver_that_does_not_read_stops_the_sender() -> None:
     assert in_virtual_time(main) <= 2 * 3 + 2
 
 
-def test_a_frame_late_to_its_time_is_told() -> None:
+def test_late_frame_is_reported() -> None:
     """The channel below takes longer than the link: what is given out late is noted with how much."""
 
     async def main(stack: AsyncExitStack) -> list[tuple[float, float]]:
@@ -287,7 +287,7 @@ def test_an_acknowledgement_comes_a_latency_after_its_message_was_taken() -> Non
     assert in_virtual_time(main) == 1.0
 
 
-def test_words_about_unknown_messages_change_nothing() -> None:
+def test_notices_about_unknown_messages_change_nothing() -> None:
     async def main(stack: AsyncExitStack) -> None:
         hosts = Hosts()
         below, above = InprocChannel.pair(LIMITS, Identity("one"), Identity("two"))
@@ -318,7 +318,7 @@ CHECKS = [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS]
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.__name__ not in FULL], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", ["inproc", "shm"])
-async def test_keeps_the_promises_of_a_channel(scheme: str, check: Check, loop_kind: str) -> None:
+async def test_passes_the_channel_checks(scheme: str, check: Check, loop_kind: str) -> None:
     if (reason := unavailable_reason(scheme)) is not None:
         pytest.skip(reason)
     timer, nics = new_timer(), []
@@ -337,7 +337,7 @@ async def test_keeps_the_promises_of_a_channel(scheme: str, check: Check, loop_k
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.__name__ in FULL], ids=lambda check: check.__name__)
-def test_keeps_the_promises_of_a_channel_that_is_full(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_the_channel_checks_when_full(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "PATIENCE_SECONDS", 1e6)  # of virtual time
 
     async def main(stack: AsyncExitStack) -> None:

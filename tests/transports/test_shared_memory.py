@@ -247,7 +247,7 @@ class TestRing:
                 del kept
             del held[: max(0, len(held) - num_kept)]
 
-    def test_what_would_hold_up_others_is_left_to_whoever_waits(self) -> None:
+    def test_blocking_work_is_left_to_the_waiting_side(self) -> None:
         _, _, writer, reader = ring()
         eighth = LIMITS.capacity_bytes // 8
         assert writer.send(numbered(0, eighth))
@@ -357,7 +357,7 @@ async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPat
         assert two.statistics().late_wakeups == 1
 
 
-async def test_nobody_is_woken_who_does_not_sleep() -> None:
+async def test_only_sleeping_readers_are_woken() -> None:
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
         await send_all(one, 0, 8)

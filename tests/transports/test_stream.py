@@ -59,7 +59,7 @@ async def _receive_at_most(channel: StreamChannel, count: int) -> None:
         b"\xff" * 4000,
     ],
 )
-async def test_what_is_no_frame_breaks_the_channel(said: bytes, loop_kind: str) -> None:
+async def test_invalid_frames_break_the_channel(said: bytes, loop_kind: str) -> None:
     channel, peer = await opened()
     async with channel:
         peer.send(said)
@@ -81,7 +81,7 @@ async def test_a_repeated_message_is_dropped_once_and_counted() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 20, -1])
-async def test_end_of_file_without_a_word_is_a_death(cut: int, loop_kind: str) -> None:
+async def test_end_of_file_without_close_frame_is_a_death(cut: int, loop_kind: str) -> None:
     channel, peer = await opened()
     async with channel:
         peer.send(message_bytes(0) + message_bytes(1)[:cut])

@@ -230,7 +230,7 @@ async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_ucx
-async def test_a_stranger_with_the_address_is_not_heard(pairs: Pairs, loop_kind: str) -> None:
+async def test_stranger_with_the_address_is_ignored(pairs: Pairs, loop_kind: str) -> None:
     """The tags are secrets of the handshake."""
     async with pairs.open() as (one, two, _, under_two):
         stranger = UCXLink()
@@ -303,9 +303,7 @@ TOO_LARGE = encode_envelope(Message("data", tensors=(Tensor(TensorSpec("uint8", 
     ],
     ids=lambda wrong: f"{wrong[0]}-{len(wrong)}-{wrong[4:7].hex()}",
 )
-async def test_frames_that_are_none_break_the_channel_and_take_no_memory(
-    wrong: bytes, pairs: Pairs, blocks: list[int], loop_kind: str
-) -> None:
+async def test_invalid_frames_break_the_channel_and_take_no_memory(wrong: bytes, pairs: Pairs, blocks: list[int], loop_kind: str) -> None:
     async with pairs.open() as (one, two, under_one, under_two):
         await one.send(numbered(0))
         check_numbered(await within(two.recv(), "recv"), 0)

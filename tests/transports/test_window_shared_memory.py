@@ -117,7 +117,7 @@ def _unsealed(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("wrong", ["unsealed", "size", "no descriptor", "no memfd", "flags", "kind", "nonsense", "twice", "too many"])
-async def test_a_line_that_says_nonsense_breaks_the_channel(wrong: str, loop_kind: str) -> None:
+async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind: str) -> None:
     async with opened(pair_maker("shm")) as (one, two):
         line = line_of(one)._line
         key = WindowKey.new(4096, 1)

@@ -110,7 +110,7 @@ async def test_the_context_goes_even_when_signals_come() -> None:
     ],
     ids=["empty", "short", "kind", "envelope", "too long", "taken", "taken of nothing", "greeting again", "many frames", "too large"],
 )
-async def test_frames_that_are_no_message_break_the_channel(frames: list[bytes], loop_kind: str) -> None:
+async def test_invalid_messages_break_the_channel(frames: list[bytes], loop_kind: str) -> None:
     async with opened(pair_maker("zmq")) as (one, two):
         await one.send(numbered(0))
         assert isinstance(one, ZeroMQChannel)
@@ -128,7 +128,7 @@ def wait_until_carried(peer: asyncio.subprocess.Process) -> None:
         looks = looks + 1 if threads_sleep(peer.pid) and threads_sleep(os.getpid()) else 0
 
 
-async def test_what_a_dead_peer_had_sent_arrives_even_if_nobody_looked_meanwhile(loop_kind: str) -> None:
+async def test_messages_of_a_dead_peer_arrive_although_unread_at_its_death(loop_kind: str) -> None:
     async with other_process("zmq", "send five and hang") as (channel, peer):
         check_numbered(await within(channel.recv(), "the first of five"), 0, 30_000)
         wait_until_carried(peer)  # the other four
@@ -150,7 +150,7 @@ async def test_an_end_that_libzmq_tells_before_what_came_first_takes_nothing_awa
             await within(two.recv(), "recv")
 
 
-async def test_a_stranger_at_the_endpoint_of_a_channel_is_not_heard(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+async def test_stranger_at_the_endpoint_is_ignored(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     """Even one that guesses the endpoint and is there before the peer."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PAIR)
@@ -213,7 +213,7 @@ async def test_a_lost_line_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
             await within(channel.recv(), "recv")
 
 
-async def test_a_channel_that_nobody_accepted_ends_in_order_however_late_the_greeting_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unaccepted_channel_ends_in_order_with_a_late_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener's end closes before it has read what the connector sent."""
     read, late = ZeroMQChannel._read, asyncio.Event()
 
@@ -246,7 +246,7 @@ CURVE = "zmq://127.0.0.1:0?curve"
 @pytest.mark.parametrize(
     "check", [checks.check_order, checks.check_bounds, checks.check_close, checks.check_lifetime, checks.check_close_both]
 )
-async def test_an_encrypted_channel_keeps_the_promises(check: checks.Check, loop_kind: str) -> None:
+async def test_encrypted_channel_passes_the_checks(check: checks.Check, loop_kind: str) -> None:
     await check(pair_maker("zmq", CURVE))
     assert zeromq.shared_context.authenticator is None  # gone with the last encrypted channel
 

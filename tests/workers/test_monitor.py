@@ -185,7 +185,7 @@ def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[flo
     ids=["nothing", "short stalls", "slow computing", "clocks that run wrong", "a stopped monitor", "a stopped launcher", "both late"],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_is_condemned_who_works(seed: int, faults: tuple[object, ...]) -> None:
+def test_working_process_is_not_marked_dead(seed: int, faults: tuple[object, ...]) -> None:
     assert not [said for said in verdicts(seed, *faults) if isinstance(said[1], Condemned)]
 
 
@@ -198,7 +198,7 @@ def test_nobody_is_condemned_who_works(seed: int, faults: tuple[object, ...]) ->
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_stands_still_is_condemned_once_and_within_the_bound(seed: int, fault: Pause, why: str) -> None:
+def test_stopped_process_is_marked_dead_once_within_the_bound(seed: int, fault: Pause, why: str) -> None:
     condemned = [(at, said) for at, said in verdicts(seed, fault) if isinstance(said, Condemned)]
     assert [(said.process, said.incarnation) for _, said in condemned] == [("experts.1", "1")]  # it wakes at 5 s, and stays dead
     ((at, said),) = condemned
@@ -207,7 +207,7 @@ def test_who_stands_still_is_condemned_once_and_within_the_bound(seed: int, faul
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_new_monitor_learns_from_beats(seed: int) -> None:
+def test_new_monitor_learns_from_heartbeats(seed: int) -> None:
     crash, pause = Crash(process="monitor", at_seconds=2.0), Pause(process="experts.2", at_seconds=3.0, for_seconds=9.0)
     condemned = [(at, said.process) for at, said in verdicts(seed, crash, pause) if isinstance(said, Condemned)]
     assert condemned == [(pytest.approx(4.05, abs=0.15), "experts.2")]
@@ -275,7 +275,7 @@ async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
         sleeper.wait()
 
 
-async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
+async def test_heartbeat_clears_a_suspect() -> None:
     line, control = await lines()
     async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
@@ -288,7 +288,7 @@ async def test_what_was_suspect_is_cleared_by_a_beat() -> None:
         await say(line, Stop())
 
 
-async def test_it_ends_with_its_line() -> None:
+async def test_monitor_ends_with_its_control_connection() -> None:
     line, control = await lines()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
