@@ -1,4 +1,4 @@
-"""Beats: what they tell, when they come, and how a hung operation is told from a long one."""
+"""Heartbeats: their content, their times, and how a hung operation is distinguished from a long one."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_another_call_begins_anew_and_a_declared_wait_is_allowed() -> None:
     assert watch.look(10.0, None) == (None, 0.0, 0.0)
 
 
-def test_standstill_is_logged() -> None:
+def test_standstill_is_named_in_the_label() -> None:
     watch = OperationWatch()
     for i in range(6):
         label, _, _ = watch.look(i / 10, Running("experts", 1.0, 60.0, 2.0, STILL_SECONDS))

@@ -1,4 +1,4 @@
-"""Which channels of a worker become which links, and what an emulated graph asks of the machine."""
+"""Which channels of a worker become emulated links, and what an emulated graph requires of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link outlives its transport: whatever breaks and when, every message arrives once and in order, and the account tells."""
+"""Links fall back to another transport: every message arrives once and in order, and the statistics report the fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links of three workers that open at their first use, over real transports."""
+"""Lazy channels between three workers, over real transports."""
 
 from __future__ import annotations
 

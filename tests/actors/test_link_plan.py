@@ -1,4 +1,4 @@
-"""What a worker's links must hold, from the graph alone."""
+"""The capacity and transports of a worker's links follow from the graph alone."""
 
 from flowrt.actors.link_plan import plan_links
 from flowrt.graph.model import Edge, Graph, Node

@@ -1,4 +1,4 @@
-"""Mailbox: bounded, first in first out, cancelling loses nothing."""
+"""The mailbox is bounded and first in, first out; a cancelled wait loses no item."""
 
 import asyncio
 

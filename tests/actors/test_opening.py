@@ -1,4 +1,4 @@
-"""Channels that open at their first use: the table, for every order of events; and two real ends, whoever speaks first."""
+"""Lazy channels: the state table for every order of events, and two real ends with either one sending first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links to processes that may die: a loss ends one life's links and nothing else, and a later life is linked with as the first was."""
+"""Links to processes that may die: a loss ends the links of one incarnation only, and a later incarnation is linked like the first."""
 
 from __future__ import annotations
 

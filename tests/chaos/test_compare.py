@@ -1,4 +1,4 @@
-"""That nothing which a fault may do to answers goes unseen: each is planted and must be counted, and right answers must not be."""
+"""Comparison of outputs with and without faults: each planted difference is counted, and correct outputs are not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_token_after_the_end_is_late() -> None:
     assert found.any
 
 
-def test_failed_request_loses_no_token_after_its_error() -> None:
+def test_tokens_after_the_last_one_of_a_failed_request_are_not_lost() -> None:
     assert difference_of(EXPECTED, answer(*RIGHT[:2], reason="error")) == Difference()
     assert difference_of(EXPECTED, answer(RIGHT[0], RIGHT[2], reason="error")) == Difference(lost=1)
     assert answer(*RIGHT, reason="error").failed

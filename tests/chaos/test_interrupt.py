@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of a run with chaos: it is said once, all processes end, and what was seen until then is written."""
+"""Ctrl-C during a chaos run: it is reported once, all processes end, and the record so far is written."""
 
 from __future__ import annotations
 

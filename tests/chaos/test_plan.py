@@ -1,4 +1,4 @@
-"""What may befall real processes: the words of --chaos, plan files, and the one line that says what is wrong with them."""
+"""Faults for real processes: the syntax of --chaos, plan files, and one-line errors for invalid input."""
 
 from __future__ import annotations
 

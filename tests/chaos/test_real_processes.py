@@ -1,4 +1,4 @@
-"""Faults on real processes: each kind befalls whom it should and nobody else, answers stay right, and nothing is left behind."""
+"""Faults on real processes: each kind affects only its targets, outputs stay correct, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the table of `flowrt chaos` says of a run, its exit code, and that its picture can be drawn."""
+"""The table of `flowrt chaos`, its exit code, and its plot."""
 
 from __future__ import annotations
 

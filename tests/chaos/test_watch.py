@@ -1,4 +1,4 @@
-"""What is seen of deaths and returns, and of what processes hold: notes among lines, times of one life, leaks read off /proc."""
+"""Observation of deaths, restarts and resources: notes among output lines, times per incarnation, leaks read from /proc."""
 
 from __future__ import annotations
 

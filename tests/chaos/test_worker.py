@@ -1,4 +1,4 @@
-"""What an obedient worker does to itself: orders are taken out of its control connection, and computing suffers what they say."""
+"""Workers with fault injection: orders are taken from the control connection and change how the worker computes."""
 
 from __future__ import annotations
 

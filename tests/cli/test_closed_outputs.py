@@ -1,4 +1,4 @@
-"""Standard output or error that cannot be written: one line and exit code 1, or, where only progress is lost, a run that goes on."""
+"""Unwritable standard output or error: one line and exit code 1; the run continues where only progress output is lost."""
 
 from __future__ import annotations
 

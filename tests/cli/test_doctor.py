@@ -1,4 +1,4 @@
-"""The doctor's report."""
+"""The report of `flowrt doctor`: its checks, their texts and remedies."""
 
 import io
 import os

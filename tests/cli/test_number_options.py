@@ -1,4 +1,4 @@
-"""Numbers on the command line are read as in JSON lines, and errors repeat little of them."""
+"""Numbers on the command line are read as in JSON lines, and errors shorten long values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts and parameters as a user writes them: what is taken, and the one line that says what is wrong with the rest."""
+"""Prompt files and request parameters: the accepted input, and one-line errors for the rest."""
 
 from __future__ import annotations
 

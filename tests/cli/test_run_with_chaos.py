@@ -1,4 +1,4 @@
-"""`flowrt run --chaos` as a user runs it: a server dies beside the answers, which are complete all the same."""
+"""`flowrt run --chaos` as a user runs it: a server dies during the requests, and the outputs are still complete."""
 
 from __future__ import annotations
 

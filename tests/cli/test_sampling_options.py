@@ -1,4 +1,4 @@
-"""Options of Sampling beyond the plain ones: what reaches the requests, and what of it is in the record."""
+"""Advanced sampling options: which ones reach the requests, and which appear in the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see: plain lines and the live view, drawn into memory; texts that would drive a terminal, wide ones, long ones, many."""
+"""Plain lines and the live view, rendered into memory, with texts that are wide, long, many, or contain terminal control codes."""
 
 from __future__ import annotations
 

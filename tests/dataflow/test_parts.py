@@ -1,4 +1,4 @@
-"""Cover: which answers make a tag whole."""
+"""Cover: which responses complete a tag, in which order and how often."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What of a received message may alias memory that the peer can still write."""
+"""Received payloads: which values may alias memory that the peer can still write."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The runner, with posted messages caught in a list: firing, credits, answers, roll-back. No channel, no thread."""
+"""The runner without channels or threads: firing, credits, responses and roll-back, with posted messages collected in a list."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Choices of one request: the prompt's pages computed once and held together, ends one by one, what is drawn and what is told."""
+"""Several choices per request: shared prompt pages, separate ends, sampled tokens and reported values."""
 
 from __future__ import annotations
 

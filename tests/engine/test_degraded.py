@@ -1,4 +1,4 @@
-"""Steps that were computed without an expert: which tokens are marked for it, and until when."""
+"""Steps computed without an expert: which tokens are marked, and until when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as tables of events: what each event decides, and what a batch looks like."""
+"""The engine as tables of events: the decisions after each event, and the contents of each batch."""
 
 from __future__ import annotations
 

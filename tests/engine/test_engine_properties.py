@@ -1,4 +1,4 @@
-"""Drawn requests, micro-batches, limits, cancels and roll-backs against what an engine promises whatever happens."""
+"""Engine invariants under drawn requests, micro-batches, limits, cancels and roll-backs."""
 
 from __future__ import annotations
 

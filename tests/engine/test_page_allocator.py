@@ -1,4 +1,4 @@
-"""PageAllocator: free + held = total, a page is free again once and only when its last holder is gone, generations count re-uses."""
+"""PageAllocator: free + held = total, a page is free again exactly when its last holder releases it, generations count re-uses."""
 
 from __future__ import annotations
 

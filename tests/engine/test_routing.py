@@ -1,4 +1,4 @@
-"""Which group a request goes to."""
+"""Request routing: which group receives a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of the expert servers when servers go and come: everything but channels, with real tensors and numbers that show a mistake."""
+"""The client of the expert servers when servers die and return, without channels and with real tensors that expose mistakes."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Experts that are done without: what is left out of a sum, for how long, and which steps are marked for it."""
+"""Degraded output: which experts a sum omits, for how long, and which steps are marked."""
 
 import pytest
 import torch

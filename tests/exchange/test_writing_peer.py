@@ -1,4 +1,4 @@
-"""An expert server computes with the indices that it received, whatever their sender writes into the shared memory afterwards."""
+"""An expert server computes with the indices it received, although their sender writes into the shared memory afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions put together from events: what is told of degraded tokens."""
+"""Completions built from events: which tokens are reported as degraded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway as tables of events: what is committed, what the client is told, what the workers are told."""
+"""The gateway as tables of events: committed tokens, events to the client, and messages to the workers."""
 
 from __future__ import annotations
 

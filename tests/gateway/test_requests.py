@@ -1,4 +1,4 @@
-"""Requests of a running graph: what is left when a client goes while its request is being sent."""
+"""Requests of a running graph: nothing is left when a client disconnects while its request is being sent."""
 
 from __future__ import annotations
 

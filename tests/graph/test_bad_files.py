@@ -1,4 +1,4 @@
-"""Every mistake ends in one line: file, line, key, what is wrong, what would be right."""
+"""Every invalid graph file gives one line: file, line, key, the mistake, and the remedy."""
 
 from __future__ import annotations
 

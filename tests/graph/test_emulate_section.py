@@ -1,4 +1,4 @@
-"""`emulate:` in a graph file: what it becomes, that the expanded file says the same, and how it is shown."""
+"""`emulate:` in a graph file: its meaning, its expanded form, and how it is shown."""
 
 from __future__ import annotations
 

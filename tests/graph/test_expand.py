@@ -1,4 +1,4 @@
-"""The short form: which nodes and edges it stands for, and that its written form loads back to the same graph."""
+"""The short form of graph files: its nodes and edges, and that its written form loads back to the same graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes wait in the matching table and which continue a firing."""
+"""Which nodes use the matching table and which continue a firing."""
 
 from __future__ import annotations
 

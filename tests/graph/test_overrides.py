@@ -1,4 +1,4 @@
-"""--set path=value: what it changes, and that errors name it."""
+"""`--set path=value`: what it changes, and that errors name it."""
 
 from __future__ import annotations
 

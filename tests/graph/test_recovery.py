@@ -1,4 +1,4 @@
-"""What a graph survives follows from the state that operators keep, in one table for code, docs and simulation."""
+"""The survivable processes follow from operator state, in one table for code, docs and simulation."""
 
 from __future__ import annotations
 

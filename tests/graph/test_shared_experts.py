@@ -1,4 +1,4 @@
-"""Models with shared experts: a node of their own on the way of the residual, fused, and asked for by the model."""
+"""Models with shared experts: a separate fused node on the residual path, present only for models that have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers without torch: what one does follows from the first part of its name ("echo.0", "hang.1")."""
+"""Workers without torch; the first part of a worker's name selects its behaviour ("echo.0", "hang.1")."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Workers without torch whose deaths a run outlives: `client.N` tells what it hears of others, a server does as its name says."""
+"""Workers without torch whose deaths a run survives: `client.N` reports the events it receives, a server acts by its name."""
 
 import asyncio
 import os

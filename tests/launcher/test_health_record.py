@@ -1,4 +1,4 @@
-"""How a run stands, from events, beats and requests in the order of their times: synchronous, with a clock of its own."""
+"""The health record from events, heartbeats and requests in time order: synchronous, with its own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life and death of a run's processes, with workers that compute nothing."""
+"""Start, failure and end of a run's processes, with workers that compute nothing."""
 
 import asyncio
 import contextlib

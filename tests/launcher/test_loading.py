@@ -1,4 +1,4 @@
-"""Deaths while a run starts: an expert server that dies while it loads is loaded again, anybody else's death ends the run with its line."""
+"""Deaths during the start: an expert server that dies while it loads is loaded again; any other death ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that die while the run goes on: who is told what and in which order, who is started again and how often, and a clean end."""
+"""Server deaths during a run: notifications and their order, restarts and their budget, and a clean end."""
 
 from __future__ import annotations
 

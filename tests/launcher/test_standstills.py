@@ -1,4 +1,4 @@
-"""Processes of ours that stand still, which nobody beats to: the monitor, and the fork server."""
+"""Stopped processes that send no heartbeats: the monitor and the fork server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker did in all its lives."""
+"""The totals of a worker over all its incarnations."""
 
 from __future__ import annotations
 

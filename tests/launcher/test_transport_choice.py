@@ -1,4 +1,4 @@
-"""Which process hosts which worker, and over which transport each edge goes."""
+"""Which process hosts each worker, and which transport carries each edge."""
 
 import pytest
 

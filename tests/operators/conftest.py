@@ -1,4 +1,4 @@
-"""Checkpoints, and the truth about them, that several tests of the operators share."""
+"""Fixtures shared by the operator tests: checkpoints and their expected outputs."""
 
 from __future__ import annotations
 

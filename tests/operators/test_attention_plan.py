@@ -1,4 +1,4 @@
-"""Contexts that lie in one piece are read in place; what comes out is what copies give."""
+"""Contiguous contexts are read in place, with the same result as copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting pairs into parts, computing them on several servers, and putting the answers together."""
+"""Partitioning pairs by server, computing the parts on several servers, and combining the responses."""
 
 from __future__ import annotations
 

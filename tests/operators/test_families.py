@@ -1,4 +1,4 @@
-"""What the families make of their config.json, and how another package offers one."""
+"""How the model families read config.json, and how another package adds a family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: both forms give the same, pages hold latents only, and what others left in pages does not leak in."""
+"""Latent attention: both forms agree, pages hold only latents, and old page contents do not leak."""
 
 from __future__ import annotations
 

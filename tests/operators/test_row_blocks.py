@@ -1,4 +1,4 @@
-"""Strict blocks: a row's bits are its own, and a function or a machine for which that cannot be had is found out."""
+"""Strict row blocks: the bits of a row do not depend on other rows; functions and machines that cannot ensure this are detected."""
 
 from __future__ import annotations
 

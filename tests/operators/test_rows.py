@@ -1,6 +1,6 @@
-"""What lies between products, in calls of our own: against the library's, which are the reference, and row by row.
+"""Fused CPU kernels for norms and attention, compared with the library row by row, and what strict proofs observe.
 
-Here: norms, attention, and what strict proofs see. What concerns (row, expert) pairs is in test_rows_of_pairs.py.
+test_rows_of_pairs.py covers (row, expert) pairs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""(row, expert) pairs in calls of our own: who is chosen, which server gets them, their sums; and that all goes without a compiler, too."""
+"""Fused CPU kernels for (row, expert) pairs: choice of experts, partition by server, sums, and the fallback without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the right filters, and noise that belongs to a token and not to a batch."""
+"""Sampling: the distribution, the filters, and noise that depends on the token and not on the batch."""
 
 from __future__ import annotations
 

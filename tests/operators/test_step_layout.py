@@ -1,4 +1,4 @@
-"""Layouts and pages: where each row's key and value go."""
+"""Step layouts and pages: where the key and value of each row are stored."""
 
 from __future__ import annotations
 

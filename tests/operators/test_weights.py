@@ -1,4 +1,4 @@
-"""Reading checkpoints: the right bytes, broken files named in one line, and no more memory than is kept."""
+"""Reading checkpoints: exact bytes, one-line errors that name broken files, and no more memory than is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every backend of worker processes must do (flowrt/process_backend.py), as checks of one that `open_backend` opens."""
+"""Checks that every backend of worker processes must pass (flowrt/process_backend.py), applied to the one that `open_backend` opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Too few file descriptors: one line before anything starts; a refused start when it happens later."""
+"""Too few file descriptors: one error line before anything starts, and a refused start later."""
 
 from __future__ import annotations
 

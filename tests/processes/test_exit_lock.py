@@ -1,4 +1,4 @@
-"""The lock of a process's life: told of its death, before the pidfd is; never told of a living process; no thread left."""
+"""The exit lock: it notifies of a death before the pidfd does, never of a living process, and leaves no thread."""
 
 from __future__ import annotations
 

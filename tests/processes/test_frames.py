@@ -1,4 +1,4 @@
-"""The line between the launcher and the fork server."""
+"""Frames and descriptors on the connection between the launcher and the fork server."""
 
 import os
 import socket

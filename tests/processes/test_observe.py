@@ -1,4 +1,4 @@
-"""Log lines, and numbers for people."""
+"""Log lines, and numbers formatted for people."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Who answers no more, by looks at even intervals."""
+"""Servers that stop responding are found by checks at even intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The detector: a verdict follows from each kind of evidence in time, and from nothing else, however long."""
+"""The detector marks a process dead in time for each kind of evidence, and never without evidence."""
 
 from __future__ import annotations
 

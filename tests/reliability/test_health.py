@@ -1,4 +1,4 @@
-"""Health says ok only while work progresses."""
+"""Health is ok only while work progresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steering: what is late, who is avoided, and how much may be asked twice."""
+"""Hedging: which parts are late, which servers are avoided, and how many parts may be sent twice."""
 
 import pytest
 

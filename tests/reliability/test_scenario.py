@@ -1,4 +1,4 @@
-"""Scenario files: what they may say, and the one line that says what is wrong with them."""
+"""Scenario files: the accepted content, and one-line errors for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a process is started again."""
+"""The restart budget: how often a process is started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer beside a model: text to ids, ids to text as they come, chat templates."""
+"""The tokenizer of a model: encoding, incremental decoding, and chat templates."""
 
 from __future__ import annotations
 

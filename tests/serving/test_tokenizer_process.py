@@ -1,4 +1,4 @@
-"""Text is tokenized in a process of its own, whatever a model's directory makes of it."""
+"""Text is tokenized in a separate process, so that a model directory cannot harm the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m flowrt.simulation`: what it takes, and what it says of input that is wrong."""
+"""`python -m flowrt.simulation`: its options, and its errors for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert servers that die in virtual time: every token is right while a copy is left, and they are used again when they are back."""
+"""Expert servers that die in virtual time: tokens stay correct while a replica is left, and restarted servers are used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each fault does to a node, in small worlds of two processes."""
+"""The effect of each fault on a node, in simulations of two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an expert had no copy: from who was down when."""
+"""When an expert had no replica, computed from the down times of its servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planted bugs: each fits the code as it is, and the search for them works. All of them are looked for by `make plant`."""
+"""The planted bugs: each fits the current code, and the search works. `make plant` searches for all of them."""
 
 from __future__ import annotations
 

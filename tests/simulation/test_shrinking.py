@@ -1,4 +1,4 @@
-"""A failing seed tells of the smallest part of itself that still fails, and of one command that shows it again."""
+"""A failing seed is reduced to the smallest part that still fails, with one command that replays it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The main promise of virtual time: whole graphs of the real workers, under faults drawn from seeds, give the right tokens or name who
-failed; and a seed gives the same digest in every process."""
+"""Whole graphs of real workers in virtual time, under faults drawn from seeds: tokens are right or the failed process is named.
+
+A seed gives the same digest in every process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated seams: what computing beside a loop hands to it, which clock a call is timed by, and emulated hardware in virtual time."""
+"""The simulated seams: results of computations beside a loop, clocks per process, and emulated hardware in virtual time."""
 
 from __future__ import annotations
 

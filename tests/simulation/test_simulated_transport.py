@@ -1,4 +1,4 @@
-"""The simulated network under many seeds: nothing lost, doubled or overtaken, whatever the delays; the ways a channel ends."""
+"""The simulated network under many seeds: no message is lost, duplicated or reordered, whatever the delays; and how a channel ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual loop: time that jumps, choices from the seed, order within a node, and errors where a real loop would hang or log."""
+"""The virtual event loop: time jumps, choices by seed, order within a node, and errors where a real loop would hang or log."""
 
 from __future__ import annotations
 

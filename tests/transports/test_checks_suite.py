@@ -1,4 +1,4 @@
-"""The suite of checks: a package outside the tree is held to it, and planted faults are found by the check that is meant to find them."""
+"""The transport check suite: a third-party transport passes it, and each planted fault is found by the check meant for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire form of messages: read back by us and by a second library, and what is done with bytes that are none."""
+"""The wire format of messages: decoded by this codec and by a second library, and refused when the bytes are invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every scheme is held to the contract by the one suite of checks, on both event loops."""
+"""Every transport scheme passes the same check suite on both event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cuda transport: its host side with a driver of the tests' own, and all of it where there is a GPU."""
+"""The cuda transport: its host side with a simulated driver, and the whole transport where there is a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transport that misbehaves as planned: each fault does what it says, no other message is touched, the record tells."""
+"""The fault-injecting transport: each fault has its stated effect, other messages are untouched, and the record lists the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two sides that must prove a key to each other, fed whole, in pieces, and with everything but the right bytes."""
+"""The mutual handshake, fed with whole messages, with pieces, and with wrong bytes."""
 
 from __future__ import annotations
 

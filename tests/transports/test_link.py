@@ -1,4 +1,4 @@
-"""The emulated link: exact in virtual time, a channel like any other in real time, late when reality is, and nothing left behind."""
+"""The emulated link: exact in virtual time, a normal channel in real time, reports of late frames, and complete cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding a transport by its scheme, also one that another package brings."""
+"""Looking up a transport by its scheme, including schemes of other packages."""
 
 from __future__ import annotations
 

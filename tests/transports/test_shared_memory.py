@@ -1,4 +1,4 @@
-"""What is special to shared memory: the words, the leases, hostile and corrupt peers, wake-ups that get lost, nothing left behind."""
+"""The shared-memory transport: atomic words, leases, hostile and corrupt peers, lost wake-ups, and cleanup."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class TestRing:
                 del kept
             del held[: max(0, len(held) - num_kept)]
 
-    def test_blocking_work_is_left_to_the_waiting_side(self) -> None:
+    def test_large_payloads_are_sent_only_when_the_caller_waits(self) -> None:
         _, _, writer, reader = ring()
         eighth = LIMITS.capacity_bytes // 8
         assert writer.send(numbered(0, eighth))

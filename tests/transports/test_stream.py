@@ -1,4 +1,4 @@
-"""The pipe between a parent and its worker: what arrives that is no frame, and ends that are not orderly."""
+"""The pipe between a parent and its worker: invalid frames and ends without a close frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UCX beyond the common contract: what is done before a peer is trusted, frames that are none, the two lanes, peers that die or stop."""
+"""UCX beyond the common contract: actions before a peer is authenticated, invalid frames, and peers that die or stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a UCX channel, without UCX."""
+"""The block memory of a UCX channel, tested without UCX."""
 
 from __future__ import annotations
 

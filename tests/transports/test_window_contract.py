@@ -1,4 +1,4 @@
-"""Windows and synchronous sends: every scheme is held to the same promises, on both event loops."""
+"""Windows and synchronous sends: every scheme passes the same checks on both event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to windows in shared memory: no copy but the write, copiers, hostile lines, memory and descriptors that go again."""
+"""Windows in shared memory: one copy per write, copiers, hostile control messages, and release of memory and descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to ZeroMQ: strangers on its endpoints, frames that are no message, deaths noticed at once, the context that goes."""
+"""The ZeroMQ transport: strangers at its endpoints, invalid frames, immediate notice of deaths, and release of the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What zmq does not copy: large tensors lie where they are until libzmq has written them, and no longer."""
+"""Zero-copy sends over ZeroMQ: a large tensor stays in place until libzmq has written it, and no longer."""
 
 from __future__ import annotations
 

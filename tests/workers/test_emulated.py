@@ -1,4 +1,4 @@
-"""Emulated workers: what is charged for what, modelled time in virtual time, how a run is judged, and the smallest dilation."""
+"""Emulated workers: charged operations, modelled time in virtual time, void figures, and the smallest dilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor: in virtual time among beating workers and a launcher that passes their beats on, and over a real socket."""
+"""The monitor: in virtual time with workers and a launcher that forwards their heartbeats, and over a real socket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A user's function behind its node: what its ports say of tensors holds for every firing.
+"""A user's function behind its node: the declared dtypes and shapes are checked at every firing.
 
-Here: outputs by name, of which dtypes and shapes that were found to fit are remembered. Not here: whole graphs of functions
-(tests/end_to_end/test_user_graphs.py).
+Covers outputs by name, whose accepted dtypes and shapes are cached. tests/end_to_end/test_user_graphs.py covers whole graphs of functions.
 """
 
 from __future__ import annotations
