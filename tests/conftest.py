@@ -1,4 +1,4 @@
-"""What every test may rely on, and the check after each that it left nothing behind.
+"""Shared fixtures, and the check after each test that nothing is left behind.
 
 Here: the leak checks (asyncio tasks, processes, descriptors, shared memory, compute threads), the choice of event loop, skipping
 of tests that need a GPU. Not here: checkpoints (checkpoints.py), fixtures of a single room (that room's folder).
@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a task or thread told to stop
+GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a stopping task or thread
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
 _IGNORED_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom")  # opened once by libraries and kept for the process's life
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
-    """A test that asks for `loop_kind` runs once on the standard loop and once on uvloop, which workers use."""
+    """A test with the fixture `loop_kind` runs once on the standard loop and once on uvloop, which workers use."""
     factories: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop}
     if "loop_kind" in getattr(item, "fixturenames", ()) and importlib.util.find_spec("uvloop") is not None:
         import uvloop
@@ -63,7 +63,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 @pytest.fixture
 async def loop_kind() -> str:
-    """ "asyncio" or "uvloop": the loop this test runs on. Asking for it makes the test run on both."""
+    """ "asyncio" or "uvloop": the loop this test runs on. A test with this fixture runs on both."""
     return "uvloop" if type(asyncio.get_running_loop()).__module__.startswith("uvloop") else "asyncio"
 
 
@@ -90,13 +90,13 @@ async def no_task_left() -> AsyncIterator[None]:
     yield
     left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
     if left:
-        _, left = await asyncio.wait(left, timeout=GRACE_SECONDS)  # one told to end in the last moment needs a few turns
+        _, left = await asyncio.wait(left, timeout=GRACE_SECONDS)  # a task cancelled at the last moment needs a few turns
     assert not left, f"tasks left running: {left}"
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What this process holds that a test could forget to give back."""
+    """The resources of this process that a test could fail to release."""
 
     processes: frozenset[tuple[int, float]]
     descriptors: frozenset[tuple[int, str]]
@@ -129,7 +129,7 @@ def _shared_memory() -> frozenset[str]:
 
 def _living_children() -> frozenset[tuple[int, float]]:
     """Descendants that still run, with their start times. (One that is dead but not waited for holds nothing.)"""
-    with contextlib.suppress(OSError):  # the quick look that answers for most tests
+    with contextlib.suppress(OSError):  # this quick check is enough for most tests
         if not any(Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")):
             return frozenset()
     living = set()

@@ -28,7 +28,7 @@ class Sources:
 
 
 def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0, 0.0)) -> list[tuple[float, Heartbeat]]:
-    """(when, beat) of a process in virtual time."""
+    """(time, heartbeat) pairs of a process in virtual time."""
 
     async def main(world: World) -> list[tuple[float, Heartbeat]]:
         said: list[tuple[float, Heartbeat]] = []

@@ -51,7 +51,7 @@ MAX_KEPT = 2 * TOLD_EVERY + SMALL.capacity_messages  # fewer are kept once the o
 
 
 async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbytes: int = 300) -> None:
-    """`count` messages both ways at once, checked at both ends; returns when each has heard what the other has taken."""
+    """`count` messages both ways at once, checked at both ends; returns when each end knows what the other has received."""
 
     async def send(channel: Channel) -> None:
         for number in range(count):

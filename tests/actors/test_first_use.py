@@ -79,7 +79,7 @@ def steps(messages: list[Message]) -> list[int]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_all_speak_at_once(scheme: str) -> None:
+async def test_all_workers_send_at_once(scheme: str) -> None:
     async with asyncio.timeout(60), workers(scheme) as (links, received):
         for number in range(10):
             for name in NAMES:

@@ -380,7 +380,7 @@ async def test_lazy_channels_open_at_first_use_in_each_incarnation(scheme: str) 
 
 
 async def test_reader_of_the_new_incarnation_starts_after_join_returns() -> None:
-    """Who awaits `join` opens its edges before the first message of that life is there."""
+    """A caller that awaits `join` opens its edges before the first message of that incarnation arrives."""
     async with world("shm", True) as w:
         w.client.drop("b", "b1")
         addresses = await w.serve("b2")

@@ -82,7 +82,7 @@ async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) 
 
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[RunningGraph, Injector, Watch, list[str]]]:
-    """A small graph, who lets faults befall it, and what its workers say besides."""
+    """A small graph, its fault injector, and the other output of its workers."""
     seams = Seams()
     watch = Watch(seams.clock)
     lines: list[str] = []

@@ -47,7 +47,7 @@ def make_answers(begin: float, num: int, tokens: tuple[int, ...] = TOKENS) -> li
 
 
 def found_of(answers: list[Answer], seconds: float = 4.0) -> ChaosResult:
-    """A server is killed one second after the first request; its client notices after 5 ms, the launcher says so at 2.0."""
+    """A server is killed one second after the first request; its client notices after 5 ms, the launcher reports it at 2.0."""
     watch = Watch(StillClock())
     watch.injected_faults.append(InjectedFault("kill experts.1", "crash", "experts.1", 1.5, 10, "one"))
     watch.take_line("attention.0", Note("left", 1.505, "experts.1", "one").as_line())

@@ -131,7 +131,7 @@ async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
     assert clock.now == pytest.approx(0.05, abs=2e-3)
 
 
-async def test_whom_the_worker_gives_up_is_noted_when_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_lost_servers_are_noted_by_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
     worker, _ = takes_orders()
     worker._act(as_message(Ask()))
     worker._act(as_message(Left("experts.1", "one", "was killed")))

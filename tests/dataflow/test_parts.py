@@ -87,7 +87,7 @@ def test_anonymous_responses_are_counted():
 
 @given(st.data())
 def test_every_pair_is_covered_exactly_once_whatever_is_lost_split_and_late(data):
-    """Pairs 0..n-1 are cut into parts, parts are lost and cut anew; answers come in any order, some twice."""
+    """Pairs 0..n-1 are partitioned, lost parts are partitioned again; responses come in any order, some twice."""
     num_pairs = data.draw(st.integers(1, 12))
     cuts = sorted(data.draw(st.sets(st.integers(1, num_pairs - 1), max_size=3))) if num_pairs > 1 else []
     bounds = [0, *cuts, num_pairs]

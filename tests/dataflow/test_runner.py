@@ -166,7 +166,7 @@ async def test_a_message_for_an_edge_that_does_not_lead_here_is_refused():
 
 
 def service_graph():
-    """Two clients and one server that answers whoever asked."""
+    """Two clients and one server that responds to the sender of each request."""
     nodes, edges = [], []
     for client in "01":
         parts = PortSpec("parts", takes="gather", count="plan")
@@ -480,7 +480,7 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
 
 
 def test_what_was_given_before_it_leaves_with_it():
-    """An answer may be back while the rest is computed: the plan that counts it must be there."""
+    """A response may arrive while the rest is computed: the plan that counts it must exist by then."""
     graph = model_like_graph()
     graph.nodes["sum"] = node("sum", "p", ["plan"])
     graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")

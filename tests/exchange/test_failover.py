@@ -304,7 +304,7 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
     assert (window.free, len(window.pending)) == (2, 0)
 
 
-def test_rolled_back_tags_are_forgotten(client):
+def test_rolled_back_tags_are_removed(client):
     client.begin()
     client.runner.roll_back("s@1", 1)
     client.failover.roll_back("s@1", 1)
@@ -337,7 +337,7 @@ def test_pairs_without_a_replica_form_a_part_without_server(client):
 
 
 def timed(*answer_seconds):
-    """A client with a clock, and servers that have answered often in so many seconds each."""
+    """A client with a clock, and servers that have often responded in the given seconds each."""
     client = Client()
     clock = [0.0]
     client.client._now = lambda: clock[0]

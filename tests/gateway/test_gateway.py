@@ -383,7 +383,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pie
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_groups=st.integers(1, 3))
 def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:
-    """Requests that are placed again, cancelled and told twice still have indexes 0..n-1, one end, and nothing left anywhere."""
+    """Requests that are routed again, cancelled and reported twice still have indexes 0..n-1, one end, and leave nothing behind."""
     names = [f"g{number}" for number in range(num_groups)]
     door = gateway(names, max_requests=50)
     engines = {name: Engine(LIMITS, 2, 64, 26) for name in names}

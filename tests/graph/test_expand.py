@@ -128,7 +128,7 @@ def test_uneven_placement(load) -> None:
     assert held_experts(graph.nodes["experts.1"].options["experts"], FACTS.moe_layers)[1] == (0, 6, 7)
 
 
-def test_a_link_of_ones_own_numbers_is_a_label(load) -> None:
+def test_link_with_custom_numbers_is_a_label(load) -> None:
     rest = "  links: {attention-experts: {link: {bandwidth_bytes_per_second: 1e9, latency_seconds: 2e-6}}}\n"
     graph = load(QUICK + rest)
     links = {edge.link for edge in graph.edges.values() if edge.link is not None}

@@ -34,7 +34,7 @@ from flowrt.transports.contract import Channel
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """Answers a request with its prompt, one token at a time."""
+    """Responds to a request with its prompt, one token at a time."""
 
     async def say(word: Control) -> None:
         await control.send(as_message(word))

@@ -36,7 +36,7 @@ from flowrt.transports.contract import Channel
 
 
 def told(what: str, *words: str) -> Ended:
-    """What a worker has heard, and when on the machine's clock."""
+    """The events that a worker has received, with their times on the machine's clock."""
     return Ended(" ".join((what, *words)), 0, "stop", str(time.monotonic()))
 
 

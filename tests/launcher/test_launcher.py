@@ -78,7 +78,7 @@ def fork_server_of(launcher: Launcher) -> int:
 
 @contextlib.contextmanager
 def held(launcher: Launcher) -> Iterator[None]:
-    """The fork server is stopped meanwhile: it reaps nobody and tells nothing."""
+    """The fork server is stopped meanwhile: it reaps no process and sends no notification."""
     fork_server = fork_server_of(launcher)
     os.kill(fork_server, signal.SIGSTOP)
     try:

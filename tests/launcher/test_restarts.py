@@ -25,7 +25,7 @@ QUIET = ReliabilitySettings(detector=False)
 
 
 def graph_of(folder: Path, *servers: str, clients: int = 2, processes: str | int = "many", settings: ReliabilitySettings = QUIET) -> Graph:
-    """Every client asks every server, and nobody else anybody."""
+    """Every client sends requests to every server; there are no other edges."""
     names = [f"client.{number}" for number in range(clients)]
     nodes = {name: Node(name, "source", name) for name in names} | {name: Node(name, "experts", name) for name in servers}
     pairs = [(client, server) for client in names for server in servers]

@@ -22,7 +22,7 @@ MEMORY = 64 << 20
 
 
 def fork(then: Callable[[int], None], fd: int) -> int:
-    """A child that does `then(fd)`, says so, and sleeps."""
+    """A child that calls `then(fd)`, reports it, and sleeps."""
     ready, said = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -51,7 +51,7 @@ def lives() -> list[str]:
 
 
 async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] = hold) -> bool:
-    """Whether its pidfd still said nothing when the lock told of the death."""
+    """Whether its pidfd was still unready when the exit lock notified of the death."""
     pid = -1
     pidfd = -1
     loop = asyncio.get_running_loop()

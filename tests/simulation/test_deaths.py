@@ -145,7 +145,7 @@ def test_a_server_that_dies_too_often_stays_down() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_server_that_the_launcher_has_lost_is_started_again(seed: int) -> None:
+def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
     outcome = serve_under(seed, load("2x3.yaml"), requests(5), Reset(between=("gateway", "experts.2"), at_seconds=0.05))
     assert outcome.result.finish_reasons == ("length",) * 5
     assert outcome.num_faults["restarted"] == 1

@@ -131,7 +131,7 @@ def gap(times: list[float]) -> float:
         (Hang(process="worker", at_seconds=0.55, for_seconds=1.0), False, True),
     ],
 )
-def test_who_stands_still(fault: object, loop_stops: bool, compute_stops: bool) -> None:
+def test_stopped_processes(fault: object, loop_stops: bool, compute_stops: bool) -> None:
     looped, computed = run(1, lambda world: heartbeats(world, fault)).result
     assert (gap(looped) > 0.9) == loop_stops
     assert (gap(computed) > 0.9) == compute_stops

@@ -114,7 +114,7 @@ def test_the_decoder_refuses_or_returns_a_message_within_limits(envelope: bytes,
 
 
 def transcript() -> list[bytes]:
-    """What the connector and the listener of a good handshake say in turn."""
+    """The messages of the connector and the listener in a valid handshake, in turn."""
     connector = Handshake("connector", KEY, THERE, LIMITS, scheme="shm", payload=lambda limits: b"endpoint", nonce=b"1" * 32)
     listener = Handshake("listener", KEY, HERE, LIMITS, scheme="shm", nonce=b"2" * 32)
     hello = connector.start()

@@ -104,7 +104,7 @@ def test_pieces_cover_everything_once(sizes: list[int], step: int) -> None:
 class TestChunks:
     @pytest.mark.parametrize("num_chunks", [2, 3, 4, 7])
     def test_the_last_copy_of_every_thread_is_announced(self, num_chunks: int) -> None:
-        """CopyThreads end in any order: who waits for all of them must hear of each one's end."""
+        """CopyThreads end in any order: a waiter for all of them must be notified of each end."""
         _, layout, writer, reader = ring(3, 1 << 16)
         told: dict[int, bool] = {}
         copy = writer._copy_threads.copy
@@ -274,7 +274,7 @@ class TestBulk:
                 assert received_bytes(message.tensors[0]) == pattern(100_000, number)
 
     async def test_the_loop_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """While a copier copies, the loop turns."""
+        """The event loop runs while a copier copies."""
         async with opened(pair_maker("shm"), Limits(max_message_bytes=1 << 24, capacity_bytes=1 << 26)) as (one, two):
             turns = 0
 

@@ -123,7 +123,7 @@ def test_eight_flows_out_of_one_nic_share_it() -> None:
 
 
 def test_eight_nics_into_one_share_the_receivers() -> None:
-    """Nobody paces both ends: the senders run at full speed, the receiver's NIC holds them to its own."""
+    """Neither end is paced: the senders run at full speed, and the receiver's NIC limits them to its own speed."""
 
     async def main(stack: AsyncExitStack) -> list[float]:
         hosts = Hosts()

@@ -54,7 +54,7 @@ class _Job:
 
 
 def slow_model(messages: list[Message]) -> list[tuple[float, str]]:
-    """The same by recomputing who is served after every event, in exact fractions."""
+    """The slow model: it recomputes the served messages after every event, in exact fractions."""
     queues: dict[str, list[_Job]] = {}
     for flow, begin, work in messages:
         queues.setdefault(flow, []).append(_Job(flow, Fraction(begin), Fraction(work)))

@@ -314,7 +314,7 @@ def test_memory_is_sealed_and_there() -> None:
 
 
 async def test_no_memory_is_an_error_of_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a size nobody has, nor a kernel that refuses, ends in anything but a sentence."""
+    """An impossible size and a kernel that refuses both give a readable error."""
 
     def refuse(descriptor: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -219,7 +219,7 @@ async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
 
 @needs_ucx
 async def test_nothing_of_ucx_before_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither side opens a worker, tells or uses an address for a peer that has another key."""
+    """Neither side opens a worker, or sends or uses an address, for a peer that has another key."""
     opened_links: list[object] = []
     monkeypatch.setattr(ucx, "UCXLink", lambda: opened_links.append(1))
     async with await get_transport("ucx").listen("ucx://", WIDE, KEY, HERE) as listener:

@@ -262,7 +262,7 @@ async def test_one_end_alone_cannot_decide_about_encryption(ours: str) -> None:
 
 
 def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None) -> tuple[list[str], list[zmq.Socket[bytes]]]:
-    """Somebody who sees the endpoint of a channel before its peer does, knows the server's key, and comes with `keys` of its own."""
+    """A stranger that finds the endpoint of a channel before its peer does, knows the server's key, and connects with its own `keys`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PAIR)
     stranger.set(zmq.LINGER, 0)
@@ -296,7 +296,7 @@ def _stranger(monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | 
 async def test_an_encrypted_channel_lets_in_its_own_peer_only(
     monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None, handler: str
 ) -> None:
-    """Also when the handler that libzmq asks has died: then nobody is let in, where libzmq by itself would let in everybody."""
+    """Also when the authentication handler of libzmq has died: then no peer is admitted, where libzmq by itself would admit every peer."""
     asked = asyncio.Event()
     if handler == "dead":
         monkeypatch.setattr(zeromq_sockets.Authenticator, "_answer", lambda authenticator: asked.set())

@@ -103,7 +103,7 @@ async def test_what_is_lent_comes_back_when_the_channel_ends_before_the_peer_too
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Two PAIR sockets; frames for the second leave, those for nobody wait in the first."""
+    """Two PAIR sockets; frames for the second leave, frames without a receiver wait in the first."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     there, nowhere = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     other = context.socket(zmq.PAIR)

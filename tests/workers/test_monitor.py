@@ -64,7 +64,7 @@ class Sources:
 
 
 async def work(control: Channel, seams: Seams) -> None:
-    """Compute and beat until the line ends."""
+    """Computes and sends heartbeats until the control connection ends."""
     compute = seams.new_compute("compute")
     link = Link(control, 1000, lambda message: None)
     sources = Sources("1", compute)
@@ -105,7 +105,7 @@ class Scene:
                 await self.monitor.send(as_message(control))
 
     def pass_on(self, heartbeat: Control) -> None:
-        """A beat that finds no room is of no use later: nobody waits for a monitor."""
+        """A heartbeat that finds no room is dropped: it is useless later, and no process waits for a monitor."""
         if self.monitor is not None:
             with contextlib.suppress(*LOST):
                 self.monitor.send_nowait(as_message(heartbeat))
@@ -119,7 +119,7 @@ class Scene:
         await self.tell_monitor(Left(name, "1", "its line ended"))
 
     async def watch(self, gateway: str, began: float) -> None:
-        """Start a monitor, hear it, and start another when it ends."""
+        """Starts a monitor, receives its messages, and starts another when it ends."""
         while True:
             ours, theirs = self.pair("monitor", gateway)
             self.world.start("monitor", lambda seams, theirs=theirs: run_monitor(theirs, seams))
