@@ -1,4 +1,4 @@
-"""`StreamChannel`: a channel over a stream socket that is already connected, as between a parent and its worker.
+"""Implements `StreamChannel`, a channel over a stream socket that is already connected, as between a parent and its worker.
 
 The socket is inherited, so there is no address and no key to prove. Payloads are copied once on the way out and read straight into their
 final memory on the way in. A frame is `uint8 kind, 3 zero bytes, uint32 length` and a body of that length, little-endian:
@@ -31,11 +31,11 @@ _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND = 1, 2, 3, 4
 _SCRATCH_BYTES = 1 << 16
-_READ_BYTES_AT_ONCE = 1 << 20  # then the loop turns, and calls again
+_READ_BYTES_AT_ONCE = 1 << 20  # then the event loop turns before the next read
 
 
 class StreamChannel(FlowControlledChannel):
-    """One end of a socket pair, or of any connected stream socket. Make it with `from_socket`."""
+    """One end of a socket pair, or of any connected stream socket. Use `from_socket` to create it."""
 
     scheme: ClassVar[str] = "pipe"
 
@@ -44,7 +44,7 @@ class StreamChannel(FlowControlledChannel):
         sock.setblocking(False)
         self._socket = sock
         self._fd = sock.fileno()
-        self._outbox: deque[memoryview] = deque()  # what the kernel would not take yet; bounded by the window
+        self._outbox: deque[memoryview] = deque()  # bytes that the kernel has not accepted yet; bounded by the credit window
         self._flushed: asyncio.Future[None] | None = None
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._scratch_start = self._scratch_end = 0
@@ -59,7 +59,7 @@ class StreamChannel(FlowControlledChannel):
 
     @classmethod
     async def from_socket(cls, sock: socket.socket, limits: Limits, peer: Identity) -> Self:
-        """A channel over `sock`, which it now owns. Both ends must be given the same `limits`. `peer` is taken on trust."""
+        """Returns a channel that owns `sock`. Both ends must use the same `limits`. `peer` is not verified."""
         return cls(sock, limits, peer)
 
     # Sending.
@@ -80,7 +80,7 @@ class StreamChannel(FlowControlledChannel):
         self._write([_FRAME.pack(_WAITING_KIND, 0)])
 
     def _write(self, parts: list[Part]) -> None:
-        """Give `parts` to the kernel, keep a copy of what it does not take. A dead peer is noticed by reading, not here."""
+        """Writes `parts` to the socket and keeps a copy of the bytes that it does not accept. Only reads detect a dead peer."""
         sent = 0
         if not self._outbox:
             try:
@@ -135,14 +135,14 @@ class StreamChannel(FlowControlledChannel):
             self._break(str(error), nonsense=isinstance(error, WireError))
 
     def _receive(self) -> int:
-        """Read into the target if it is large, else into the scratch buffer. -1: nothing there now; 0: end of file."""
+        """Reads into the target if it is large, otherwise into the scratch buffer. Returns -1 when no data is available, 0 at end-of-file."""
         try:
             if len(self._target) - self._filled >= _SCRATCH_BYTES:
                 received = self._socket.recv_into(self._target[self._filled :])
                 self._filled += received
                 return received
             self._scratch_start = 0
-            self._scratch_end = 0  # _parse leaves nothing behind
+            self._scratch_end = 0  # _parse has consumed all bytes
             self._scratch_end = self._socket.recv_into(self._scratch)
             return self._scratch_end
         except (BlockingIOError, InterruptedError):
@@ -192,7 +192,7 @@ class StreamChannel(FlowControlledChannel):
     def _read_envelope(self) -> None:
         self._envelope, sizes = decode_envelope(bytes(self._target), self.limits)
         if not is_repeat(self._envelope.sequence, self._expected):
-            self._receiving.arrived(sum(sizes))  # before memory is taken for it
+            self._receiving.arrived(sum(sizes))  # checks the credit before memory is allocated
         self._buffers = [bytearray(size) for size in sizes]
         self._payload_index = 0
         self._read_payload()

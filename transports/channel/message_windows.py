@@ -1,4 +1,4 @@
-"""One-sided windows for transports without shared memory, implemented with messages that the channel answers by itself.
+"""Implements one-sided windows for transports without shared memory, by messages to which the channel itself responds.
 
 A call is a message `~window` with a `Call` as its header. The owner's end responds in order with a message whose `op` is "done". An owner
 sends the values of its flags to the peer once the peer has attached, so both ends know them; the owner's value is authoritative. At most
@@ -21,17 +21,17 @@ from flowrt.transports.errors import InvalidMessageError, TransportError, Unavai
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
-RESERVED = "~"  # begins the kinds of messages that are the channel's own
+RESERVED = "~"  # first character of the kinds of the channel's own messages
 KIND = "~window"
 MAX_CALLS = 64
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """`op` is attach, write, read or flag from the peer of a window's owner; done or told from the owner."""
+    """The header of a window message. The owner's peer sends `op` attach, write, read or flag; the owner sends done or told."""
 
     op: str
     token: bytes
-    number: int = -1  # of the call, counted by the caller; -1 wants no answer
+    number: int = -1  # of the call, counted by the caller; -1: no response is wanted
     offset: int = 0
     nbytes: int = 0
     flag: int = -1
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MessageChannel(Protocol):
-    """What windows need of the channel whose messages carry them."""
+    """The channel interface that message windows use."""
 
     limits: Limits
 
@@ -51,8 +51,8 @@ class MessageChannel(Protocol):
 
 
 class MessageWindows:
-    """The windows of `channel`. `until` is QueuedChannel._until, `wake` QueuedChannel._wake_sender; `new_token` draws a token.
-    Owns the task that responds to the peer; `close` ends it."""
+    """The windows of `channel`. `until` is QueuedChannel._until, `wake` is QueuedChannel._wake_sender, `new_token` makes tokens.
+    This object owns the task that responds to the peer; `close` ends the task."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class MessageWindows:
         self._answers: deque[Message] = deque()
         self._telling: set[tuple[bytes, int]] = set()  # flags whose new value the peer does not have yet
         self._answering: asyncio.Task[None] | None = None
-        self._calls: dict[int, tuple[Call, memoryview] | None] = {}  # of ours: the answer, once it is there
+        self._calls: dict[int, tuple[Call, memoryview] | None] = {}  # pending calls of this end, and the response once it has arrived
         self._num_calls = 0
-        self.num_posted = 0  # messages of ours sent so far
+        self.num_posted = 0  # window messages sent by this end so far
 
     @property
     def piece_bytes(self) -> int:
@@ -99,7 +99,7 @@ class MessageWindows:
         return window
 
     async def call(self, op: str, token: bytes, data: memoryview | None = None, **words: int) -> tuple[Call, memoryview]:
-        """The answer. Raises WindowError when it is a refusal."""
+        """Sends a call and returns the response. Raises WindowError when the owner refuses the call."""
         await self._until(lambda: len(self._calls) < MAX_CALLS)
         self._num_calls += 1
         number = self._num_calls
@@ -133,14 +133,14 @@ class MessageWindows:
         self.num_posted += 1
 
     def arrived(self, message: Message) -> None:
-        """A message of ours came. Raises WireError when it is none."""
+        """Processes an arrived window message. Raises WireError when it is invalid."""
         try:
             call = message.decode_header(Call)
         except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"a message about windows that cannot be read: {error}") from error
         data = flat(message.tensors[0].data) if message.tensors else memoryview(b"")
         if call.op == "done":
-            if call.number in self._calls:  # else its caller was cancelled
+            if call.number in self._calls:  # otherwise the call was cancelled
                 self._calls[call.number] = call, data
         elif call.op == "told":
             window = self._attached.get(call.token)
@@ -151,7 +151,7 @@ class MessageWindows:
         self._wake()
 
     def tell(self, token: bytes, flag: int) -> None:
-        """The owner has set a flag."""
+        """Sends the new value of a flag, set by this owner, to the peer."""
         self._telling.add((token, flag))
         self._answer_soon()
         self._wake()
@@ -170,7 +170,7 @@ class MessageWindows:
         await self._until(ready)
 
     async def close(self) -> None:
-        """With the channel: end the task, close the windows."""
+        """Ends the response task and closes all windows; called when the channel closes."""
         task, self._answering = self._answering, None
         if task is not None:
             task.cancel()

@@ -1,9 +1,9 @@
-"""What the channels and listeners of all transports share: waiting senders, the one receiver, the ways a channel ends, and accepted
-channels.
+"""Implements the parts that all channels and listeners share: waiting senders, the receiver, the end of a channel, and the queue of
+accepted channels.
 
 A transport implements two synchronous functions, `_transmit` (send now, or return False) and `_take` (the next message, or None), and
-calls `_wake_receiver` and `_wake_sender` when another attempt may succeed. No message is passed inside a future: a caller that wakes
-tries again, so a cancelled call loses nothing.
+calls `_wake_receiver` and `_wake_sender` when another attempt may succeed. No future carries a message: a woken call tries again, so a
+cancelled call loses no message.
 """
 
 from __future__ import annotations
@@ -20,79 +20,79 @@ from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Lim
 from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
 from flowrt.transports.wire.message import Message
 
-YIELD_AFTER = 64  # messages taken without a wait before `recv` lets the loop turn once
+YIELD_AFTER = 64  # messages taken without waiting before `recv` yields to the event loop once
 
 
 class QueuedChannel(Channel):
-    """One end of a channel; subclasses move the bytes."""
+    """One end of a channel; subclasses transfer the bytes."""
 
-    _copying = False  # the message that was sent last is not copied yet: `send` must wait for that
-    windows_by_message = False  # whether arriving messages of the windows' kind are handed to `_message_windows`
-    yields = True  # whether a peer in another process can keep `recv` from ever waiting
+    _copying = False  # the last sent message is not copied yet; `send` must wait for the copy
+    windows_by_message = False  # whether the subclass passes arriving window messages to `_message_windows`
+    yields = True  # whether a peer in another process can send so fast that `recv` never waits
 
     def __init__(self, limits: Limits, peer: Identity) -> None:
         self.peer = peer
         self.limits = limits
         self._loop = asyncio.get_running_loop()
         self._counters = ChannelStatistics()
-        self._closed = False  # by this side
-        self._broken: str | None = None  # by the world, and why
-        self._ended = False  # by the peer, in order
+        self._closed = False  # closed by this side
+        self._broken: str | None = None  # the reason why the channel is broken
+        self._ended = False  # closed by the peer in an orderly way
         self._receiver: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None  # what the sender at the head of the line waits on
+        self._room: asyncio.Future[None] | None = None  # the sender at the head of the queue waits for it
         self._line_taken = False
         self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
         self._windows: MessageWindows | None = None
-        self._new_token: Callable[[], bytes] | None = None  # for keys of windows; None: the machine's chance
-        self._waiting: list[asyncio.Future[None]] = []  # for acknowledgements, flags, answers
+        self._new_token: Callable[[], bytes] | None = None  # makes the tokens of window keys; None: random tokens
+        self._waiting: list[asyncio.Future[None]] = []  # waits for acknowledgements, flags and responses
         self._gone: asyncio.Future[None] | None = None
         self._streak = 0
 
-    # What a scheme gives.
+    # Implemented by each scheme.
 
     @abstractmethod
     def _transmit(self, message: Message) -> bool:
-        """Send `message` whole and now, or return False with nothing done. Raises LimitError, InvalidMessageError."""
+        """Sends the whole `message` now, or returns False and has no effect. Raises LimitError, InvalidMessageError."""
 
     @abstractmethod
     def _take(self) -> Message | None:
-        """The next message that is here, else None."""
+        """Returns the next message that has arrived, or None."""
 
     @abstractmethod
     async def _shut(self) -> None:
-        """Notifies the peer of the end and releases everything; called once, must not fail."""
+        """Notifies the peer of the end and releases all resources. It is called once and must not fail."""
 
     def _num_sent(self) -> int:
-        """How many messages have been sent, in the same count as `_num_taken`."""
+        """Returns the number of messages sent, counted like `_num_taken`."""
         return self._counters.messages_sent
 
     def _num_taken(self) -> int:
-        """How many messages the peer's user has taken, as far as known; `_expect_room` asks to be woken when that changes."""
+        """Returns the known number of messages that the peer's user has taken; `_expect_room` requests a wake-up when it changes."""
         raise UnavailableError(f"{self.scheme} has no acknowledgements")
 
     async def _settle(self) -> None:
-        """Wait until the tensors of the message sent last have been copied, even when cancelled. Only where `_copying` is ever true."""
+        """Waits until the tensors of the last sent message are copied, even when cancelled. Only needed where `_copying` can be True."""
 
     def _advance(self, message: Message) -> bool:
-        """As `_transmit`, for the sender at the head of the line; it may send a message in parts over several calls."""
+        """Sends as `_transmit` does, for the sender at the head of the queue; it may send a message in parts over several calls."""
         return self._transmit(message)
 
     def _abandon(self) -> None:
-        """The sender at the head of the line gave up between two calls of `_advance`."""
+        """Discards the state of a send at the head of the queue that ended between two calls of `_advance`."""
 
     def _hang_up(self) -> None:
-        """The channel is broken: let the peer notice now and not only when the user gets round to `aclose`."""
+        """Notifies the peer that the channel is broken, without waiting for the user to call `aclose`."""
 
     def _expect_message(self) -> bool:
-        """`recv` is about to wait. True when a message came meanwhile, so that it must not."""
+        """Called before `recv` waits. Returns True when a message has arrived meanwhile, so that `recv` must not wait."""
         return False
 
     def _expect_room(self) -> bool:
-        """`send` is about to wait. True when room came meanwhile, so that it must not."""
+        """Called before `send` waits. Returns True when the channel has room meanwhile, so that `send` must not wait."""
         return False
 
     def abort(self, reason: str) -> None:
-        """Breaks the channel for both ends; `reason` is the text of BrokenChannelError here."""
+        """Breaks the channel for both ends; `reason` is the text of BrokenChannelError on this side."""
         self._break(reason)
 
     # The contract.
@@ -186,7 +186,7 @@ class QueuedChannel(Channel):
     def statistics(self) -> ChannelStatistics:
         return msgspec.structs.replace(self._counters)
 
-    # For schemes.
+    # Called by the schemes.
 
     def _wake_receiver(self) -> None:
         future = self._receiver
@@ -202,7 +202,7 @@ class QueuedChannel(Channel):
                 future.set_result(None)
 
     def _message_windows(self) -> MessageWindows:
-        """The windows that messages emulate. Raises UnavailableError when this scheme does not hand them over."""
+        """Returns the windows that messages carry. Raises UnavailableError when this scheme does not pass window messages on."""
         if not self.windows_by_message:
             raise UnavailableError(f"{self.scheme} has no windows")
         if self._windows is None:
@@ -210,8 +210,8 @@ class QueuedChannel(Channel):
         return self._windows
 
     async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:
-        """Wait until `ready`, which is looked at whenever `_wake_sender` is called. `expect` is called before each sleep, as
-        `_expect_room` is. Raises ClosedChannelError, and BrokenChannelError when the channel ends before."""
+        """Waits until `ready()` is True; each `_wake_sender` checks it again. `expect` is called before each wait, like `_expect_room`.
+        Raises ClosedChannelError, and BrokenChannelError when the channel ends first."""
         while True:
             if self._closed:
                 self._raise_unsendable()
@@ -230,14 +230,14 @@ class QueuedChannel(Channel):
                 self._waiting.remove(future)
 
     def _end(self) -> None:
-        """The peer has closed in order; what it sent before may still be taken."""
+        """Records the orderly end by the peer; messages that arrived before can still be taken."""
         if self._broken is None:
             self._ended = True
         self._wake_receiver()
         self._wake_sender()
 
     def _break(self, reason: str, nonsense: bool = False) -> None:
-        """The channel is broken; what had arrived whole may still be taken. The first reason holds. `nonsense`: counted as such."""
+        """Marks the channel broken; complete messages can still be taken. The first reason is kept. `nonsense` counts invalid data."""
         if self._broken is None and not self._ended:
             self._broken = reason
             self._counters.nonsense += nonsense
@@ -245,10 +245,10 @@ class QueuedChannel(Channel):
         self._wake_receiver()
         self._wake_sender()
 
-    # Inside.
+    # Internal.
 
     async def _yield(self) -> None:
-        """Let the loop turn once, still counting as the one task in `recv`."""
+        """Yields to the event loop once; the task still counts as the receiver."""
         self._streak = 0
         self._receiver = self._loop.create_future()
         try:
@@ -313,7 +313,7 @@ class QueuedChannel(Channel):
 
 
 class Backlog:
-    """Accepted channels waiting for `accept`; bounded by `capacity`."""
+    """The queue of channels that wait for `accept`, at most `capacity` of them."""
 
     def __init__(self, capacity: int = 128, on_room: Callable[[], None] | None = None) -> None:
         self.capacity = capacity
@@ -327,7 +327,7 @@ class Backlog:
         return len(self._channels) >= self.capacity
 
     def put(self, channel: Channel) -> None:
-        """Add a channel; the caller has looked at `full`."""
+        """Adds a channel; the caller has checked `full`."""
         self._channels.append(channel)
         self._wake()
 

@@ -26,10 +26,10 @@ from flowrt.transports.errors import AddressError, HandshakeError, TransportErro
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError
 
-HANDSHAKE_SECONDS = 10.0  # how long a listener lets a caller take
-MAX_CALLERS = 64  # in the handshake at once
-FULL_TABLE_SECONDS = 1.0  # how long a caller may take while no other caller finds a place
-MAX_EVICTIONS = 10  # how often a caller tries again after a listener evicted it
+HANDSHAKE_SECONDS = 10.0  # time limit of a handshake on the listener's side
+MAX_CALLERS = 64  # concurrent handshakes of one listener
+FULL_TABLE_SECONDS = 1.0  # time limit of a handshake while the table of callers is full
+MAX_EVICTIONS = 10  # attempts of a connector that a listener evicts
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 1.0  # between attempts to accept while this process has no descriptor left
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_DESCRIPTORS = 4
@@ -41,7 +41,7 @@ _CONNECT_AGAIN_SECONDS = 0.005
 
 
 class Meeting(NamedTuple):
-    """Two connected processes: the socket, the peer's identity, the agreed limits, and what the connector passed."""
+    """The result of a handshake: the socket, the peer's identity, the agreed limits, and the connector's payload and descriptors."""
 
     line: socket.socket
     peer: Identity
@@ -52,8 +52,11 @@ class Meeting(NamedTuple):
 
 
 def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
-    """The family and address of the socket for `name`. Raises AddressError for what is not on this host, unless there is
-    `encryption` for all that follows the handshake: the option that asks for it. Then only addresses of TCP are taken."""
+    """Returns the family and address of the socket for `name`. Raises AddressError for an address that is not on this host.
+
+    `encryption` is the address option that encrypts all traffic after the handshake. With it, every IPv4 address but 0.0.0.0 is accepted, and
+    plain names are refused.
+    """
     if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
         if match[1] == "0.0.0.0":
             raise AddressError(f"{scheme}://{name}: write the one address that the others reach this host by")
@@ -76,11 +79,11 @@ def free_name() -> str:
 
 
 class SocketListener(Listener):
-    """Listens on a socket; a caller that has proved the key becomes a channel through `make_channel`.
+    """Listens on a socket and turns each connector that has proved the key into a channel through `make_channel`.
 
-    `make_channel` takes over the meeting's line and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
+    `make_channel` takes ownership of the meeting's line and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
 
-    At most MAX_CALLERS are in the handshake. While the table is full, the oldest is evicted once it has taken FULL_TABLE_SECONDS.
+    At most MAX_CALLERS connectors are in the handshake. While the table is full, the oldest is evicted after FULL_TABLE_SECONDS.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class SocketListener(Listener):
         self._rejected = 0
         self._make_channel = make_channel
         self._handshake_arguments = (key, identity, limits, scheme)
-        self._new_handshake()  # a bad key or identity is the listener's own mistake: say so now
+        self._new_handshake()  # raises now for a bad key or identity of this listener
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
@@ -142,7 +145,7 @@ class SocketListener(Listener):
         return Handshake("listener", key, identity, limits, scheme=scheme)
 
     def _watch(self) -> None:
-        """Accept while there is room. When callers that prove nothing fill the table, set the alarm that evicts the oldest of them."""
+        """Accepts connections while there is room. When the table of callers is full, schedules the eviction of the oldest one."""
         self._cancel_alarm()
         if self._socket.fileno() < 0:
             return
@@ -169,8 +172,8 @@ class SocketListener(Listener):
     def _on_call(self) -> None:
         try:
             line, _ = self._socket.accept()
-        except OSError as error:  # most are the caller's: it has disconnected
-            if error.errno in _NO_DESCRIPTOR:  # the call stays readable, so the loop would spin
+        except OSError as error:  # usually the caller has already disconnected
+            if error.errno in _NO_DESCRIPTOR:  # the listening socket stays readable, so the loop would spin
                 self._unwatch()
                 self._alarm = self._loop.call_later(self._pause_seconds, self._watch)
                 self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
@@ -185,7 +188,7 @@ class SocketListener(Listener):
         self._watch()
 
     def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
-        """A caller is through with its handshake, or has failed it."""
+        """Removes a caller whose handshake has succeeded, or failed (`meeting` is None)."""
         del self._callers[caller]
         if meeting is None:
             self._rejected += 1
@@ -197,14 +200,14 @@ class SocketListener(Listener):
                 _close_all(meeting.descriptors)
                 meeting.line.close()
             else:
-                with contextlib.suppress(OSError):  # disconnected already: the channel reports it
+                with contextlib.suppress(OSError):  # already disconnected; the channel reports it
                     meeting.line.send(_READY)
                 self._backlog.put(channel)
         self._watch()
 
 
 class _Caller:
-    """A connection in the handshake, seen from the listener. Callbacks only, so that a silent one costs no task."""
+    """A connection in the handshake, on the listener's side. It uses callbacks only, so that a silent peer costs no task."""
 
     def __init__(self, listener: SocketListener, line: socket.socket, handshake: Handshake) -> None:
         self._listener = listener
@@ -247,7 +250,7 @@ class _Caller:
         return data
 
     def evict(self) -> None:
-        """Hang up to make room, unless the proof has arrived meanwhile. The caller learns that it may call again."""
+        """Closes the connection to make room, unless the proof has arrived. Sends EVICTED, so that the caller may connect again."""
         self._on_readable()
         if self._line.fileno() >= 0 and not self._handshake.done:
             with contextlib.suppress(OSError):
@@ -279,11 +282,12 @@ async def meet(
     encryption: str = "",
     begin: Callable[[socket.socket, Handshake], None] | None = None,
 ) -> Meeting:
-    """Call the listener at `name` and go through the handshake with it.
+    """Connects to the listener at `name` and completes the handshake.
 
-    `bring` is called with the agreed limits once the listener has proved the key; it returns what to tell it and the descriptors to
-    pass, which stay the caller's own. `begin` is given the connected line and the handshake before that. Raises AddressError (nobody
-    there), HandshakeError, and whatever `bring` raises. Calls again, a bounded number of times, when the listener evicts this caller.
+    `bring` is called with the agreed limits once the listener has proved the key; it returns the payload to send and the descriptors to
+    pass, which the caller still owns. `begin` is called earlier, with the connected line and the handshake. Raises AddressError (no
+    listener), HandshakeError, UnavailableError (no descriptor), and any exception of `bring`. Connects again, at most MAX_EVICTIONS times
+    in all, when the listener evicts this connector.
     """
     for _ in range(MAX_EVICTIONS):
         with contextlib.suppress(EvictedError):
@@ -322,13 +326,13 @@ async def _meet(
             raise HandshakeError(f"{scheme}://{name} belongs to another user")
         if begin is not None:
             begin(line, handshake)
-        with contextlib.suppress(ConnectionError):  # `_read` finds out why
+        with contextlib.suppress(ConnectionError):  # `_read` reports the reason
             line.send(handshake.start())
         while not handshake.done:
             answer = handshake.receive(await _read(line))
             if answer:
                 _send_with(line, answer, descriptors)
-        if await _read(line, len(_READY)) != _READY:  # no more: what follows belongs to the channel
+        if await _read(line, len(_READY)) != _READY:  # exactly these bytes: the bytes after them belong to the channel
             raise HandshakeError("the listener answered nonsense at the end of the handshake")
     except BaseException as error:
         line.close()
@@ -339,7 +343,7 @@ async def _meet(
 
 
 class Lifeline:
-    """Keeps the socket of a meeting. `on_gone(None)` is called once when the peer's end is closed, `on_gone(reason)` when it misbehaves."""
+    """Watches the socket of a meeting. Calls `on_gone` once: with None when the peer's end is closed, with a reason when it sends data."""
 
     def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
         self._line = line
@@ -380,7 +384,7 @@ async def _connect(line: socket.socket, address: str | tuple[str, int], shown: s
             else:
                 line.connect(address)
             return
-        except BlockingIOError:  # a unix socket's queue of callers is full
+        except BlockingIOError:  # the backlog of a unix socket is full
             await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
         except (ConnectionRefusedError, FileNotFoundError) as error:
             raise AddressError(f"nobody listens at {shown}") from error

@@ -1,20 +1,20 @@
-"""Two processes prove to each other that they belong to the same run.
+"""Implements the handshake by which two processes prove to each other that they belong to the same run.
 
-Here: a pure state machine, bytes in and bytes out, for any medium that carries bytes in order (message boundaries are not needed).
-Not here: sockets, time-outs, who is allowed to connect (rendezvous.py). Pattern: challenge and response with HMAC-SHA256 on both
-sides (as in SASL SCRAM or WireGuard's pre-shared key, without their password and key exchange parts, which a random 32-byte key
-does not need); both hellos, and so both nonces, identities, limits and the protocol version, are under both proofs.
+The handshake is a pure state machine, bytes in and bytes out, for any medium that carries bytes in order; message boundaries are not
+needed. rendezvous.py has the sockets and time-outs. The pattern is challenge and response with HMAC-SHA256 on both sides, as in SASL SCRAM
+or WireGuard's pre-shared key; a random 32-byte key needs neither their password part nor their key exchange. Both proofs cover both hellos,
+and so both nonces, identities, limits and the protocol version.
 
     connector                                 listener
     hello(version, nonce, identity, limits)  ->
                                              <-  hello(...), proof("listener")
     proof("connector"), payload              ->
 
-A listener may send `evicted` in place of its answer: the connector may call again.
+A listener may send `evicted` in place of its response; the connector may then connect again.
 
-Each frame is `uint32 length, uint8 kind, body`, little-endian; a hello's body starts with the magic word and the version, in every
-version, so that a mismatch can name both. The payload is what the scheme wants to say first (an endpoint, sizes); it is under the
-proof as well. Nothing above MAX_FRAME_BYTES is ever stored for a peer that has proved nothing.
+Each frame is `uint32 length, uint8 kind, body`, little-endian. In every version, a hello's body starts with the magic word and the version,
+so that the error of a mismatch can name both versions. The payload is the first data of the scheme (an endpoint, sizes); the proof covers
+it as well. No frame larger than MAX_FRAME_BYTES is stored for a peer that has not proved the key.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
     name: str
     incarnation: str
-    limits: tuple[int, int, int, int, int, int]  # as in Limits, in its order
+    limits: tuple[int, int, int, int, int, int]  # the fields of Limits, in their order
 
 
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
 
 
 class Handshake:
-    """One side of one handshake. Feed it what arrives with `receive`, send what it returns, until `done`.
+    """One side of one handshake. Pass received bytes to `receive` and send the bytes that it returns, until `done` is True.
 
-    A connector's `payload` is called with the agreed limits once the listener has proved the key. After the end `peer` is who the
-    other side is, `limits` the smaller of both sides' limits field by field, `payload` (listener) what the connector said with its
-    proof, and `session_key(label)` a secret both share and nobody else can know.
+    A connector's `payload` is called with the agreed limits once the listener has proved the key. After the handshake, `peer` is the
+    identity of the other side, `limits` is the smaller of both sides' limits field by field, `payload` (listener) is the data that the
+    connector sent with its proof, and `session_key(label)` returns a secret that only the two ends share.
     """
 
     def __init__(
@@ -93,26 +93,26 @@ class Handshake:
         self._buffer = bytearray()
 
     def start(self) -> bytes:
-        """What to send before anything has arrived: the connector's hello, nothing for a listener."""
+        """Returns the bytes to send first: the hello of a connector, no bytes for a listener."""
         return _frame(_HELLO, self._hello) if self.role == "connector" else b""
 
     def receive(self, data: bytes) -> bytes:
-        """Take bytes from the peer, return bytes to send to it (perhaps none).
+        """Processes bytes from the peer and returns the bytes to send to it (possibly none).
 
-        Raises HandshakeError when the peer is refused; its attribute `reply`, if not empty, should still be sent, so that a peer of
-        another version learns why.
+        Raises HandshakeError when the peer is refused: RefusedError, whose `reply`, if not empty, should still be sent, so that a peer of
+        another version can report the mismatch; EvictedError when the listener evicted this connector.
         """
         self._buffer += data
         frames = list(self._complete_frames())
         if self.role == "connector" and any(kind == _EVICTED for kind, _ in frames):
-            raise EvictedError("the listener has too many callers")  # before `payload` is called for a proof that came with it
+            raise EvictedError("the listener has too many callers")  # before `payload` is called for a proof in the same data
         answer = b"".join(self._take(kind, body) for kind, body in frames)
         if self.done and self._buffer:
             raise refused("bytes after the end of the handshake")
         return answer
 
     def session_key(self, label: str) -> bytes:
-        """32 bytes that only the two ends of this very handshake can compute. Only after `done`."""
+        """Returns 32 bytes that only the two ends of this handshake can compute. Raises HandshakeError before `done`."""
         if not self.done:
             raise HandshakeError("there is no session key before the end of the handshake")
         return self._mac("session " + label)
@@ -189,7 +189,7 @@ class Handshake:
 
 
 class RefusedError(HandshakeError):
-    """A HandshakeError with what may still be sent to the peer before closing."""
+    """The peer is refused; `reply` may still be sent to it before the connection is closed."""
 
     def __init__(self, text: str, reply: bytes = b"") -> None:
         super().__init__(text)
@@ -197,7 +197,7 @@ class RefusedError(HandshakeError):
 
 
 class EvictedError(HandshakeError):
-    """The listener hung up on this connector to make room for others. It may call again."""
+    """The listener closed the connection to make room for others. The connector may connect again."""
 
 
 def refused(text: str, reply: bytes = b"") -> RefusedError:
@@ -205,7 +205,7 @@ def refused(text: str, reply: bytes = b"") -> RefusedError:
 
 
 def check_key(key: bytes) -> None:
-    """Raise HandshakeError unless `key` has the right size."""
+    """Raises HandshakeError unless `key` has KEY_BYTES bytes."""
     if len(key) != KEY_BYTES:
         raise HandshakeError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
 
@@ -214,4 +214,4 @@ def _frame(kind: int, body: bytes) -> bytes:
     return _FRAME.pack(len(body), kind) + body
 
 
-EVICTED = _frame(_EVICTED, b"")  # what a listener sends to a connector on which it hangs up to make room
+EVICTED = _frame(_EVICTED, b"")  # sent by a listener that closes a connection to make room
