@@ -80,7 +80,7 @@ class StreamChannel(FlowControlledChannel):
         self._write([_FRAME.pack(_WAITING_KIND, 0)])
 
     def _write(self, parts: list[Part]) -> None:
-        """Writes `parts` to the socket and keeps a copy of the bytes that it does not accept. Only reads detect a dead peer."""
+        """Writes `parts` to the socket and copies the bytes that it does not accept. Only reads detect a dead peer."""
         sent = 0
         if not self._outbox:
             try:
@@ -135,7 +135,7 @@ class StreamChannel(FlowControlledChannel):
             self._break(str(error), nonsense=isinstance(error, WireError))
 
     def _receive(self) -> int:
-        """Reads into the target if it is large, otherwise into the scratch buffer. Returns -1 when no data is available, 0 at end-of-file."""
+        """Reads into the target if it is large, otherwise into the scratch buffer. Returns -1 without available data, 0 at end-of-file."""
         try:
             if len(self._target) - self._filled >= _SCRATCH_BYTES:
                 received = self._socket.recv_into(self._target[self._filled :])

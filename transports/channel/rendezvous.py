@@ -41,7 +41,7 @@ _CONNECT_AGAIN_SECONDS = 0.005
 
 
 class Meeting(NamedTuple):
-    """The result of a handshake: the socket, the peer's identity, the agreed limits, and the connector's payload and descriptors."""
+    """The result of a handshake: the socket, the peer's identity, the agreed limits, the connector's payload and descriptors."""
 
     line: socket.socket
     peer: Identity
@@ -54,8 +54,8 @@ class Meeting(NamedTuple):
 def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
     """Returns the family and address of the socket for `name`. Raises AddressError for an address that is not on this host.
 
-    `encryption` is the address option that encrypts all traffic after the handshake. With it, every IPv4 address but 0.0.0.0 is accepted, and
-    plain names are refused.
+    `encryption` is the address option that encrypts all traffic after the handshake. With it, every IPv4 address but 0.0.0.0 is
+    accepted, and plain names are refused.
     """
     if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
         if match[1] == "0.0.0.0":

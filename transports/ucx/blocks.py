@@ -1,8 +1,8 @@
-"""`BlockPool`: memory that UCX writes into, in blocks that are reused, so that they stay mapped and registered.
+"""Implements `BlockPool`: reusable memory blocks that UCX writes into, so that they stay mapped and registered.
 
 A block is whole pages of anonymous memory. A receiver takes one for a message's tensors and gives its user a *lease* on it. The block
-returns to the pool when the last view of the lease is freed, on whatever thread that happens. Sizes are rounded up to eighths of a power
-of two, so that a block fits many messages; at most `idle_bytes` are kept unused.
+returns to the pool when the last view of the lease is freed, on any thread. Sizes are rounded up to eighths of a power of two, so that a
+block fits many messages. The pool keeps at most `idle_bytes` of unused blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SMALLEST_BYTES = 1 << 16
 
 
 def block_bytes(nbytes: int) -> int:
-    """The size of the block for `nbytes`: at least as much, and at most an eighth more (but a smallest size)."""
+    """Returns the block size for `nbytes`: at most an eighth more, and at least SMALLEST_BYTES."""
     if nbytes <= SMALLEST_BYTES:
         return SMALLEST_BYTES
     step = 1 << (nbytes - 1).bit_length() - 4
@@ -26,23 +26,23 @@ def block_bytes(nbytes: int) -> int:
 
 
 class BlockPool:
-    """Blocks of one channel. Not shared between threads, but for leases that end on another one."""
+    """The blocks of one channel. Only one thread may use the pool, but leases may end on any thread."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._max_idle_bytes = idle_bytes
         self._idle_bytes = 0
         self._idle: dict[int, list[Block]] = {}
-        self._ended: deque[Block] = deque()  # by leases, perhaps on another thread
+        self._ended: deque[Block] = deque()  # blocks of ended leases, appended by any thread
         self._leases: dict[int, weakref.ref[object]] = {}
         self._closed = False
 
     @property
     def num_leases(self) -> int:
-        """Leases in use."""
+        """The number of leases in use."""
         return len(self._leases)
 
     def take(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, with anything in it."""
+        """Returns a block of at least `nbytes` bytes with undefined content."""
         while self._ended:
             self.give_back(self._ended.popleft())
         size = block_bytes(nbytes)
@@ -53,14 +53,14 @@ class BlockPool:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give_back(self, block: Block) -> None:
-        """The block is free: kept for the next one, unless enough are."""
+        """Returns a block to the pool, which keeps it unless `idle_bytes` would be exceeded."""
         size = len(block)
         if not self._closed and self._idle_bytes + size <= self._max_idle_bytes:
             self._idle_bytes += size
             self._idle.setdefault(size, []).append(block)
 
     def lease(self, block: Block) -> memoryview:
-        """A lease of all of `block`, which returns to the pool when the last view of the lease is freed."""
+        """Returns a lease on all of `block`; the block returns to the pool when the last view of the lease is freed."""
         import numpy as np  # UCX's own Python package needs it too
 
         array = np.frombuffer(block, np.uint8)
@@ -75,7 +75,7 @@ class BlockPool:
         return view
 
     def close(self) -> None:
-        """Keeps no blocks from now on. Leases stay valid until their last view is freed."""
+        """Frees all idle blocks and keeps no more. Leases stay valid until their last view is freed."""
         self._closed = True
         self._idle.clear()
         self._ended.clear()

@@ -1,4 +1,4 @@
-"""UCX through ucxx: one worker and one endpoint between two processes of a host. Only this file uses the library.
+"""Wraps ucxx, UCX's Python library: one worker and one endpoint between two processes of a host. Only this module imports ucxx.
 
 The endpoints are made from worker addresses, because only those let UCX choose shared memory. `TLS=posix,cma`: small frames go through a
 ring in shared memory, large ones are read straight out of the sender's memory; nothing listens on a network. `POSIX_ERROR_HANDLING` and
@@ -30,15 +30,15 @@ _SETTINGS = {
     "KEEPALIVE_INTERVAL": "inf",
     "RNDV_THRESH": "8192",
 }
-# UCX logs to standard output, and calls a dead peer an error; its Python package sets a variable that UCX then warns of.
+# UCX logs to standard output, and logs a dead peer as an error. Its Python package sets a variable that causes a warning of UCX.
 _ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 _PURGE = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
 _CLOSING_TURNS = 16
-IN_PROGRESS = 1  # of a request's status
+IN_PROGRESS = 1  # value of a request's `status`
 
 
 class _Library:
-    """What is used of ucxx, and UCX's context: one per process, alive while any link of ours is."""
+    """The parts of ucxx in use, and UCX's context: one per process, alive while any UCXLink is open."""
 
     def __init__(self) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -59,7 +59,7 @@ class _Library:
         self.purge.argtypes = [ctypes.c_void_p]
 
     def open_worker(self) -> Any:
-        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
+        if self._context is None or self._process != os.getpid():  # a forked child must not use its parent's context
             self._context = self.api.UCXContext(dict(_SETTINGS), (self.api.Feature.TAG, self.api.Feature.WAKEUP))
             self._process = os.getpid()
             self._users = 0
@@ -81,7 +81,7 @@ def _library() -> _Library:
 
 @cache
 def unavailable_reason() -> str | None:
-    """None when UCX works here; found out by opening a worker once."""
+    """Returns None when UCX works on this machine, otherwise the reason. The first call opens a worker to find out."""
     if sys.platform != "linux":
         return "ucx needs Linux; use zmq here"
     try:
@@ -96,12 +96,13 @@ def unavailable_reason() -> str | None:
 
 
 class UCXLink:
-    """A worker and, once `connect` was called, its endpoint to the peer's worker.
+    """A worker and, after `connect`, its endpoint to the peer's worker.
 
-    `progress()` lets UCX work. `arm()` is True when nothing is left to do: then `descriptor` becomes readable when there is again.
-    `send(array, tag)` starts to send memory, which must stay as it is until the request is completed. `receive(array, tag)` waits for
-    the next message of `tag`. `receive_probed(array, probed)` starts to receive what `probe` has found into an array as long.
-    Requests have `status`: IN_PROGRESS, 0 when all is well, anything else for a failure (longer than the array, cancelled, peer ended).
+    `progress()` runs UCX's pending work. `arm()` returns True when no work is left; `descriptor` then becomes readable with new work.
+    `send(array, tag)` starts to send memory, which must not change until the request completes. `receive(array, tag)` starts to receive
+    the next message of `tag`. `receive_probed(array, probed)` starts to receive the message found by `probe` into an array of its length.
+    The `status` of a request is IN_PROGRESS, 0 for success, and any other value for a failure (longer than the array, cancelled, peer
+    ended).
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class UCXLink:
             ) from error
         self._endpoint: Any = None
         self.descriptor = int(self._worker.epoll_file_descriptor)
-        self.array: Any = self._library.array  # what UCX wants for a buffer; keeps it alive
+        self.array: Any = self._library.array  # the buffer type of UCX; it keeps its memory alive
         self.progress: Any = self._worker.progress
         self.arm: Any = self._worker.arm
         self.send: Any = None
@@ -122,11 +123,11 @@ class UCXLink:
         self.receive_probed: Any = self._worker.tag_recv_with_handle
 
     def address(self) -> bytes:
-        """What the peer needs to connect to this worker."""
+        """Returns the address with which the peer connects to this worker."""
         return bytes(self._worker.address.tobytes())
 
     def connect(self, address: bytes) -> None:
-        """Make the endpoint. Raises WireError when nothing can be reached with `address`."""
+        """Makes the endpoint to the worker at `address`. Raises WireError when UCX cannot reach it."""
         try:
             peer = self._library.api.UCXAddress.create_from_buffer(address)
             self._endpoint = self._library.api.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
@@ -135,15 +136,15 @@ class UCXLink:
         self.send = self._endpoint.tag_send
 
     def tag(self, number: int) -> Any:
-        """`number` (64 bits) as the library wants it."""
+        """Returns the 64-bit `number` as a tag object of the library."""
         return self._library.api.UCXXTag(number)
 
     def probe(self, tag: Any) -> Any:
-        """The next message of `tag` that is here, as something with `matched`, `length`, and then `receive_probed` must follow."""
+        """Probes for an arrived message of `tag`. The result has `matched` and `length`; when matched, `receive_probed` must follow."""
         return self._worker.tag_probe(tag, self._library.full_mask, True)
 
     def close(self) -> None:
-        """End everything, whatever the peer does: all requests are completed when this returns, and UCX looks at no memory of ours."""
+        """Closes the link in any state of the peer. On return all requests are complete, and UCX accesses no memory of this link."""
         worker, endpoint = self._worker, self._endpoint
         self._worker = self._endpoint = self.progress = self.arm = self.send = self.receive = self.receive_probed = None
         if endpoint is not None:
@@ -160,7 +161,7 @@ class LostError(WireError):
 
 
 def check_status(status: int) -> None:
-    """Raise LostError when a completed request did not end well."""
+    """Raises LostError when the `status` of a completed request is a failure."""
     if status:
         raise LostError(f"UCX could not finish (status {int(status)}): the peer died or cut the connection")
 

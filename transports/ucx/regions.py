@@ -1,6 +1,6 @@
-"""Large payloads of a UCX channel: regions, which are transferred in pieces.
+"""Transfers the large payloads of a UCX channel as regions, in pieces.
 
-A region is the tensors of a message. They are not copied into place: the receiver, which knows their sizes from the envelope, takes one
+A region is the tensors of a message. The sender does not copy them: the receiver, which knows their sizes from the envelope, takes one
 block for them, each at a multiple of 64 bytes, and UCX reads every piece from the sender's memory straight into that block. The received
 tensors alias it. Pieces bound how long one read occupies the receiver's event loop.
 """
@@ -17,13 +17,13 @@ from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, chec
 from flowrt.transports.wire.codec import Envelope, Part, WireError
 
 PIECE_BYTES = 1 << 20
-PIECES_AHEAD = 32  # that the peer has not read yet; each takes a slot of UCX's ring, of which there are 256
-PIECES_AT_ONCE = 4  # that a receiver reads at once
+PIECES_AHEAD = 32  # pieces that the peer has not read yet; each takes one of the 256 slots of UCX's ring
+PIECES_AT_ONCE = 4  # concurrent reads of a receiver
 ALIGNMENT = 64
 
 
 def region_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor of a region begins, all aligned, and the region's size."""
+    """Returns the aligned start of each tensor in a region, and the size of the region, in bytes."""
     starts = []
     end = 0
     for size in sizes:
@@ -33,7 +33,7 @@ def region_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a tensor begin and end. The last one takes what is left, less than twice as much as the others."""
+    """Yields (begin, end) of each piece of a tensor. The last piece takes the rest, which is less than 2 * PIECE_BYTES."""
     begin = 0
     while begin < nbytes:
         end = nbytes if nbytes - begin < 2 * PIECE_BYTES else begin + PIECE_BYTES
@@ -42,23 +42,25 @@ def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 class RegionSender:
-    """One end's outgoing regions."""
+    """The outgoing regions of one end."""
 
     def __init__(self, link: UCXLink, tag: Any) -> None:
         self._link = link
         self._tag = tag
         self._waiting: deque[Any] = deque()
-        self.sent: deque[tuple[Any, Any]] = deque()  # what UCX still reads: requests, and the memory, which they do not keep
+        self.sent: deque[tuple[Any, Any]] = (
+            deque()
+        )  # pieces that UCX still reads: request and memory, which the request does not keep alive
 
     def send(self, tensors: Sequence[Part]) -> None:
-        """Let each piece be read from where it lies; the memory is kept until it was."""
+        """Queues the pieces of `tensors`. The peer reads each piece in place; its memory is kept until then."""
         for tensor in tensors:
             view = memoryview(tensor)
             self._waiting.extend(self._link.array(view[begin:end]) for begin, end in cuts(len(view)))
         self._go_on()
 
     def look(self) -> None:
-        """Frees what UCX has completed, and sends more. Raises WireError."""
+        """Frees the pieces that UCX has completed and sends further pieces. Raises WireError."""
         sent = self.sent
         while sent and (status := sent[0][0].status) != IN_PROGRESS:
             check_status(status)
@@ -66,7 +68,7 @@ class RegionSender:
         self._go_on()
 
     def clear(self) -> None:
-        """Forget all; only once the link is closed."""
+        """Discards all state; call it only after the link is closed."""
         self._waiting.clear()
         self.sent.clear()
 
@@ -77,7 +79,7 @@ class RegionSender:
 
 
 class RegionArrival:
-    """A message on its way in, or behind one that is: complete when `missing_bytes` is 0. Without an envelope: the peer's CLOSE."""
+    """An arriving message, or one queued behind it; complete when `missing_bytes` is 0. Without an envelope, it is the peer's CLOSE."""
 
     __slots__ = ("block", "envelope", "missing_bytes", "payload_bytes", "pieces", "sizes", "tensors")
 
@@ -87,23 +89,23 @@ class RegionArrival:
         self.tensors = list(tensors)
         self.block: Block | None = None
         self.sizes: Sequence[int] = ()
-        self.pieces: deque[tuple[int, int]] = deque()  # of the block, not requested yet
+        self.pieces: deque[tuple[int, int]] = deque()  # (start, end) in the block of pieces not requested yet
         self.missing_bytes = 0
 
 
 class RegionReceiver:
-    """One end's incoming regions."""
+    """The incoming regions of one end."""
 
     def __init__(self, link: UCXLink, pool: BlockPool, tag: Any, line: socket.socket) -> None:
         self._link = link
         self._pool = pool
         self._tag = tag
         self._line = line
-        self._announced: deque[RegionArrival] = deque()  # with pieces that are not requested yet
+        self._announced: deque[RegionArrival] = deque()  # regions with pieces that are not requested yet
         self._asked: deque[tuple[Any, RegionArrival, int]] = deque()
 
     def expect(self, envelope: Envelope, sizes: Sequence[int]) -> RegionArrival:
-        """Take memory for an announced region that has been checked, and ask for its pieces from now on."""
+        """Allocates a block for an announced region, whose envelope is checked, and queues its pieces to be requested."""
         arrival = RegionArrival(sum(sizes), envelope)
         arrival.sizes = sizes
         arrival.missing_bytes = arrival.payload_bytes
@@ -117,9 +119,9 @@ class RegionReceiver:
         return arrival
 
     def look(self) -> list[RegionArrival]:
-        """The regions that have become whole. Raises WireError."""
+        """Returns the regions that have become complete. Raises WireError."""
         whole = self._progressed()
-        if whole and not self._line_is_open():  # looked at after the last piece: a sender keeps a region while its line is open
+        if whole and not self._line_is_open():  # checked after the last piece: a sender keeps a region while its socket is open
             raise LostError("the peer died, or has closed, before what it sent was read")
         return whole
 
@@ -149,7 +151,7 @@ class RegionReceiver:
             asked.append((self._link.receive_probed(target, probed), arrival, end - start))
 
     def open(self, arrival: RegionArrival, wanted: bool) -> None:
-        """Fills in the tensors of a complete region; frees its memory unless they are `wanted`."""
+        """Sets the tensors of a complete region, or, unless `wanted`, returns its block to the pool and sets empty tensors."""
         block, arrival.block = arrival.block, None
         assert block is not None
         if wanted:
@@ -169,6 +171,6 @@ class RegionReceiver:
             return False
 
     def clear(self) -> None:
-        """Forget all; only once the link is closed."""
+        """Discards all state; call it only after the link is closed."""
         self._asked.clear()
         self._announced.clear()

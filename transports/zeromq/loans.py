@@ -1,9 +1,9 @@
 """Lends memory to libzmq, so that large frames are sent without a copy.
 
-pyzmq lends memory as well (`copy=False`), but is notified of its return in a Python thread with a context of its own. For each frame that
-thread needs the interpreter, which costs more than copying a mebibyte, and it does not end with the last channel. So the end of a loan is
-one word in memory, written by libzmq's I/O thread (_loans.c) and read when something is lent, and libzmq is called by ctypes. Without the
-C module nothing is lent.
+pyzmq can lend memory too (`copy=False`), but it reports the return on a Python thread with a context of its own. For each frame, that
+thread needs the interpreter lock, which costs more than copying a mebibyte, and it does not end with the last channel. Here, the end of a
+loan is one word in memory, which libzmq's I/O thread writes (_loans.c) and which the next loan reads. libzmq is called through ctypes.
+Without the C module, no memory is lent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from flowrt.transports.native._words import Loan
 
 _MESSAGE_BYTES = 64  # zmq_msg_t
-_LOOK_AROUND = 16  # loans, then those behind one that a stopped peer holds up are looked at, too
+_LOOK_AROUND = 16  # from this many loans on, the loans behind one that a stopped peer delays are checked too
 
 
 class Lender:
-    """What one process has lent. Make it only where `available()`."""
+    """The loans of one process. Create it only when `available()` is True."""
 
     def __init__(self) -> None:
         library = _library()
@@ -34,12 +34,12 @@ class Lender:
 
     @property
     def num_lent(self) -> int:
-        """How many frames libzmq still reads."""
+        """The number of frames that libzmq has not returned."""
         self._lent = deque(loan for loan in self._lent if not loan.returned)
         return len(self._lent)
 
     def send(self, pair: zmq.Socket[bytes], part: bytes | bytearray | memoryview, flags: int) -> None:
-        """As `pair.send(part, flags)`, but nothing is copied: the memory is kept until libzmq is done with it. Raises zmq.ZMQError."""
+        """Sends as `pair.send(part, flags)` does, without a copy: keeps the memory until libzmq returns it. Raises zmq.ZMQError."""
         self.collect()
         loan = self._loan_type(part)
         message, library = ctypes.create_string_buffer(_MESSAGE_BYTES), self._library
@@ -48,8 +48,8 @@ class Lender:
         self._lent.append(loan)
         while library.zmq_msg_send(message, pair.underlying, flags) < 0:
             number = zmq.zmq_errno()
-            if number != errno.EINTR:  # a signal came between: as pyzmq does, once more
-                library.zmq_msg_close(message)  # which ends the loan
+            if number != errno.EINTR:  # a signal interrupted the call: retry, as pyzmq does
+                library.zmq_msg_close(message)  # ends the loan
                 raise zmq.Again(number) if number == errno.EAGAIN else zmq.ZMQError(number)
 
     def collect(self) -> None:
@@ -63,7 +63,7 @@ class Lender:
 
 @cache
 def _library() -> tuple[Any, type[Loan]] | None:
-    """The libzmq that pyzmq uses, with what is called of it, and the C module's part."""
+    """Returns the libzmq of pyzmq with its argument types declared, and the Loan class, or None when memory cannot be lent."""
     try:
         from zmq.backend.cython import _zmq
 
@@ -79,5 +79,5 @@ def _library() -> tuple[Any, type[Loan]] | None:
 
 
 def available() -> bool:
-    """Whether memory can be lent here: pyzmq with its compiled backend, and the C module."""
+    """Whether memory can be lent: this needs pyzmq's compiled backend and the C module."""
     return _library() is not None

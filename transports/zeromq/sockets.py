@@ -1,9 +1,9 @@
-"""libzmq's context and sockets of one channel, and the authentication of their peers.
+"""Creates libzmq's context and the sockets of each channel, and authenticates their peers.
 
 Encryption is CURVE. No key is distributed for it: both ends derive both key pairs of a channel from the session key of the handshake, so
-each channel has its own keys. libzmq asks a handler (ZAP) whether a client's key may connect; without a handler it admits every key, and
-does so again when the handler dies. So the server of each channel names a domain of its own and enforces it (ZAP_ENFORCE_DOMAIN): no
-response is a refusal. The handler admits to a domain only the key of the channel's other end.
+each channel has its own keys. libzmq requests a decision from a handler (ZAP) for each client's key. Without a handler, also after the
+handler has died, libzmq admits every key. So the server of each channel names a domain of its own and enforces it (ZAP_ENFORCE_DOMAIN):
+a missing response is a refusal. The handler admits to a domain only the key of the channel's other end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SI
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps signals waiting: pyzmq gives up making a monitor, and ending a context, when one comes."""
+    """Blocks signals, because a signal makes pyzmq abandon the creation of a monitor and the end of a context."""
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FATAL)
     try:
         yield
@@ -47,19 +47,19 @@ def _undisturbed() -> Iterator[None]:
 
 
 class CurveKeys(NamedTuple):
-    """Secret keys of a channel's two sockets, 32 bytes each."""
+    """The secret keys of a channel's two sockets, 32 bytes each."""
 
-    server: bytes  # of the connector, which binds
+    server: bytes  # key of the connector, which binds
     client: bytes
 
     @classmethod
     def derive(cls, handshake: Handshake) -> CurveKeys:
-        """Both ends derive the same ones, after the end of their handshake."""
+        """Derives the keys from a completed handshake; both ends derive the same keys."""
         return cls(handshake.session_key("zmq curve server"), handshake.session_key("zmq curve client"))
 
 
 def public_key(secret: bytes) -> bytes:
-    """The public key, in libzmq's text form, of a secret one."""
+    """Returns the public key of `secret` in libzmq's text form."""
     made: bytes = zmq.curve_public(_text(secret))
     return made
 
@@ -72,7 +72,7 @@ def _text(key: bytes) -> bytes:
 
 
 class Authenticator:
-    """The ZAP handler: whether a key may connect to a domain. Bound while any encrypted server socket of the process is open."""
+    """The ZAP handler, which decides whether a key may connect to a domain. It is bound while the process has encrypted servers."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.admitted: dict[bytes, bytes] = {}  # domain -> the one public key, as raw bytes
@@ -104,18 +104,18 @@ class Authenticator:
 
 
 class SharedContext:
-    """libzmq's context and I/O thread: one per process, alive while any socket of ours is."""
+    """libzmq's context and I/O thread, one per process, alive while any channel's socket is open."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._process = 0
         self._users = 0
         self.authenticator: Authenticator | None = None
-        self.lender: Lender | None = None  # None: nothing can be lent here, all is copied
+        self.lender: Lender | None = None  # None: memory cannot be lent, so every frame is copied
 
     def socket(self, limits: Limits) -> zmq.Socket[bytes]:
-        """A new PAIR socket; give it back with `close`."""
-        if self._context is None or self._process != os.getpid():  # a forked child must not touch its parent's
+        """Returns a new PAIR socket; pass it to `close` afterwards."""
+        if self._context is None or self._process != os.getpid():  # a forked child must not use its parent's context
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, 60000)
             self._process = os.getpid()
@@ -125,16 +125,16 @@ class SharedContext:
         self._users += 1
         made: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         made.set(zmq.LINGER, 0)
-        made.set(zmq.SNDHWM, 0)  # the window bounds them
+        made.set(zmq.SNDHWM, 0)  # no limit here: the credit window bounds both queues
         made.set(zmq.RCVHWM, 0)
         made.set(zmq.RECONNECT_IVL, _NEVER)
         made.set(zmq.MAXMSGSIZE, max(limits.max_message_bytes, FRAME_BYTES + limits.max_header_bytes + INLINE_BYTES))
         return made
 
     def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
-        """Close one user's sockets; the last one takes the context along."""
+        """Closes the sockets of one channel, and the context with the last of them."""
         self._forget(pair)
-        pair.disable_monitor()  # first: libzmq's I/O thread waits for ever when it has news for a monitor that is closed
+        pair.disable_monitor()  # first: libzmq's I/O thread blocks forever on an event for a closed monitor
         pair.close(0)
         monitor.close(0)
         self._users -= 1
@@ -143,11 +143,11 @@ class SharedContext:
         if not self._users and self._context is not None:
             context, self._context = self._context, None
             with _undisturbed():
-                context.term()  # all that was lent is back
+                context.term()  # returns once all lent memory is returned
             self.lender = None
 
     def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """Makes `pair`, not bound yet, serve only the client of `keys`."""
+        """Restricts `pair` to the client of `keys`; call it before `bind`."""
         assert self._context is not None
         if self.authenticator is None:
             self.authenticator = Authenticator(self._context)
@@ -161,7 +161,7 @@ class SharedContext:
         pair.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def encrypt_client(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """Makes `pair`, not connected yet, connect only to the server of `keys`."""
+        """Restricts `pair` to the server of `keys`; call it before `connect`."""
         pair.set(zmq.CURVE_SERVERKEY, public_key(keys.server))
         pair.set(zmq.CURVE_SECRETKEY, _text(keys.client))
         pair.set(zmq.CURVE_PUBLICKEY, public_key(keys.client))
@@ -180,7 +180,7 @@ shared_context = SharedContext()
 
 
 def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
-    """A PAIR for a channel, and the monitor of its connection."""
+    """Returns a PAIR socket for a channel and the monitor socket of its connection."""
     pair = shared_context.socket(limits)
     events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
     refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -189,7 +189,7 @@ def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]
 
 
 def bind(pair: zmq.Socket[bytes], host: str | None) -> str:
-    """Bind to an endpoint that only the peer will know: TCP at `host`, or a name on this host; returns it."""
+    """Binds to a new endpoint and returns it: a free TCP port of `host`, or a random ipc name when `host` is None."""
     if host is not None:
         pair.bind(f"tcp://{host}:*")
         bound = pair.get(zmq.LAST_ENDPOINT)

@@ -1,8 +1,8 @@
-"""The `zmq` transport: ZeroMQ between two processes.
+"""Implements the `zmq` transport: ZeroMQ between two processes.
 
-Data goes over an abstract ipc endpoint where both sides are on one Linux host, which is ZeroMQ's fastest way there and leaves no file
-behind, and over TCP where the address says so. Traffic between hosts is encrypted: `zmq://10.0.0.5:7000?curve`. Addresses beyond loopback
-without `?curve` are refused before anything is bound.
+Between two processes of one Linux host, data goes over an abstract ipc endpoint, which is ZeroMQ's fastest path and leaves no file. With
+an address of TCP, data goes over TCP. Traffic between hosts is encrypted: `zmq://10.0.0.5:7000?curve`. Addresses beyond loopback without
+`?curve` are refused before anything is bound.
 
 The connector binds a PAIR under a random name and sends the name under its proof, and the listener connects. Each channel has a socket of
 its own, so no message is routed, or dropped for an unknown or slow peer, and closing one channel touches no other. A process that returns
@@ -42,19 +42,19 @@ if missing is None:
     import zmq
 
 _missing = missing
-LENT_BYTES = 1 << 17  # from here on a frame is lent and not copied: below, lending takes longer
-DEATH_SECONDS = 0.5  # between the end of the socket and that of libzmq's connection, in any order
+LENT_BYTES = 1 << 17  # frames of this size or more are lent, not copied; for smaller frames a loan costs more
+DEATH_SECONDS = 0.5  # longest time between the end of the socket and the end of libzmq's connection, in either order
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
 _MESSAGE_KIND, _TAKEN_KIND, _WAITING_KIND, _CLOSE_KIND, _CLOSED_KIND, _GREETING_KIND = range(1, 7)
 _ENDPOINT = re.compile(r"ipc://@flowrt/zmq-data/[0-9a-f]{32}|tcp://(\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}):\d{1,5}")
 CURVE = "curve"  # the one option of an address
-_MESSAGES_AT_ONCE = 64  # read, then the loop turns
+_MESSAGES_AT_ONCE = 64  # read before the event loop turns
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
 class ZeroMQChannel(FlowControlledChannel):
-    """One end: a PAIR socket, its monitor, and the line of the meeting."""
+    """One end of a channel: a PAIR socket, its monitor, and the socket of the handshake."""
 
     scheme: ClassVar[str] = "zmq"
 
@@ -68,9 +68,9 @@ class ZeroMQChannel(FlowControlledChannel):
         self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
         self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
         self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has everything, or ended
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
         self._reading_soon = False
-        self._connections: set[int] = set()  # libzmq's descriptors, as the monitor names them
+        self._connections: set[int] = set()  # libzmq's descriptors, as the monitor reports them
         self._disconnected = self._line_gone = False
         self._death: asyncio.TimerHandle | None = None
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
@@ -80,7 +80,7 @@ class ZeroMQChannel(FlowControlledChannel):
         if side == _LISTENER:
             self._write(_GREETING_KIND, self._own_greeting)
         self._read_soon()
-        self._loop.call_soon(self._read_monitor)  # its descriptor, too, reports changes only
+        self._loop.call_soon(self._read_monitor)  # the monitor's descriptor also reports changes only
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
@@ -102,7 +102,7 @@ class ZeroMQChannel(FlowControlledChannel):
         return True
 
     def _send_frames(self, frames: list[Part]) -> None:
-        """Give the frames to libzmq, which copies the small ones and is lent the large ones."""
+        """Passes the frames to libzmq, which copies small frames and borrows large ones."""
         last = len(frames) - 1
         lender = shared_context.lender
         try:
@@ -112,7 +112,7 @@ class ZeroMQChannel(FlowControlledChannel):
                     self._pair.send(frame, flags)
                 else:
                     lender.send(self._pair, frame, flags)
-        except zmq.Again:  # there is no connection any more, but what the peer had sent is read first
+        except zmq.Again:  # the connection has ended, but the messages that the peer sent before are read first
             if self._broken is None:
                 self._loop.call_soon(self._disconnect)
             return
@@ -156,7 +156,7 @@ class ZeroMQChannel(FlowControlledChannel):
         self._read_soon()
 
     def _read_message(self) -> None:
-        """One whole message; libzmq hands over all its frames or none."""
+        """Reads one whole message; libzmq returns all of its frames or none."""
         frames = self._frames
         frames.clear()
         more = True
@@ -218,17 +218,17 @@ class ZeroMQChannel(FlowControlledChannel):
         self._deliver(envelope, buffers, payload_bytes)
 
     def _alias(self, frame: zmq.Frame, size: int) -> object:
-        if size <= INLINE_BYTES:  # small ones lie at odd addresses in libzmq's read buffer and would keep all of it
+        if size <= INLINE_BYTES:  # small frames are unaligned in libzmq's read buffer and would keep the whole buffer alive
             return bytearray(frame.bytes)
         self._held.add(weakref.ref(frame, self._held.discard))
         view: memoryview = memoryview(frame)  # type: ignore[arg-type]  # it does export its buffer
         return view
 
-    # The end.
+    # Closing.
 
     def _read_monitor(self) -> None:
-        """What libzmq says about the connection. All that it has said counts at once: a stranger's end may be told after the peer has
-        greeted, and before its coming is."""
+        """Processes all pending events of libzmq about the connection together. The end of a foreign connection may be reported after the
+        peer's greeting has arrived, and before the peer's connection is reported."""
         ended = False
         while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             description = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
@@ -242,11 +242,13 @@ class ZeroMQChannel(FlowControlledChannel):
                 self._lost()
             elif self._side == _LISTENER:
                 self._fail("the peer of the handshake refuses the keys of this channel")
-        if ended and not self._connections and (self.greeted.done() or self._side == _LISTENER):  # before, it may have been a stranger's
+        if (
+            ended and not self._connections and (self.greeted.done() or self._side == _LISTENER)
+        ):  # before the greeting, the ended connection may have been a foreign one
             self._disconnect()
 
     def _on_gone(self, reason: str | None) -> None:
-        """The line of the meeting is closed. What the peer had sent may still be on its way through libzmq."""
+        """Handles the end of the meeting's socket. Messages that the peer sent before may still be in libzmq's queues."""
         self._line_gone = True
         if reason is not None:
             self._fail(reason)
@@ -255,24 +257,25 @@ class ZeroMQChannel(FlowControlledChannel):
         self._finish()
 
     def _disconnect(self) -> None:
-        """libzmq has no connection any more. Where it is libzmq that cut it, for what it read, it says so before it hands over what came
-        first; that is done when nothing can be sent any more. The side that had connected to one that died can send on, to nobody."""
+        """Handles the end of libzmq's connection. When libzmq cuts the connection because of invalid input, it reports the end before
+        it returns the messages received earlier; they are all returned once the socket is not writable. A socket that connected to a peer
+        that died stays writable, without a receiver."""
         self._disconnected = True
         if not self._pair.closed:
             self._lost_soon()
 
     def _lost_soon(self) -> None:
-        """The peer is lost: at once when nothing more can be on its way, else after a while, or when `_read` sees the end of the queue."""
+        """Marks the peer dead, at once when no message can be in flight, otherwise after DEATH_SECONDS or at the end of the queue."""
         if self._disconnected and (self._line_gone or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
             self._lost()
         elif not self._ended and self._broken is None and self._death is None:
             self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
-            self._read_soon()  # the look at the queue may have taken the word of a message
+            self._read_soon()  # reading EVENTS may have consumed the notification of a message
 
     def _lost(self) -> None:
         self._read()
         if self._reading_soon and self._broken is None and not self._ended:
-            self._loop.call_soon(self._lost)  # there was more than one turn's worth
+            self._loop.call_soon(self._lost)  # messages are left for another turn
             return
         if not self._ended:
             self._fail(f"{self.peer.name or 'the peer'} died")
@@ -295,7 +298,9 @@ class ZeroMQChannel(FlowControlledChannel):
     async def _shut(self) -> None:
         try:
             self._inbox.clear()
-            greeted = self.greeted.done() or self._side == _LISTENER  # whose greeting left first: the peer may be using the channel already
+            greeted = (
+                self.greeted.done() or self._side == _LISTENER
+            )  # the listener sends its greeting first, so the peer may already use the channel
             if greeted and not self._ended and self._broken is None:
                 self._write(_CLOSE_KIND)
                 with contextlib.suppress(TimeoutError):
@@ -336,7 +341,7 @@ class ZeroMQTransport(Transport):
         met: list[tuple[socket.socket, Handshake]] = []
 
         def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            line, handshake = met[-1]  # earlier ones were evicted
+            line, handshake = met[-1]  # earlier attempts were evicted
             sockets.extend(pair_and_monitor(agreed))
             if encryption:
                 shared_context.encrypt_server(sockets[0], CurveKeys.derive(handshake))
@@ -361,7 +366,7 @@ class ZeroMQTransport(Transport):
 
 
 def _accepted(encryption: str, meeting: Meeting) -> Channel:
-    """The listener's end: connects to the endpoint that the connector named under its proof."""
+    """Creates the listener's end, connected to the endpoint that the connector sent under its proof."""
     endpoint, _, option = meeting.payload.decode("ascii", "replace").partition("?")
     match = _ENDPOINT.fullmatch(endpoint)
     host = meeting.line.getpeername()[0] if meeting.line.family == socket.AF_INET else None
@@ -381,7 +386,7 @@ def _accepted(encryption: str, meeting: Meeting) -> Channel:
 
 
 def _parse(rest: str) -> tuple[str, str]:
-    """The name in an address, and its option, if any. Raises AddressError, UnavailableError."""
+    """Returns the name in an address and its option, or "" without one. Raises AddressError, UnavailableError."""
     name, separator, option = rest.partition("?")
     if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
         raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
