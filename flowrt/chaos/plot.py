@@ -1,7 +1,4 @@
-"""The picture of a run with chaos: throughput over time, with what befell whom, and when it was back. Needs matplotlib.
-
-Not here: the figures (report.py), what pictures need of matplotlib (flowrt/bench/report/plots.py).
-"""
+"""Plots a chaos run: throughput over time, with each fault, its process, and its recovery. Needs matplotlib."""
 
 from __future__ import annotations
 

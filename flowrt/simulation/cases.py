@@ -1,8 +1,4 @@
-"""What a seed means: a graph, requests, weather and faults, all drawn from it, and the run of them with its checks.
-
-Here: Case, `draw`, `run_case`, Cut-downs of a case (`Kept`). Not here: what must hold (invariants.py), many seeds and their report
-(campaign.py), finding the smallest case that fails (shrink.py).
-"""
+"""Draws a case from a seed (graph, requests, network conditions and faults), runs it, and checks its invariants."""
 
 from __future__ import annotations
 
@@ -50,14 +46,14 @@ from flowrt.simulation.simulated_seams import ComputeCost
 from flowrt.simulation.weather import CALM, NetworkConditions
 from flowrt.simulation.world import Outcome, run
 
-GRACE_SECONDS = 60.0  # of virtual time beyond the last fault and its deadline: whoever needs more is stuck
-POOL = 18  # different requests; few, so that their references are worked out once for all seeds
+GRACE_SECONDS = 60.0  # virtual time beyond the last fault and its deadline; a longer run is stuck
+POOL = 18  # different requests; few, so that their references are computed once for all seeds
 _COSTS = (ComputeCost(), ComputeCost(1e-6, 2e-5, 1), ComputeCost(1e-4, 2e-2, 0), ComputeCost(1e-6, 5e-3, 3))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, all of it said. `number` of the fault and request are their places here."""
+    """The complete input of one run. The number of a fault or request is its index here."""
 
     seed: int
     graph: Graph
@@ -73,11 +69,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a drawn case. None: all."""
+    """The parts of a drawn case that are kept. None: all."""
 
     faults: tuple[int, ...] | None = None
     requests: tuple[int, ...] | None = None
-    calm: bool = False  # no weather, computing takes the usual time
+    calm: bool = False  # calm network conditions and the usual compute cost
 
     def of(self, case: Case) -> Case:
         faults, requests = case.scenario.faults, case.requests
@@ -164,7 +160,7 @@ def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
 
 
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
-    """Often without beats, which take more steps than all the rest; sometimes nobody may die."""
+    """Often without heartbeats, which take most of the steps; sometimes without recovery, so that no process may die."""
     return replace(
         graph,
         reliability=replace(
@@ -187,7 +183,7 @@ _known: _References = {}
 
 
 def reference_of(case: Case, request: SimulatedRequest) -> Reference:
-    """The tokens that are right: by plain arithmetic; with weights, those of the request alone on a calm day."""
+    """The correct tokens: by plain arithmetic; with weights, from a run of this request alone under calm conditions."""
     assert case.graph.model is not None
     request = SimulatedRequest(request.prompt_token_ids, msgspec.structs.replace(request.params, stop=()))  # no text has such a stop
     key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)

@@ -1,8 +1,7 @@
-"""A whole graph in virtual time: the real launcher, gateway, monitor and workers, over simulated processes and a simulated network.
+"""Runs a whole graph in virtual time: the real launcher, gateway, monitor and workers on simulated processes and a simulated network.
 
-`serve` starts the launcher, lets clients send their requests while the scenario's faults happen, waits for every end, heals everything,
-checks
-what is left and stops. Not here: faults (faults.py), the processes (processes.py), whether the clients saw the right thing (invariants.py).
+`serve` starts the launcher, sends the requests while the scenario injects its faults, waits for the end of every request, heals all
+faults, checks for leftovers, and stops. invariants.py checks the results of the clients.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from flowrt.transports.contract import Channel
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
 TOKENIZE_SECONDS = 20e-3  # a long text takes it
 QUIET_SECONDS = 2.0  # after the last end, with everything healed: all that is on its way gets there
-NEWS_SECONDS = 0.3  # for so long a group may not know that an expert is back
+NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
@@ -225,7 +224,7 @@ class _Run:
         await self._launcher.send(group, control)
 
     def _note_ends(self) -> None:
-        """Of each request that has ended: the longest outage that its group saw."""
+        """Record for each ended request the longest outage of its group."""
         for request_id, (group, since) in list(self._open.items()):
             if not self._gateway.is_open(request_id):
                 self._outage_seconds[request_id] = self._outages.longest(group, since, self._world.loop.time())
@@ -243,7 +242,7 @@ class _Run:
             clients.create_task(self._read(self._clients[-1]), name=f"client of request {number}")
 
     async def _read(self, client: ClientRecord) -> None:
-        """One client, from its request to its leaving."""
+        """Run one client, from its request to its end."""
         request, request_id = client.request, ""
 
         async def tokenize() -> Sequence[int]:
@@ -278,7 +277,7 @@ class _Run:
             client.outage_seconds = self._outage_seconds.get(request_id, 0.0)
 
     async def _look_at_statistics(self) -> None:
-        """An operator of the run: what it reads comes in time, whatever stands still."""
+        """Read the statistics once; they must arrive in time, whichever process stands still."""
         await self._seams.clock.sleep(self._seams.random.uniform(0.0, 0.2))
         began = self._world.loop.time()
         with contextlib.suppress(UserError, WorkerDiedError, NotRunningError):
@@ -291,13 +290,13 @@ class _Run:
     # Checks.
 
     def account(self) -> list[str]:
-        """What waits for what."""
+        """Lines for the text of a deadlock: what each process waits for."""
         lines = [f"gateway: {request_id} at {group}" for request_id, (group, _) in self._open.items()]
         lines += [f"{name} stays down" for name in sorted(self._checks.down)]
         return lines + [text for inside in self._living_insides() for text in inside.waiting()]
 
     def look(self) -> None:
-        """While it runs."""
+        """Check the invariants that hold at any time during the run."""
         insides = self._living_insides()
         for inside in insides:
             if inside.late_firings:
@@ -322,7 +321,7 @@ class _Run:
         return [inside for name in self._insides if (inside := self._living_inside(name)) is not None]
 
     async def _quieten(self) -> None:
-        """Heal everything, let what is on its way arrive and what restarts begin, and look at what is left."""
+        """Heal all faults, wait for messages in flight and for restarts, and check for leftovers."""
         world, clock = self._world, self._seams.clock
         self._faults.heal()
         world.network.conditions = CALM
@@ -356,7 +355,7 @@ class _Run:
 
 
 class SimulatedDetokenizer:
-    """A word per token; the space after it is held back."""
+    """Emits one word per token and holds back the space after it."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -370,6 +369,6 @@ class SimulatedDetokenizer:
 
 
 async def run_worker(control: Channel, seams: Seams) -> None:
-    """The entry of each worker: the real one, watched from inside."""
+    """The entry of each worker: runs the real worker and observes its internal state."""
     run = _latest_run.get()
     await import_module(WORKER.partition(":")[0]).serve(control, seams, None, run.begin_worker)  # imported when used: it brings torch

@@ -1,7 +1,6 @@
-"""An event loop whose time is virtual and whose choices come from a seed.
+"""Implements an event loop with virtual time whose scheduling choices come from a seed.
 
-Here: VirtualLoop. Not here: what it runs (waitables.py), messages between nodes (transport.py), the seams built on the loop (world.py).
-Called by world.run; code under test sees an ordinary asyncio loop.
+Code under test sees an ordinary asyncio loop.
 
 Every handle belongs to a node: one simulated process. Within a node handles run in the order they became ready, as asyncio promises;
 which node goes next is drawn from the seed, since nothing orders processes. Timers fire by (time, insertion). Time stands still while
@@ -67,7 +66,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which nobody may collect
         self._watchers: list[Callable[[], None]] = []
         self._num_jumps = 0
-        self.accounts: list[Callable[[], list[str]]] = []  # who waits for what, for the text of a deadlock or livelock
+        self.accounts: list[Callable[[], list[str]]] = []  # lines on what waits for what, for the text of a deadlock or livelock
         self._from_thread: list[VirtualHandle] | None = None  # what a call that passes for another thread's has handed over
 
     # what callers of a run ask
@@ -171,7 +170,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._from_thread = None
 
     def hand_over(self, handle: VirtualHandle) -> None:
-        """Now the loop hears of it."""
+        """Make a handle of the thread ready on the loop, unless it is cancelled."""
         if not handle.cancelled():
             self._make_ready(handle)
 

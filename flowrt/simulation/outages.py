@@ -1,7 +1,4 @@
-"""When an expert had no copy that a group could ask. Pure: ends and beginnings of servers in, stretches of time out.
-
-Here: Outages, `holders_of`. Not here: what follows from an outage (invariants.py), who tells of ends and beginnings (servers.py).
-"""
+"""Computes when an expert had no replica that a group could use. Pure: starts and ends of servers in, time intervals out."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from flowrt.graph.placement import expert_map_of
 from flowrt.operators.model_config import ModelConfig
 
 Stretch = tuple[float, float]
-Holders = frozenset[frozenset[str]]  # the sets of processes each of which holds a copy of one and the same expert
+Holders = frozenset[frozenset[str]]  # each inner set: the processes that hold a replica of one expert
 
 
 def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
-    """By group: for every expert of every layer the processes that it may be asked of. Those that need nobody else are left out."""
+    """By group: for every expert of every layer the processes with a replica. Experts that the group holds itself are omitted."""
     found: dict[str, Holders] = {}
     for node in graph.nodes.values():
         if node.operator != "dispatch":
@@ -30,7 +27,7 @@ def holders_of(graph: Graph, config: ModelConfig) -> dict[str, Holders]:
 
 
 class Outages:
-    """`down` and `up` in the order of their times. A server that is down, or up, already may be said to be so again."""
+    """Records outages. Call `down` and `up` in the order of their times; both are idempotent."""
 
     def __init__(self, holders: Mapping[str, Holders]) -> None:
         self._holders = holders
@@ -38,7 +35,7 @@ class Outages:
         self._since: dict[tuple[str, str], float] = {}
 
     def down(self, server: str, now: float, by: str | None = None) -> None:
-        """From now on its life cannot be asked, by the group `by` or by anybody."""
+        """From now on the group `by` (None: no group) cannot use this incarnation of the server."""
         for group in self._holders if by is None else (by,):
             self._since.setdefault((group, server), now)
 
@@ -46,13 +43,13 @@ class Outages:
         return (group, server) in self._since
 
     def up(self, group: str, server: str, now: float) -> None:
-        """The group can ask it, in a new life."""
+        """From now on the group can use a new incarnation of the server."""
         since = self._since.pop((group, server), None)
         if since is not None:
             self._down.setdefault((group, server), []).append((since, now))
 
     def stretches(self, group: str, now: float) -> list[Stretch]:
-        """Until now, the times at which all holders of an expert were down, of one expert or another."""
+        """The merged intervals until now in which all holders of at least one expert were down."""
         found: list[Stretch] = []
         for holders in self._holders.get(group, ()):
             common: list[Stretch] = [(float("-inf"), float("inf"))]
@@ -65,7 +62,7 @@ class Outages:
         return _merged(found)
 
     def longest(self, group: str, since: float, now: float) -> float:
-        """Of those that were not over by `since`."""
+        """The length of the longest interval that ended at or after `since`; 0 if there is none."""
         return max((end - begin for begin, end in self.stretches(group, now) if end >= since), default=0.0)
 
 

@@ -1,8 +1,7 @@
-"""The simulated backend: worker processes in virtual time, behind the contract of flowrt/process_backend.py.
+"""Implements the simulated process backend: worker processes in virtual time, with the contract of flowrt/process_backend.py.
 
-Every notice about a process takes a time of its own, drawn from the seed. So notices, the end of the control connection and the reap come
-in
-any order that the contract allows. The fork server is a node: while it is paused it neither forks nor reaps; its crash ends all.
+The delay of every notice about a process is drawn from the seed. So notices, the end of the control connection and the reap arrive in any
+order that the contract permits. The fork server is a node: while paused it neither forks nor reaps; its crash ends all processes.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SimulatedProcess:
         self._world.kill(self.process, KILLED)
 
     async def terminate(self) -> None:
-        """A process that stands still does not act on a signal that it may handle."""
+        """A parked process does not react to SIGTERM."""
         if not self._world.loop.is_parked(self.process.node):
             self._world.kill(self.process, TERMINATED)
 
@@ -113,7 +112,7 @@ class SimulatedBackend:
         await asyncio.wait([self._server.exit])
 
     def kill_all(self) -> None:
-        """Nothing is reported any more."""
+        """Kill all processes and the fork server. No event is reported afterwards."""
         self._closed = True
         for process in list(self._processes.values()):
             if process.is_returned:
@@ -126,7 +125,7 @@ class SimulatedBackend:
     # Inside.
 
     async def _serve(self, seams: Seams) -> None:
-        """The fork server's own task: its node is what pauses."""
+        """The task of the fork server: faults pause its node."""
         await self._world.loop.create_future()
 
     def _fork(self, spec: ProcessSpec, answer: asyncio.Future[SimulatedProcess]) -> None:
@@ -169,7 +168,7 @@ class SimulatedBackend:
             control.sever()
 
     def _on_death(self, process: Process) -> None:
-        """In the moment of a kill. The kernel ends the fork server's children with it."""
+        """Called at the moment of a kill. The kernel ends the children of the fork server with it."""
         if process is self._server:
             for child in list(self._processes.values()):
                 child.kill()

@@ -1,4 +1,4 @@
-"""What is asked of a simulated graph, and what its clients saw. Filled in by cluster.py, checked by invariants.py."""
+"""Defines the requests to a simulated graph and the records of its clients, which invariants.py checks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ClientRecord:
 
     @property
     def degraded(self) -> tuple[tuple[int, ...], ...]:
-        """Of each choice the indexes of tokens that were marked."""
+        """For each choice, the indexes of tokens marked as degraded."""
         return tuple(tuple(event.index for event in self.tokens(choice) if event.degraded) for choice in range(self.request.params.n))
 
     @property
@@ -68,7 +68,7 @@ class ClientRecord:
 
     @property
     def finish_reason(self) -> str:
-        """As a client tells it: an exception is an error, leaving a cancellation."""
+        """The finish reason from the view of the client: an exception counts as `error`, leaving as `abort`."""
         if self.end is not None:
             return self.end.finish_reason
         return "error" if self.failure is not None else "abort" if self.has_left else ""
@@ -79,7 +79,7 @@ class ClientRecord:
 
     @property
     def num_ends(self) -> int:
-        """Terminal events, choices' own included in none."""
+        """The number of terminal events; the ends of single choices do not count."""
         ends = sum(isinstance(event, EndEvent) for event in self.events)
         return ends + (self.failure is not None) + (self.has_left and not ends)
 
@@ -119,5 +119,5 @@ class Served:
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Of the first choices."""
+        """Token ids of choice 0 of each request."""
         return tuple(client.choices[0] for client in self.clients)

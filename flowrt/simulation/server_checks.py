@@ -1,7 +1,4 @@
-"""Checks of what the run does with processes that may die: who is marked dead, who is lost, who is used again (I5, I7, I8).
-
-Not here: what a worker does when a server dies (flowrt/workers/survival.py), when an expert was unavailable (outages.py).
-"""
+"""Checks how a run treats processes that may die: which it marks dead, which it loses, which it uses again (I5, I7, I8)."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class ServerChecks:
                     self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats stood still: {why}")
 
     def look(self, insides: Sequence[Inside]) -> None:
-        """At any time: no group takes a living server for dead without cause (I7). Notes when each begins to use a new incarnation."""
+        """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
         now = self._world.loop.time()
         for inside in insides:
             for name in inside.servers:
@@ -89,7 +86,7 @@ class ServerChecks:
             self._look_for_unasked(insides, now)
 
     def check_in_use(self, insides: Iterable[Inside]) -> None:
-        """When all has settled: every group uses every server that lives, in its latest incarnation (I8)."""
+        """After the run has settled: every group uses the latest incarnation of every living server (I8)."""
         for inside in insides:
             for name in inside.servers:
                 if name not in self.down and not inside.asks(name, incarnation := self._launcher.incarnations[name]):
@@ -98,7 +95,7 @@ class ServerChecks:
     # Inside.
 
     def _look_for_unasked(self, insides: Sequence[Inside], now: float) -> None:
-        """No part waits for a replica while there is one (I5)."""
+        """Check that no part waits for a replica while one is available (I5)."""
         unasked = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.unasked()}
         self._unasked = {part: self._unasked.get(part, now) for part in unasked}
         for (name, tag, part), since in self._unasked.items():
@@ -106,7 +103,7 @@ class ServerChecks:
                 raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for a replica that is there")
 
     def _on_death(self, process: Process) -> None:
-        """In its moment, of which no other process knows yet."""
+        """Called at the moment of the death, before any other process is notified."""
         for name in self.mortal:
             if self._world.processes.get(name) is process:
                 self._outages.down(name, self._world.loop.time())

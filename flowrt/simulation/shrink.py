@@ -1,7 +1,4 @@
-"""The smallest part of a failing case that still fails: fewer faults, fewer requests, no weather.
-
-Here: `shrink`. Not here: what a run is (cases.py), how the result is told (campaign.py).
-"""
+"""Shrinks a failing case to a minimal part that still fails: fewer faults, fewer requests, calm network conditions."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ MAX_RUNS = 60
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], max_runs: int = MAX_RUNS) -> Kept:
-    """What to keep of `case`, which fails: nothing of it can be left out alone without the failure going away, unless the runs were
-    used up before. Any failure counts as the same: two faults of one bug rarely show alike."""
+    """Returns the part of the failing `case` to keep. No single element can be removed from it without losing the failure, unless
+    `max_runs` was exhausted first. Any failure counts as the same, because one bug rarely fails twice in the same way."""
     kept = Kept(tuple(range(len(case.scenario.faults))), tuple(range(len(case.requests))))
     runs = 0
 

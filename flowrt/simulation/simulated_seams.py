@@ -1,7 +1,4 @@
-"""The simulated forms of two seams: a clock that may run wrong, and computing that takes virtual time.
-
-Here: SimulatedClock, ComputeCost, SimulatedCompute. Not here: the other seams, which are plain functions of a world (world.py).
-"""
+"""Implements two simulated seams: a clock that may be skewed, and a compute thread that takes virtual time."""
 
 from __future__ import annotations
 
@@ -125,7 +122,7 @@ class SimulatedCompute:
         self._closed = True
 
     async def _pass(self, seconds: float, given: Sequence[VirtualHandle]) -> None:
-        """Let time pass on the thread; on the way, at times drawn and in order, what it has given comes to the loop."""
+        """Let time pass on the thread. Meanwhile its handles reach the loop in order, at random times."""
         loop, now = self._loop, self._loop.time()
         done: asyncio.Future[None] = loop.create_future()
         moments = sorted(seconds * self._random.random() for _ in given)

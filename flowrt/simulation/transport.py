@@ -1,8 +1,6 @@
-"""A transport between simulated nodes: real bytes, seeded delays, nothing of the world.
+"""Implements a transport between simulated nodes with real bytes, seeded delays and no real I/O.
 
-Here: SimulatedNetwork (who listens where, how long a frame takes), SimulatedTransport, its listener and channel. Not here: which node
-does what (world.py), what weather there is (weather.py), when faults come (faults.py). The channels keep every promise of
-transports/contract.py, and pass its checks.
+The channels fulfil the contract of transports/contract.py and pass its checks.
 
 Each message is encoded by transports/wire/codec.py and decoded again on arrival. Frames of one direction never overtake each other, those
 of different channels do. A frame may arrive twice (a sender that tried again); the sequence number drops the second. The window runs

@@ -1,8 +1,4 @@
-"""What the virtual loop runs and waits for: handles, tasks and futures whose names and hashes are the same in every process.
-
-Here: VirtualHandle, VirtualTask, VirtualFuture, `current_node`, and the names of callbacks and of places in coroutines. Not here: when
-anything runs (loop.py, the only maker of these).
-"""
+"""Defines the handles, tasks and futures of the virtual loop, whose names and hashes are the same in every process."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ current_node: ContextVar[str] = ContextVar("current_node", default=OUTSIDE)
 
 
 class VirtualHandle(asyncio.TimerHandle):
-    """A callback in line. Cancelled ones stay in their queue and are skipped when their turn comes."""
+    """A scheduled callback. A cancelled handle stays in its queue, and the loop skips it."""
 
     __slots__ = ("_args_given", "_call", "_node", "_run_context")
 
@@ -52,8 +48,8 @@ class VirtualHandle(asyncio.TimerHandle):
 
 
 class VirtualTask(asyncio.Task[T]):
-    """A task whose hash is its number. Task groups and `asyncio.wait` keep tasks in sets and walk them: by address, the order in which
-    they are cancelled would be the memory's choice."""
+    """A task whose hash is its number. Task groups and `asyncio.wait` iterate over sets of tasks. With hashes by address, the
+    order of cancellation would depend on memory addresses."""
 
     def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
         self.number = number  # first, since asyncio's constructor puts the task into a set

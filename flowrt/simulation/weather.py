@@ -1,8 +1,4 @@
-"""What frames meet on their way: delays drawn from a seed, and what faults do to single links.
-
-Here: NetworkConditions (how the whole network behaves), LinkState (what a fault did to one direction between two nodes). Not here:
-channels and frames (transport.py), when a fault begins and ends (faults.py).
-"""
+"""Defines the network conditions of a simulation: random delays of the whole network, and the effects of faults on single links."""
 
 from __future__ import annotations
 
@@ -29,10 +25,10 @@ CALM = NetworkConditions(max_delay_seconds=50e-6, slow_one_in=0, duplicate_one_i
 
 @dataclass
 class LinkState:
-    """One direction between two nodes while faults lie on it. Faults may overlap, hence counts and lists; the slowest of them counts.
+    """The faults on one direction between two nodes. Faults may overlap, hence counts and lists; the largest slow factor applies.
 
-    Frames sent while it is cut wait at the sender, as in a socket's buffer, and go in order when it heals: bytes of a channel are
-    never silently lost. What a fault adds it must take away again.
+    Frames sent during a cut wait at the sender, as in a socket buffer, and leave in order when the link heals: a channel never loses
+    bytes silently. Each fault must remove what it added.
     """
 
     num_cuts: int = 0
@@ -50,7 +46,7 @@ class LinkState:
         return max(self.slow_factors, default=1.0)
 
     def heal(self) -> None:
-        """One cut less; with the last one, what was held goes."""
+        """End one cut. The end of the last cut releases the held frames."""
         self.num_cuts -= 1
         if not self.num_cuts:
             held, self.held = self.held, []

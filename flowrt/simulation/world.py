@@ -1,8 +1,4 @@
-"""A simulated world: the seams of every node, and one run of it.
-
-Here: Process, World, `run`, Outcome. Not here: the loop and the network it stands on (loop.py, transport.py), clocks and computing
-(simulated_seams.py), whole clusters (cluster.py). Called by tests, cluster.py and the command line (__main__.py).
-"""
+"""Defines a simulated world: its processes, the seams of every node, and `run`, which runs a program in it to its end."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ T = TypeVar("T")
 
 
 class Process:
-    """One life of a simulated process. `node` is its name, and its number when it is not the first of that name."""
+    """One incarnation of a simulated process. `node` is its name, and its number when it is not the first of that name."""
 
     def __init__(self, name: str, node: str, parent: str, exit: asyncio.Future[str]) -> None:
         self.name, self.node, self.parent = name, node, parent  # `parent`: the node that started it
@@ -55,8 +51,8 @@ class World:
         loop.tick_seconds = conditions.tick_seconds
         self.network = SimulatedNetwork(loop, seed, conditions)
         self.one_clock = False  # all processes are on one machine, whose clock they share; to be said before they start
-        self.processes: dict[str, Process] = {}  # the latest life of each name
-        self.deaths: list[Callable[[Process], None]] = []  # called in the moment of a `kill`, which nobody in the world hears of yet
+        self.processes: dict[str, Process] = {}  # the latest incarnation of each name
+        self.deaths: list[Callable[[Process], None]] = []  # called at the moment of a `kill`, before any process is notified
         self.errors: list[str] = []  # that ended processes
         self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
         self._cost = cost
@@ -140,7 +136,7 @@ class World:
         return process
 
     def kill(self, process: Process, how: str = "was killed by SIGKILL") -> bool:
-        """As kill -9: nothing more of it runs, the kernel ends its channels, its parent learns of it. False: it was over."""
+        """As kill -9: no code of it runs any more, its channels end, its parent is notified. Returns False if it had already ended."""
         if process.exit.done() or self.loop.is_dead(process.node):
             return False
         for node in process.nodes:
@@ -197,7 +193,7 @@ def _set_how(future: asyncio.Future[str], how: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a run came to. Equal seeds and code give equal digests, in every process."""
+    """The outcome of a run. Equal seeds and code give equal digests, in every process."""
 
     result: T
     digest: str
