@@ -1,7 +1,4 @@
-"""A request from end to end, put together from its events.
-
-Here: Completion, Choice; pure. Not here: the events themselves (request_log.py). Called by flowrt/api.
-"""
+"""Builds the completion of a request, with its choices, from the request's events. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +11,9 @@ from flowrt.sampling_params import FinishReason
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of a request. With `logprobs`: `logprobs` has one number per token, `top_logprobs` (token id, logprob) pairs each.
-    `degraded_tokens`: the places of tokens that were computed without some expert, or from what had been."""
+    """One output of a request. When logprobs are requested, `logprobs` has one number per token, and `top_logprobs` has (token id, logprob)
+    pairs per token. `degraded_tokens`: indices of the tokens that were computed without some expert, or from earlier results computed
+    without it."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -30,7 +28,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A request from end to end, with its `n` choices. `error` says why when finish_reason is "error"."""
+    """A finished request with its `n` choices. `error`: the reason when finish_reason is "error", else None."""
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -39,7 +37,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, prompt_token_ids: tuple[int, ...], events: Sequence[ClientEvent]) -> Completion:
-        """From all events of a request, the last one being its EndEvent."""
+        """Build the completion from all events of a request. The last event must be its EndEvent."""
         end = events[-1]
         assert isinstance(end, EndEvent)
         num_choices = 1 + max((event.choice for event in events if not isinstance(event, EndEvent)), default=0)
@@ -48,12 +46,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first choice, like `text`, `logprobs` and `top_logprobs`."""
+        """Token ids of choice 0. `text`, `logprobs` and `top_logprobs` are also those of choice 0."""
         return self.choices[0].token_ids
 
     @property
     def degraded(self) -> bool:
-        """Whether any token of any choice is."""
+        """Whether any token of any choice is degraded."""
         return any(choice.degraded for choice in self.choices)
 
     @property
@@ -70,7 +68,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _choice(choice: int, events: Iterable[ClientEvent], end: EndEvent) -> Choice:
-    """One choice's part of a request's events."""
+    """Build one choice from the request's events."""
     own = [event for event in events if not isinstance(event, EndEvent) and event.choice == choice]
     tokens = [event for event in own if isinstance(event, TokenEvent)]
     reasons = [event.finish_reason for event in own if isinstance(event, ChoiceEvent)]

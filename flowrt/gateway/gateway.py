@@ -1,12 +1,10 @@
-"""The gateway: the log of every request, and what its client is told.
+"""The gateway: admits requests, routes them to groups, commits their tokens, and produces the events of their clients.
 
-Here: Gateway, pure: requests, tokens and ends in; placements, events for clients and cancels for workers out. Not here: a log and the
-events in it (request_log.py; what clients need of it can be had from here too), sockets, tasks and control connections
-(flowrt/cluster/launcher carries decisions out), text to tokens (flowrt/serving), a group's own schedule (flowrt/engine). No torch, no
-clock.
+`Gateway` is pure, without torch or a clock. Its inputs are requests, tokens and ends. Its outputs are placements, events for clients, and
+cancels for workers. `Requests` (requests.py) carries these decisions out.
 
-A token is committed when it is appended here. Only the next index from the current attempt is appended, so whatever a worker
-repeats, or an older attempt still says, changes nothing. Each request ends in exactly one EndEvent, when all its choices have ended.
+A token is committed when the gateway appends it to the request's log. Only the next index from the current attempt is appended, so
+repeated tokens and tokens of older attempts have no effect. Each request ends in exactly one EndEvent, when all its choices have ended.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _NO_GROUP = "no attention group is left to serve the request"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Send this to the group as a Submit."""
+    """Decision: send `request` to the group as a Submit."""
 
     group: str
     request: Request
@@ -41,7 +39,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Send this to the group."""
+    """Decision: send `cancel` to the group."""
 
     group: str
     cancel: Cancel
@@ -88,7 +86,7 @@ class Gateway:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next request would be refused for want of room."""
+        """Whether the gateway refuses the next request because `max_requests` are active."""
         return len(self._active) >= self._max_requests
 
     @property
@@ -97,7 +95,7 @@ class Gateway:
 
     @property
     def num_logs(self) -> int:
-        """Requests whose log was not forgotten."""
+        """Number of requests whose log is kept."""
         return len(self._logs)
 
     def is_open(self, request_id: str) -> bool:
@@ -112,7 +110,7 @@ class Gateway:
         return self._logs[index].end is not None
 
     def events(self, index: int, start: int = 0) -> list[ClientEvent]:
-        """The request's events from number `start` on: a client reads at its own pace, and nobody waits for it."""
+        """The request's events from number `start` on. A client reads at its own pace; a slow client delays no other."""
         return self._logs[index].events[start:]
 
     def forget(self, index: int) -> None:
@@ -124,9 +122,9 @@ class Gateway:
     # From clients
 
     def reserve(self, params: SamplingParams = SamplingParams()) -> int:
-        """Take a request before anything costly is done for it. Returns its number; it has ended already if it is refused.
+        """Admit a request before any costly work on it. Returns its number; a refused request has ended already.
 
-        `place` follows when its prompt has tokens, `refuse` when it cannot have any, `cancel` when its client is gone.
+        The next call is `place` when its prompt has token ids, `refuse` when tokenization fails, or `cancel` when its client is gone.
         """
         try:
             params = checked_params(params)
@@ -142,7 +140,7 @@ class Gateway:
         return log.index
 
     def place(self, index: int, prompt_token_ids: Sequence[int]) -> Placed | EndEvent:
-        """Choose the group of a reserved request; or end it with the reason: what cannot be served is refused here."""
+        """Choose the group of a reserved request. A request that cannot be served ends with an error that contains the reason."""
         log = self._logs[index]
         if log.end is not None:
             return log.end
@@ -159,11 +157,11 @@ class Gateway:
         return self._place(log, group) if group is not None else self.refuse(index, self._no_group())
 
     def admit(self, prompt_token_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> Placed | EndEvent:
-        """Reserve and place at once."""
+        """Reserve and place a request in one call."""
         return self.place(self.reserve(params), prompt_token_ids)
 
     def refuse(self, index: int, error: str) -> EndEvent:
-        """End a reserved request with an error: it cannot be served."""
+        """End a reserved request that cannot be served, with an error. Returns its EndEvent; no-op if it has ended."""
         log = self._logs[index]
         if log.end is None:
             del log.choices[1:]  # none has begun: its one event is the end
@@ -172,16 +170,16 @@ class Gateway:
         return log.end
 
     def cancel(self, index: int) -> list[Decision]:
-        """The client wants no more. No-op after the end."""
+        """End the request with reason "abort" and cancel it in its group. No-op after the end."""
         log = self._logs.get(index)
         return [] if log is None or log.end is not None else self._end(log, "abort", tell_worker=True)
 
     # From workers
 
     def on_token(self, token: Token) -> list[Decision]:
-        """Commit what comes next in the request's log; ignore what was committed already, or comes from an older attempt.
+        """Commit the tokens that come next in the request's log; ignore tokens that are committed already or come from another attempt.
 
-        A gap cannot happen on a line that keeps order: it ends the request with an error rather than with wrong text.
+        A connection keeps order, so a gap is a bug: it ends the request with an error rather than with wrong text.
         """
         log = self._active.get(token.request_id)
         if log is None or token.attempt != log.attempt:
@@ -201,9 +199,9 @@ class Gateway:
         return decisions
 
     def on_ended(self, ended: Ended) -> list[Decision]:
-        """A choice of the current attempt is over; with the last one, or with an error, the request.
+        """End a choice of the current attempt. The last choice, or an error, ends the request.
 
-        A choice that ends with fewer tokens than its group drew has lost some: the request ends with an error.
+        The request also ends with an error when the number of committed tokens differs from the number that the group reports.
         """
         log = self._active.get(ended.request_id)
         if log is None or ended.attempt != log.attempt:
@@ -221,7 +219,8 @@ class Gateway:
     # When something was lost
 
     def place_again(self, index: int, avoid: Collection[str] = ()) -> Placed | EndEvent:
-        """A new attempt that goes on behind the committed tokens, in a group not among `avoid`. ValueError after the end."""
+        """Start a new attempt that continues after the committed tokens, in a group not among `avoid`. Ends the request with an error when
+        no group is left. Raises ValueError when the request is not placed, or has ended."""
         log = self._logs[index]
         if log.group is None:
             raise ValueError(f"request {index} is not placed, or has ended")
@@ -235,25 +234,26 @@ class Gateway:
         return self._place(log, group)
 
     def fence_group(self, group: str, why: str) -> list[Decision]:
-        """Route no request to `group` any more and end those that it has with an error that says why. The cancels free what they hold
-        there, should it wake up."""
+        """Route no more requests to `group`, and end its requests with an error that contains `why`. The returned cancels free their
+        resources in the group if it continues later."""
         self._fenced[group] = why
         logs = [log for log in self._active.values() if log.group == group]
         return [each for log in logs for each in self._end(log, "error", f"{group} was marked dead: {why}", tell_worker=True)]
 
     def readmit_group(self, group: str) -> None:
-        """Route requests to a fenced group again. What it still sends for requests that have ended changes nothing."""
+        """Route requests to a fenced group again. Its late messages about ended requests have no effect."""
         self._fenced.pop(group, None)
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EndEvent]:
-        """End every request: the run is over."""
+        """End every active request, because the run is over. Returns their EndEvents."""
         decisions = [decision for log in list(self._active.values()) for decision in self._end(log, reason, error)]
         return [decision for decision in decisions if isinstance(decision, EndEvent)]
 
     # Inside
 
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The prompt's token ids, all of them integers. ValueError, one line; a prompt that is too long is not looked through."""
+        """Return the prompt's token ids, all of them integers. Raises ValueError with one line of text. The length is checked first, so a
+        prompt that is too long is not scanned."""
         prompt = prompt_token_ids
         if isinstance(prompt, str | bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise ValueError(f"the prompt is {shown(prompt)}, it must be a text or a sequence of token ids")
@@ -307,11 +307,11 @@ class Gateway:
         return [event, *(self._end_choice(log, choice, "stop", tell_worker=True) if stopped else ())]
 
     def _is_stop_token(self, log: RequestLog, token_id: int) -> bool:
-        """Stop tokens belong to the token ids of an output, not to its text."""
+        """Whether the token ends the output. A stop token is in the token ids of an output, but not in its text."""
         return token_id in log.params.stop_token_ids or (token_id in self._eos_token_ids and not log.params.ignore_eos)
 
     def _end_choice(self, log: RequestLog, choice: ChoiceLog, reason: FinishReason, tell_worker: bool = False) -> list[Decision]:
-        """One choice is over; when it was the last, so is the request."""
+        """End one choice. The end of the last choice ends the request."""
         if len(log.choices) == 1:
             return self._end(log, reason, tell_worker=tell_worker)
         assert log.group is not None
@@ -327,7 +327,7 @@ class Gateway:
         return decisions
 
     def _end(self, log: RequestLog, reason: FinishReason, error: str | None = None, tell_worker: bool = False) -> list[Decision]:
-        """The request is over, and every choice that was not."""
+        """End the request and all its unfinished choices."""
         events: list[ClientEvent] = []
         text = ""
         for choice in log.choices:
@@ -351,7 +351,7 @@ class Gateway:
 
 
 def _request_of(log: RequestLog) -> Request:
-    """The request as its group sees it, in its current attempt."""
+    """The message that submits the request's current attempt to its group."""
     return Request(
         id=log.id,
         attempt=log.attempt,

@@ -1,4 +1,4 @@
-"""What is known of one request: its prompt and parameters, each choice's output so far, and the events of its client. Pure.
+"""The log of one request: its prompt and parameters, each choice's output so far, and the events for its client. Pure.
 
 Only the gateway (gateway.py) writes to a log.
 """
@@ -15,9 +15,12 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """One committed token. `text` is what may be shown now: it can be empty, or hold text of earlier tokens that was held back.
-    With `logprobs`: the token's own, and (token id, logprob) of the likeliest at its place, best first (control.Logprobs).
-    `degraded`: it was computed without some expert of which no copy was left, or from what had been."""
+    """One committed token. `text` is the text that may be shown now. It can be empty, or contain held-back text of earlier tokens.
+
+    When logprobs are requested: `logprob` is the token's own, `top_logprobs` has (token id, logprob) of the likeliest tokens at its
+    position, best first (control.Logprobs). `degraded`: the token was computed without an unavailable expert, or from earlier results
+    computed without it.
+    """
 
     request: int
     index: int
@@ -30,7 +33,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
 
 
 class ChoiceEvent(msgspec.Struct, frozen=True):
-    """One of several choices has ended (a request with n = 1 has no such event). finish_reason and `text` as in EndEvent."""
+    """One of several choices has ended; a request with n = 1 has no such event. `finish_reason` and `text` are as in EndEvent."""
 
     request: int
     choice: int
@@ -39,9 +42,11 @@ class ChoiceEvent(msgspec.Struct, frozen=True):
 
 
 class EndEvent(msgspec.Struct, frozen=True):
-    """The request's one last event. finish_reason: stop, length, abort, error (then `error` says why). `text` is the rest.
+    """The last event of a request, exactly one. `finish_reason`: stop, length, abort or error; `error` is the reason of an error. `text`:
+    the text held back until now.
 
-    With n > 1 each choice had its own ChoiceEvent: `text` is empty, and finish_reason that of the first choice unless it is error."""
+    With n > 1 each ended choice has its own ChoiceEvent. Then `text` is empty, and `finish_reason` is that of choice 0 when all choices
+    ended by themselves, else the reason that ended the request."""
 
     request: int
     finish_reason: FinishReason
@@ -53,29 +58,29 @@ ClientEvent = TokenEvent | ChoiceEvent | EndEvent
 
 
 class Detokenizer(Protocol):
-    """Text of one request's output, token by token."""
+    """Converts the token ids of one output to text, token by token."""
 
     def push(self, token_id: int) -> str:
-        """The new text that is certain after this token; may be empty."""
+        """Add a token and return the new text that later tokens cannot change; may be empty."""
         ...
 
     def flush(self) -> str:
-        """The text still held back at the end."""
+        """Return the text still held back at the end."""
         ...
 
 
 @dataclass(slots=True)
 class ChoiceLog:
-    """One of a request's outputs."""
+    """The output of one choice of a request, and the state of its text conversion."""
 
     index: int
-    detokenizer: Detokenizer | None = None  # none: no tokenizer, or no more text is wanted
+    detokenizer: Detokenizer | None = None  # None: no tokenizer, or the text is complete
     stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None while it goes on
+    finish_reason: FinishReason | None = None  # None while the choice is running
 
     def push(self, token_id: int, looks_for_stops: bool) -> tuple[str, bool]:
-        """The text that the token sets free, and whether a stop string was completed: then no more text will come."""
+        """Add a token. Returns the text that may be shown now, and whether a stop string is complete. After that no more text comes."""
         text = self.detokenizer.push(token_id) if self.detokenizer is not None else ""
         if self.stops is None or not looks_for_stops:
             return text, False
@@ -85,7 +90,7 @@ class ChoiceLog:
         return text, stopped
 
     def end(self, reason: FinishReason) -> str:
-        """The choice is over; returns the text that was held back."""
+        """End the choice and return the text that was held back. A stop string in that text changes the reason "length" to "stop"."""
         text = self.detokenizer.flush() if self.detokenizer is not None else ""
         if self.stops is not None:
             text, stopped = self.stops.push(text)
@@ -98,12 +103,11 @@ class ChoiceLog:
 
 @dataclass(slots=True)
 class RequestLog:
-    """All that is known of a request. `events` is what its client has been or can be told: at most max_tokens + 1 for each choice,
-    and the end."""
+    """The state of one request. `events`: all events for its client so far, at most max_tokens + 1 for each choice, and the end."""
 
     index: int
     params: SamplingParams
-    prompt_token_ids: tuple[int, ...] = ()  # until it is placed: none
+    prompt_token_ids: tuple[int, ...] = ()  # empty until the request is placed
     choices: list[ChoiceLog] = field(default_factory=lambda: [ChoiceLog(0)])
     max_tokens: int = 0
     seed: int = 0
@@ -122,10 +126,10 @@ class RequestLog:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first choice."""
+        """Token ids of choice 0."""
         return self.choices[0].token_ids
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of choice 0."""
         return "".join(event.text for event in self.events if isinstance(event, EndEvent) or event.choice == 0)

@@ -1,8 +1,4 @@
-"""Requests of a running graph, from being taken to their last event.
-
-Here: `Requests`: the gateway's decisions carried out, its clients woken, and what is in progress told to health. Not here: the decisions
-(gateway.py), text to tokens and the graph around it (flowrt/api, the only user).
-"""
+"""Serves the requests of a running graph: carries out the gateway's decisions, wakes the clients, and reports progress to health."""
 
 from __future__ import annotations
 
@@ -22,7 +18,8 @@ Send = Callable[[str, Control], Awaitable[None]]
 
 
 class Requests:
-    """`send(group, control)` waits while the group's line is full. `progress` is told what comes of requests."""
+    """`send(group, control)` waits while the group's control connection is full. `progress` receives the starts, tokens and ends of
+    requests."""
 
     def __init__(self, gateway: Gateway, send: Send, progress: Progress, clock: Clock) -> None:
         self.gateway = gateway
@@ -30,13 +27,13 @@ class Requests:
         self._changed: dict[int, asyncio.Event] = {}
         self._followed: set[int] = set()
         self._outgoing: dict[str, Mailbox[SendCancel]] = {group: Mailbox(1 << 16) for group in gateway.loads}
-        self._senders: list[asyncio.Task[None]] = []  # one per group: a group that stands still delays no other's cancels
+        self._senders: list[asyncio.Task[None]] = []  # one per group: a stopped group does not delay the cancels of others
         self._failure: Exception | None = None
         self._is_closing = False
         self._submitting: dict[str, set[asyncio.Timeout]] = {group: set() for group in gateway.loads}  # Submits under way
 
     def begin(self) -> None:
-        """The run is up. `aclose` ends what this begins."""
+        """Start one task per group that sends cancels: the run is up. `aclose` ends these tasks."""
         for group in self._outgoing:
             self._senders.append(asyncio.get_running_loop().create_task(self._send_cancels(group), name=f"cancels for {group}"))
 
@@ -48,14 +45,16 @@ class Requests:
             await asyncio.wait(self._senders)
 
     def fail(self, error: Exception) -> None:
-        """The run has ended; whoever follows a request is raised this."""
+        """Make each `follow` raise `error`, once it has yielded the events so far: the run has failed."""
         self._failure = error
         for changed in self._changed.values():
             changed.set()
 
     async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> int:
-        """Take a request; its number. A place is reserved first, then `tokenize` gives the prompt's token ids. Raises as `send`; what
-        `tokenize` raises as UserError ends the request with that error."""
+        """Submit a request and return its number. The request is reserved first; then `tokenize` returns the prompt's token ids.
+
+        Raises as `send`. A UserError of `tokenize` ends the request with that error. A cancelled or failed call cancels the request.
+        """
         gateway = self.gateway
         index = gateway.reserve(params)
         self._changed[index] = asyncio.Event()
@@ -76,13 +75,16 @@ class Requests:
                 self._carry_out([placed])
             else:
                 await self._send_request(placed)
-        except BaseException:  # nobody has its number, so nobody else can end it
+        except BaseException:  # the caller has no number, so it cannot end the request
             self._let_go(index)
             raise
         return index
 
     async def follow(self, index: int) -> AsyncGenerator[ClientEvent, None]:
-        """The events of a request, from its first; UserError for a second reader. Leaving early cancels the request."""
+        """Yield the events of a request from the first one on. Leaving early cancels the request.
+
+        Raises UserError for an unknown request or a second reader, and the run's failure when the run fails first.
+        """
         gateway = self.gateway
         if type(index) is not int or index not in self._changed:
             raise UserError(f"there is no request {shown(index)} to follow; submit gives the number, and it can be followed once")
@@ -106,7 +108,7 @@ class Requests:
             self._followed.discard(index)
 
     def on_control(self, control: Control) -> None:
-        """What a group says."""
+        """Handle a message of a group: Tokens or Ended. Ignores other messages."""
         match control:
             case Tokens(tokens):
                 for token in tokens:
@@ -115,22 +117,22 @@ class Requests:
                 self._carry_out(self.gateway.on_ended(control))
 
     def fence_group(self, group: str, why: str) -> None:
-        """End the requests of a group that was marked dead, those that are being submitted too, and route no more to it."""
+        """End all requests of a group that was marked dead, including those being submitted, and route no more requests to it."""
         if group in self._submitting:
             self._carry_out(self.gateway.fence_group(group, why))
             for sending in self._submitting[group]:
                 sending.reschedule(0.0)
 
     def readmit_group(self, group: str) -> None:
-        """The group works again."""
+        """Route requests to a fenced group again."""
         self.gateway.readmit_group(group)
 
     def end_all(self) -> None:
-        """The run was closed: what is left is cancelled."""
+        """End all active requests with reason "abort": the run was closed."""
         self._carry_out(self.gateway.end_all("abort"))
 
     async def _send_request(self, placed: Placed) -> None:
-        """Send a request to its group. Returns without having sent it when the group is fenced meanwhile, which has ended the request."""
+        """Send a request to its group. Returns without sending it when the group is fenced meanwhile: the fence has ended the request."""
         sending, submitting = asyncio.timeout(None), self._submitting[placed.group]
         submitting.add(sending)
         try:
@@ -143,7 +145,7 @@ class Requests:
             submitting.discard(sending)
 
     def _let_go(self, index: int) -> None:
-        """Nobody reads this request any more: cancel it, unless it has ended."""
+        """Cancel a request without a reader, unless it has ended, and drop its log."""
         self._carry_out(self.gateway.cancel(index))
         if self.gateway.log(index).end is not None:
             self.gateway.forget(index)
@@ -164,8 +166,8 @@ class Requests:
 
     async def _send_cancels(self, group: str) -> None:
         outgoing = self._outgoing[group]
-        while not self._is_closing:  # `cancel` comes once: an error that `send` raises in its place must end this task, too
+        while not self._is_closing:  # `cancel` is delivered once; if `send` raises another error instead, this ends the task
             decision = await outgoing.wait_item()
             outgoing.take_nowait()
-            with suppress(Exception):  # a worker that is gone has nothing left to cancel; the run's failure is told elsewhere
+            with suppress(Exception):  # a dead worker needs no cancel; `follow` raises the run's failure
                 await self._send(decision.group, decision.cancel)

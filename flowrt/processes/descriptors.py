@@ -1,8 +1,4 @@
-"""How many files a process may have open (RLIMIT_NOFILE), and what to say when that is too few.
-
-Here: the need of a launching process, looked at before it starts anything. Called by launcher.py, fork_server_client.py and the command
-line.
-"""
+"""Checks the limit of open files (RLIMIT_NOFILE) of a launching process, and writes the error for a limit that is too low."""
 
 from __future__ import annotations
 
@@ -12,12 +8,13 @@ import resource
 from flowrt.errors import UserError
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-# A launcher's own (loop, line to the fork server, a file being read); per process its line, words, pidfd, exit lock, links.
+# Of the launcher: event loop, connection to the fork server, a file being read. Per process: control connection, output, pidfd, exit lock,
+# links.
 _LAUNCHER, _PER_PROCESS = 16, 7
 
 
 def check_descriptors(num_processes: int) -> None:
-    """Raises UserError when the limit leaves too few descriptors to start `num_processes` OS processes."""
+    """Raise UserError when the limit leaves too few descriptors to start `num_processes` OS processes."""
     needed = _LAUNCHER + _PER_PROCESS * num_processes
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -25,7 +22,7 @@ def check_descriptors(num_processes: int) -> None:
 
 
 def too_few_descriptors(needed: int | None = None) -> str:
-    """One line for a user; `needed` is roughly what would do, where that is known."""
+    """A one-line error text. `needed`: roughly the number of descriptors that suffices, where it is known."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     about = "more" if needed is None else f"about {needed}"
     return f"too few open files are allowed (RLIMIT_NOFILE is {soft}, {about} are needed); raise it: ulimit -n {max(1024, needed or 0)}"

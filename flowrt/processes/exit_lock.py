@@ -1,12 +1,9 @@
-"""A lock that a process holds for as long as it lives: who waits for it hears of the death before the dead memory is given back.
+"""Exit notification by robust mutex: a process holds a lock until its death, and the waiting process is notified within a millisecond.
 
-Here: `ExitLock`, the waiting side, and `hold`, the dying one. Not here: what follows from a death (revival.py), how the lock's memory
-travels (fork_server_client.py, fork_server.py).
-
-A pidfd and the end of a socket are told of late: the kernel first takes the memory of the dying process apart, 10 ms for 100 MB, seconds
-for the weights of a large model. Robust mutexes it releases before that, for this very purpose: whoever waits must not wait for one who
-will not come. So each worker locks one in memory that it shares with the launcher, and never unlocks it. A tenth of a millisecond after
-SIGKILL the launcher's wait ends with EOWNERDEAD, whatever the size.
+A pidfd and the end of a socket report a death late. The kernel first frees the memory of the dying process, which takes 10 ms for 100 MB,
+and seconds for the weights of a large model. The kernel releases robust mutexes before that. So each worker locks one in memory that it
+shares with the launcher, and never unlocks it. 0.1 ms after SIGKILL the launcher's wait ends with EOWNERDEAD, whatever the memory size.
+`ExitLock` is the waiting side, `hold` the side of the process.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ import time
 from collections.abc import Callable
 
 _BYTES = mmap.PAGESIZE
-_STATE_AT = 256  # a byte of the holder's, well behind any C library's mutex (40 to 64 bytes)
+_STATE_AT = 256  # offset of the state byte that the holder writes, behind any C library's mutex (40 to 64 bytes)
 _UNDECIDED, _HELD, _REFUSED = 0, 1, 2
 _SHARED, _ROBUST = 1, 1
-_LOOK_SECONDS = 0.005  # from fork to lock: a few of these
+_LOOK_SECONDS = 0.005  # poll interval until the lock is held; a few of these pass between fork and lock
 _JOIN_SECONDS = 1.0
 
-_held: list[mmap.mmap] = []  # by this process, for ever
+_held: list[mmap.mmap] = []  # keeps the mappings of this process's locks alive
 
 
 def _library() -> ctypes.CDLL | None:
@@ -38,9 +35,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def hold(fd: int) -> None:
-    """Take the lock of the ExitLock that `fd` is of, for as long as the calling thread lives: the process's first. Closes `fd`.
+    """Lock the ExitLock behind `fd` until the calling thread ends; call it from the process's main thread. Closes `fd`.
 
-    Should the system refuse, this death will be heard of by the pidfd only.
+    When the system refuses, only the pidfd reports the death of this process.
     """
     try:
         memory = mmap.mmap(fd, _BYTES)
@@ -62,9 +59,10 @@ def hold(fd: int) -> None:
 
 
 class ExitLock:
-    """Calls `on_death` in the running loop, once, when the process that was given `fd` and holds the lock ends, however it ends.
+    """Calls `on_death` once in the running loop when the process that holds the lock of `fd` ends, however it ends.
 
-    A thread sleeps until then. `fd` is -1 where the system has no such locks, or has run out of something: then nobody is told.
+    A thread sleeps until then. `fd` is -1 where the system has no such locks, or has run out of descriptors or memory; then `on_death` is
+    never called.
     """
 
     def __init__(self, name: str, on_death: Callable[[], None]) -> None:
@@ -76,7 +74,7 @@ class ExitLock:
         self.fd = -1
         if _library() is None:
             return
-        with contextlib.suppress(OSError):  # no descriptor or memory to be had: the pidfd will tell, later
+        with contextlib.suppress(OSError):  # no descriptor or memory is free: the pidfd reports the death, later
             self.fd = os.memfd_create("flowrt-life", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, _BYTES)
             self._memory = mmap.mmap(self.fd, _BYTES)
@@ -85,16 +83,16 @@ class ExitLock:
             self.close()
 
     def given_away(self) -> None:
-        """Another process has `fd`, or will have none: begin to wait for its death."""
+        """Close `fd`, which another process has now, and begin to wait for the death of that process."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        if self._thread is not None and not self._is_over:  # its end may be known already
-            with contextlib.suppress(RuntimeError):  # no thread to be had
+        if self._thread is not None and not self._is_over:  # the death may be known already
+            with contextlib.suppress(RuntimeError):  # the system can start no thread
                 self._thread.start()
 
     def close(self) -> None:
-        """Forget the process, which has ended, or was never there. Idempotent."""
+        """Stop waiting and free the lock: the process has ended, or never existed. Idempotent."""
         self._is_over = True
         if self.fd >= 0:
             os.close(self.fd)

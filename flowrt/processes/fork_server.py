@@ -1,13 +1,12 @@
-"""The fork server: a small process that imports torch once, starts no thread, and forks the workers. `python -m
-flowrt.processes.fork_server`
+"""The fork server: a small process that imports torch once, starts no thread, and forks the workers.
 
-Here: both sides of the fork. Not here: who asks for it (fork_server_client.py, in the launching process) or what a worker does (any
-"module:function" by name; nothing of flowrt/workers is imported by this file). One thread, blocking calls, no event loop:
-what is forked is a process in which nothing else was going on.
+It runs as `python -m flowrt.processes.fork_server` and serves the requests of fork_server_client.py. A worker is any "module:function" by
+name; this file imports nothing of flowrt/workers. The fork server has one thread, blocking calls and no event loop, so that a fork never
+copies a process with other work under way.
 
-Who dies with whom: the kernel kills the fork server when the launcher dies, and every worker when the fork server dies (PDEATHSIG). When
-the launcher closes the line, the fork server kills all it forked and all that those started, reaps them, and ends. Ctrl-C reaches
-none of them: they are a session of their own and ignore SIGINT; the launcher decides.
+Lifetimes: the kernel kills the fork server when the launcher dies, and every worker when the fork server dies (PDEATHSIG). When the
+launcher closes the connection, the fork server kills all processes it forked and all that those started, reaps them, and ends. Ctrl-C
+reaches none of them: they are a session of their own and ignore SIGINT; the launcher handles it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WorkerMain = Callable[[Channel, Seams], Awaitable[None]]
 
 ORIGINAL_PATH = "FLOWRT_PYTHONPATH"  # the user's PYTHONPATH while ours carries the launcher's sys.path
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-_POLL_SECONDS = 0.05  # how often children are looked at where there is no pidfd
+_POLL_SECONDS = 0.05  # poll interval for exits of children where there is no pidfd
 
 
 def load_worker(name: str) -> WorkerMain:
@@ -60,12 +59,12 @@ class _Child:
 @dataclass
 class _ForkServer:
     line: socket.socket
-    library_fds: frozenset[int]  # opened by imported libraries for themselves: children keep them
+    library_fds: frozenset[int]  # opened by imported libraries for their own use: children keep them
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     children: dict[int, _Child] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Fork, signal and reap until the launcher closes the line. A pidfd that wakes the selector tells of a child's end."""
+        """Fork, signal and reap until the launcher closes the connection. A pidfd wakes the selector when its child ends."""
         reader = FrameReader(self.line)
         self.selector.register(self.line, selectors.EVENT_READ)
         while True:
@@ -107,12 +106,13 @@ class _ForkServer:
             self.report(Forked(number=child.number, pid=pid, num_fds=1), [child.pidfd])
 
     def kill(self, request: Kill) -> None:
-        for child in self.children.values():  # not reaped yet, so its number is still its own
+        for child in self.children.values():  # not reaped yet, so its pid is not reused
             if child.number == request.number:
                 os.kill(child.pid, request.signal)
 
     def reap(self, options: int = os.WNOHANG) -> bool:
-        """Reap one process, a worker's orphan perhaps, and report it if we forked it. False: none has ended (or none is left)."""
+        """Reap one ended process, which may be a worker's orphan, and report it if it is a child that was forked here. False: no process
+        has ended, or none is left."""
         try:
             pid, status = os.waitpid(-1, options)
         except ChildProcessError:
@@ -125,11 +125,11 @@ class _ForkServer:
         return pid != 0
 
     def report(self, frame: Frame, fds: Sequence[int] = ()) -> None:
-        with contextlib.suppress(ConnectionError):  # the launcher is gone: the next read of the line says so
+        with contextlib.suppress(ConnectionError):  # the launcher is gone: the next read of the connection ends `serve`
             send_blocking(self.line, frame, fds)
 
     def end_all(self) -> None:
-        """Kill and reap every child and every process they started: a subreaper inherits its children's orphans."""
+        """Kill and reap every child and every process that the children started: a subreaper inherits its children's orphans."""
         ended = False
         while not ended:
             for pid in self.children.keys() | _adopted():
@@ -137,7 +137,7 @@ class _ForkServer:
             ended = not self.reap(options=0)
 
     def become_worker(self, request: Fork, fds: list[int], fork_server_pid: int) -> NoReturn:
-        """The child's side of the fork: never returns into the fork server's frames."""
+        """Run the workers of `request` in the forked child and exit. Never returns into the fork server's stack frames."""
         status = 1
         try:
             _die_with(fork_server_pid)
@@ -166,11 +166,11 @@ class _ForkServer:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(status)  # no atexit, no joining of threads: a worker that has ended must not hang at the door
+            os._exit(status)  # no atexit, no joining of threads: an ended worker must not hang in them
 
 
 async def _host(worker: WorkerMain, lines: list[tuple[str, socket.socket]]) -> None:
-    """Run one worker per control connection. They share the process, so the first that fails takes the others along."""
+    """Run one worker per control connection. The first worker that fails ends the others, since they share the process."""
 
     async def run_one(line: socket.socket) -> None:
         control = await StreamChannel.from_socket(line, CONTROL_LIMITS, Identity("gateway"))
@@ -193,21 +193,21 @@ def _run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def fault_of(error: BaseException) -> BaseException | None:
-    """`error` without what the user can mend: that was told to the launcher, which says it in one line. None: nothing else."""
+    """`error` without its UserErrors, which the launcher receives and reports in one line. None when nothing else is left."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(UserError)[1]
     return None if isinstance(error, UserError) else error
 
 
 def _only(error: BaseException) -> BaseException:
-    """The error inside groups of one, so that output tail are not spent on frames around it."""
+    """The error inside nested groups of one, so that the output tail is not filled with the frames around it."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends. If it ended before we asked, end now."""
+    """Make the kernel kill this process when its parent ends. Exit at once if the parent has ended already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -231,7 +231,7 @@ def _adopted() -> set[int]:
 
 
 def shown_name(host: str) -> str:
-    """What `ps` shows of a host, "fr:attention.0". The kernel keeps 15 characters: of a longer name, the beginning and the number."""
+    """Name of a host in `ps`: "fr:attention.0". The kernel keeps 15 characters; a longer name is cut to its beginning and its number."""
     return f"fr:{host}" if len(host) <= 12 else f"fr:{host[:7]}~{host[-4:]}"
 
 
@@ -241,7 +241,7 @@ def _name_process(host: str) -> None:
 
 
 def _set_threads(count: int) -> None:
-    """Bound the compute threads of this process, whether torch is imported already or only later."""
+    """Bound the compute threads of this process, whether torch is imported already or later."""
     os.environ["OMP_NUM_THREADS"] = str(count)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
@@ -259,7 +259,7 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`arguments`: the line's descriptor, the launcher's pid, modules to import before the first fork."""
+    """Run the fork server. `arguments`: the connection's descriptor, the launcher's pid, modules to import before the first fork."""
     line_fd, launcher_pid, *preload = arguments
     _die_with(int(launcher_pid))
     _inherit_orphans()
@@ -273,11 +273,11 @@ def main(arguments: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     before = _open_fds()
-    gc.disable()  # importing makes hardly any garbage, and looking for it takes a tenth of the time
+    gc.disable()  # imports create little garbage, and collecting it takes a tenth of their time
     for module in preload:
         importlib.import_module(module)
     library_fds = _open_fds() - before
-    gc.freeze()  # what was imported stays shared memory: collections in workers do not touch it
+    gc.freeze()  # collections in workers do not touch the imported objects, so their pages stay shared
     gc.enable()
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     fork_server = _ForkServer(line, library_fds)
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         fork_server.serve()
     except Exception:
-        traceback.print_exc()  # now: end_all ends this process too
+        traceback.print_exc()  # print it now: end_all may end this process too
     finally:
         fork_server.end_all()
 

@@ -1,8 +1,7 @@
 """The `local` backend: worker processes of this host, forked by a fork server.
 
-`LocalBackend` owns descriptors and one child process, no task: everything arrives through readers of the running loop. It works on any loop
-in any thread, and needs no main guard: the fork server is a fresh interpreter that runs flowrt's own module. Not here: the fork itself
-(fork_server.py).
+`LocalBackend` owns descriptors and one child process, but no task: all input arrives through readers of the running loop. It works on any
+loop in any thread. It needs no main guard, because the fork server is a fresh interpreter that runs flowrt's own module (fork_server.py).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _REAP_SECONDS, _REAP_POLL_SECONDS = 1.0, 0.01  # from the end of the fork server
 
 
 class LocalBackend:
-    """A fork server and the processes it forked, by the numbers of their starts. See flowrt.process_backend.ProcessBackend."""
+    """A fork server and the processes it forked, keyed by start number. See flowrt.process_backend.ProcessBackend."""
 
     def __init__(
         self, run_id: str, owner: BackendOwner, server: subprocess.Popen[bytes], connection: socket.socket, output: OutputTail
@@ -67,7 +66,7 @@ class LocalBackend:
 
     @classmethod
     async def open(cls, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float) -> LocalBackend:
-        """The fork server dies when the calling thread does."""
+        """Start a fork server and wait until it serves; see OpenBackend. The fork server dies when the calling thread ends."""
         check_descriptors(num_processes)
         if not sys.executable:
             raise WorkerDiedError(FORK_SERVER, "cannot start: this Python does not know its own executable (sys.executable is empty)")
@@ -75,7 +74,7 @@ class LocalBackend:
         output = OutputTail(FORK_SERVER, owner.on_output)
         environment = {**os.environ, MARKER: run_id, PARENT_MARKER: str(os.getpid())}
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle compute threads sleep: other processes need the cores
-        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's copy starts its threads on import, and a fork would lose them
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's OpenBLAS starts its threads on import, and a fork would lose them
         if "PYTHONPATH" in environment:
             environment[ORIGINAL_PATH] = environment["PYTHONPATH"]
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -88,7 +87,7 @@ class LocalBackend:
                 stderr=output.write_end,
                 pass_fds=[theirs.fileno()],
                 env=environment,
-                start_new_session=True,  # a terminal's Ctrl-C is the launcher's to handle
+                start_new_session=True,  # only the launcher receives a terminal's Ctrl-C
             )
         output.given_away()
         backend = cls(run_id, owner, server, ours, output)
@@ -106,7 +105,7 @@ class LocalBackend:
             raise
         return backend
 
-    num_threads = 1  # that imports left running in the fork server: a fork copies none of them
+    num_threads = 1  # threads that the imports left running in the fork server: a fork copies only the forking one
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         self._check_alive()
@@ -143,7 +142,7 @@ class LocalBackend:
             raise
 
     async def request_signal(self, number: int, signal_number: int) -> None:
-        """Have the fork server signal a process; no-op when the fork server is gone."""
+        """Make the fork server signal a process; no-op when the fork server is gone."""
         with contextlib.suppress(WorkerDiedError):
             await self._send(Kill(number=number, signal=signal_number))
 
@@ -151,7 +150,8 @@ class LocalBackend:
         return self._output.last
 
     async def aclose(self) -> None:
-        """End our half of the connection, upon which the fork server kills and reaps all it forked and ends; make sure of it."""
+        """Shut down the sending side of the connection, so that the fork server kills and reaps all it forked and ends. Then call
+        `kill_all`, which kills what is left after GRACE_SECONDS or a cancellation."""
         self._is_closing = True
         try:
             if not self._is_closed and not self._ended.done():
@@ -163,15 +163,15 @@ class LocalBackend:
             self.kill_all()
 
     def kill_all(self) -> None:
-        """Kill all that was forked and all that those started, then the fork server. Blocks milliseconds as a rule."""
+        """Kill the fork server, all processes it forked, and all that those started. Normally blocks for milliseconds. Idempotent."""
         if self._is_closed:
             return
         self._is_closing = self._is_closed = True
         self._close_connection()
-        if self._loaded.done() and not self._loaded.cancelled():  # it serves: at the end of its connection it ends and reaps all
+        if self._loaded.done() and not self._loaded.cancelled():  # at the end of its connection it kills and reaps all, and ends
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(GRACE_SECONDS)
-        if self._server.poll() is None:  # not reaped, so the number of its group is still its own
+        if self._server.poll() is None:  # not reaped, so its process group id is not reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.kill()
@@ -189,7 +189,7 @@ class LocalBackend:
     # Inside.
 
     def _kill_server(self) -> tuple[str, ...]:
-        """`open` failed. Returns the last lines of the fork server."""
+        """End everything after a failed `open`. Returns the last output lines of the fork server."""
         self.kill_all()
         return self._output.last
 
@@ -238,7 +238,7 @@ class LocalBackend:
                 self._on_report(decode_report(body))
         except BlockingIOError:
             return
-        except Exception as error:  # an event loop would log it and go on, and each waiting caller would wait for ever
+        except Exception as error:  # the event loop would only log it, and each waiting caller would wait forever
             self._on_broken_connection(error)
             return
         if not open_still:
@@ -257,7 +257,7 @@ class LocalBackend:
                     start.answer.set_exception(WorkerDiedError(start.spec.name, f"could not be forked: {error}"))
             case Forked(number=number, pid=pid, num_fds=num_fds):
                 pidfd = -1
-                with contextlib.suppress(MissingDescriptorsError):  # none was free here: the reap reports the end, later
+                with contextlib.suppress(MissingDescriptorsError):  # no descriptor was free here: the reap reports the end, later
                     pidfd = self._reader.take_fds(num_fds)[0] if num_fds else -1
                 self._on_forked(number, pid, pidfd)
             case Exited(number=number, status=status):
@@ -269,14 +269,14 @@ class LocalBackend:
                     self._loop.call_soon(self._report_exit, process, exit_text(status))  # after `start` has returned the process
 
     def _forget(self, name: str) -> None:
-        """The output of the latest process of this name that ended is not needed any more."""
+        """Drop the output of the latest ended process of this name."""
         if (former := self._ended_of.pop(name, None)) is not None:
             former.forget()
 
     def _on_forked(self, number: int, pid: int, pidfd: int) -> None:
         start = self._starts.pop(number)
         start.exit_lock.given_away()
-        peers = zip(start.ours, start.spec.workers, strict=False)  # none when the caller has left
+        peers = zip(start.ours, start.spec.workers, strict=False)  # empty when the caller was cancelled
         controls = tuple(StreamChannel(sock, CONTROL_LIMITS, peer) for sock, peer in peers)
         process = LocalProcess(self.request_signal, number, start.spec, pid, pidfd, controls, start.output, start.exit_lock)
         self._processes[number] = process
@@ -296,7 +296,8 @@ class LocalBackend:
             self._owner.on_exited(process, how)
 
     def _on_broken_connection(self, error: Exception) -> None:
-        """The fork server's frames cannot be read any more: every waiting call raises it, or the run ends as if the fork server had."""
+        """Handle unreadable frames of the fork server: every waiting call raises the error. Without a waiting call the run ends as if the
+        fork server had died."""
         self._loop.remove_reader(self._connection.fileno())
         reason: Exception = WorkerDiedError(FORK_SERVER, f"cannot be understood: {type(error).__name__}: {error}", self._output.last)
         if is_too_few(error):
@@ -304,7 +305,8 @@ class LocalBackend:
         self._end_with(-signal.SIGKILL, reason)
 
     def _on_server_end(self, deadline: float) -> None:
-        """Its connection ended: it is dying or dead, and all it forked with it. Looks again until its status can be had, or `deadline`."""
+        """Handle the end of the fork server's connection: it is dying or dead, and so are all processes it forked. Polls for its exit
+        status until `deadline` (loop time)."""
         if self._is_closed:
             return
         status = self._server.poll()
@@ -314,7 +316,8 @@ class LocalBackend:
         self._end_with(-signal.SIGKILL if status is None else status, None)
 
     def _end_with(self, status: int, reason: Exception | None) -> None:
-        """Nothing more comes from the fork server."""
+        """Record the end of the fork server: fail the waiting calls, and report the loss to the owner. A `reason` that a waiting call
+        raises is not reported again."""
         self._status = status
         if not self._ended.done():
             self._ended.set_result(None)

@@ -1,9 +1,7 @@
-"""What the launcher and the fork server say to each other: small frames on a unix stream socket, some with descriptors attached.
+"""The protocol between the launcher and the fork server: small frames on a unix stream socket, some with descriptors attached.
 
-Here: the frames, their bytes, and `FrameReader`, which splits a stream into them. Not here: who acts on them (fork_server.py,
-fork_server_client.py), the control connection of a worker (flowrt/actors/control.py). A frame is 4 bytes of length and a MessagePack map;
-its
-descriptors travel with the first byte (SCM_RIGHTS), so the n-th frame that announces descriptors owns the n-th ones received.
+A frame is 4 bytes of length (little-endian) and a MessagePack map. Its descriptors travel with its first byte (SCM_RIGHTS), so frames and
+descriptors arrive in the same order: each frame owns the next `num_fds` descriptors received.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """Root of all frames; `num_fds` descriptors come along."""
+    """Base of all frames; `num_fds` descriptors accompany the frame."""
 
     num_fds: int = 0
 
 
 class Fork(Frame, frozen=True, kw_only=True):
-    """Fork an OS process called `host`. Descriptors: where its stdout and stderr go, one control connection per worker, and a exit lock's
-    memory if it `holds_exit_lock`.
+    """Fork an OS process called `host`. Descriptors: the target of its stdout and stderr, one control connection per worker, and the memory
+    of its exit lock if it `holds_exit_lock`.
 
-    `number`: of this start; every later frame about the process names it. `worker` is the "module:function" that each of `workers` runs;
-    `threads` is how many compute threads they share.
+    `number` identifies this start in every later frame. `worker` is the "module:function" that each of `workers` runs; `threads` is the
+    number of compute threads that they share.
     """
 
     number: int
@@ -46,7 +44,7 @@ class Fork(Frame, frozen=True, kw_only=True):
 
 
 class Kill(Frame, frozen=True, kw_only=True):
-    """Send a signal to an OS process, if it still lives."""
+    """Send a signal to an OS process; no-op once it was reaped."""
 
     number: int
     signal: int
@@ -100,13 +98,13 @@ def decode_report(body: bytes) -> Report:
 
 
 def send_first(sock: socket.socket, data: bytes, fds: Sequence[int]) -> int:
-    """One sendmsg with `fds` attached; how many bytes of `data` it took. BlockingIOError: nothing was sent."""
+    """Call sendmsg once with `fds` attached. Returns how many bytes of `data` were sent. BlockingIOError: nothing was sent."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     return sock.sendmsg([data], ancillary)
 
 
 def send_blocking(sock: socket.socket, frame: Frame, fds: Sequence[int] = ()) -> None:
-    """The whole frame, on a blocking socket."""
+    """Send the whole frame on a blocking socket."""
     data = encode(frame)
     sent = send_first(sock, data, fds)
     if sent < len(data):
@@ -114,11 +112,11 @@ def send_blocking(sock: socket.socket, frame: Frame, fds: Sequence[int] = ()) ->
 
 
 class MissingDescriptorsError(ValueError):
-    """Fewer descriptors came than a frame announced: the kernel drops those for which the receiver has no number free."""
+    """Fewer descriptors arrived than a frame announced: the kernel drops those for which the receiver has no free descriptor number."""
 
 
 class FrameReader:
-    """Splits what arrives on a socket into frames and keeps the descriptors that came along, in order."""
+    """Splits the bytes of a socket into frames, and keeps the received descriptors in order."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -126,7 +124,7 @@ class FrameReader:
         self._fds: deque[int] = deque()
 
     def feed(self) -> bool:
-        """Read once. False at end-of-file; BlockingIOError when a non-blocking socket has nothing; ConnectionError is end-of-file."""
+        """Read once. Returns False at end-of-file and on ConnectionError. Raises BlockingIOError when a non-blocking socket has no data."""
         try:
             data, ancillary, _flags, _address = self._sock.recvmsg(1 << 16, socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize))
         except ConnectionError:
@@ -142,7 +140,7 @@ class FrameReader:
         return bool(data)
 
     def next_body(self) -> bytes | None:
-        """The next whole frame's MessagePack bytes, or None until more is fed."""
+        """The MessagePack bytes of the next whole frame, or None until more is fed. Raises ValueError above MAX_FRAME_BYTES."""
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
@@ -155,12 +153,12 @@ class FrameReader:
         return body
 
     def take_fds(self, count: int) -> list[int]:
-        """The next `count` descriptors; the caller owns them."""
+        """The next `count` descriptors; the caller owns them. Raises MissingDescriptorsError when fewer have arrived."""
         if count > len(self._fds):
             raise MissingDescriptorsError(f"a frame announced {count} descriptors, {len(self._fds)} came")
         return [self._fds.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Close the descriptors nobody took."""
+        """Close the descriptors that were not taken."""
         while self._fds:
             os.close(self._fds.popleft())

@@ -1,7 +1,6 @@
-"""Finding the processes of a run: every process flowrt starts carries the run's id in its environment, and so do their children.
+"""Finds the processes of a run by a marker: the processes that flowrt starts, and their children, have the run's id in their environment.
 
-Here: the marker and the search. Not here: ending them (fork_server_client.py for one's own run, doctor for earlier ones). Linux only:
-elsewhere nothing is found.
+Linux only: elsewhere no process is found.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ PARENT_MARKER = "FLOWRT_LAUNCHER"  # the pid of the process that launched it
 
 @dataclass(frozen=True)
 class Marked:
-    """A living process of some run. `launcher_pid` is 0 when its environment does not say."""
+    """A living process of some run. `launcher_pid` is 0 when its environment does not contain it."""
 
     pid: int
     run_id: str
@@ -25,7 +24,7 @@ class Marked:
 
 
 def marked_processes() -> list[Marked]:
-    """Every living process (zombies are not) of any run whose environment this user may read."""
+    """Every living process of any run whose environment this user may read. Zombies are left out."""
     found: list[Marked] = []
     if not os.path.isdir("/proc/self"):
         return found
@@ -38,7 +37,7 @@ def marked_processes() -> list[Marked]:
 
 
 def processes_marked(run_id: str) -> list[int]:
-    """The pids of the living processes of one run, the caller left out."""
+    """The pids of the living processes of one run, without the calling process."""
     return [marked.pid for marked in marked_processes() if marked.run_id == run_id and marked.pid != os.getpid()]
 
 

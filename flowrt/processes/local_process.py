@@ -1,4 +1,4 @@
-"""A process that the fork server forked, and what a start of one needs: sockets, exit lock, output pipe."""
+"""A process that the fork server forked, and the resources of its start: sockets, exit lock, output pipe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from flowrt.processes.exit_lock import ExitLock
 from flowrt.processes.output_tail import OutputTail
 from flowrt.transports.contract import Channel
 
-GRACE_SECONDS = 3.0  # for the fork server to end all it forked, and itself
+GRACE_SECONDS = 3.0  # time limit for the fork server to end all processes it forked, and itself
 
 
 class LocalProcess:
-    """One forked process; see flowrt.process_backend.WorkerProcess. `pidfd` is -1 where the system has none. A process whose fork server
-    left
-    has no controls and is not reported."""
+    """One forked process; see flowrt.process_backend.WorkerProcess. `pidfd` is -1 where the system has none. A process whose `start` was
+    cancelled has no controls and is not reported."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class LocalProcess:
         self._has_exited = False
 
     def kill(self) -> None:
-        """SIGKILL without the fork server, which may be busy."""
+        """Send SIGKILL directly, since the fork server may be busy."""
         if not self._has_exited:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if self._pidfd >= 0:
@@ -57,7 +56,7 @@ class LocalProcess:
         return self._output.last
 
     async def abandon(self) -> None:
-        """`start` was cancelled after the fork: end the process and report nothing."""
+        """End the process and report nothing about it: `start` was cancelled after the fork."""
         self.is_reported = False
         self.kill()
         for control in self.controls:
@@ -66,12 +65,12 @@ class LocalProcess:
     # Called by the backend.
 
     def watch(self, on_end: Callable[[LocalProcess], None]) -> None:
-        """Call `on_end` when the kernel reports the end, once."""
+        """Call `on_end` once, when the kernel reports the end of the process. No-op without a pidfd."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self._on_end, on_end)
 
     def note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The process was reaped. Its output stays readable until `forget`."""
+        """Release the pidfd and the exit lock of the reaped process. Its output stays readable until `forget`."""
         self._has_exited = True
         if self._pidfd >= 0:
             self._stop_watching(loop)
@@ -85,7 +84,7 @@ class LocalProcess:
         self._output.close()
 
     def kill_and_wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The fork server could not end its child itself. Blocks while the process dies."""
+        """Kill the process when the fork server could not. Blocks while the process dies, and reaps it if it is a child of this process."""
         if not self._has_exited:
             self.kill()
             if self._pidfd >= 0:
@@ -106,12 +105,12 @@ class LocalProcess:
 
 
 class LocalStart:
-    """A start under way, and what its process will have. OSError when the system refuses; then nothing is left open."""
+    """A start under way, with the resources of its process. Raises OSError, and leaves nothing open, when the system refuses them."""
 
     def __init__(self, spec: ProcessSpec, on_output: Callable[[str, str], None], on_dying: Callable[[], None]) -> None:
         self.spec = spec
         self.answer: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
-        self.has_left = False  # the caller
+        self.has_left = False  # the caller of `start` was cancelled
         self.ours: list[socket.socket] = []
         self.theirs: list[socket.socket] = []
         self.output = OutputTail(spec.name, on_output)
@@ -128,7 +127,7 @@ class LocalStart:
 
     @property
     def fds(self) -> list[int]:
-        """What travels to the process: where its output goes, its ends of the control connections, the memory of its exit lock."""
+        """Descriptors for the process: the write end of its output, its ends of the control connections, the memory of its exit lock."""
         return [self.output.write_end, *(sock.fileno() for sock in self.theirs), *([self.exit_lock.fd] if self.exit_lock.fd >= 0 else [])]
 
     def close_theirs(self) -> None:
@@ -151,6 +150,7 @@ class LocalStart:
 
 
 def reap_adopted(pid: int) -> None:
-    """Reap a dying orphan that has become our child: as process 1 of a container, or a subreaper, we inherit them."""
+    """Reap a dying orphan if it is a child of this process: process 1 of a container, or a subreaper, inherits orphans. Blocks until the
+    orphan has ended."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)

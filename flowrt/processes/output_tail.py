@@ -1,7 +1,4 @@
-"""What OS processes say at their end: their last lines, and their exit status in words.
-
-Here: `Words`, `exit_text`, `write_line`. Not here: starting processes (fork_server_client.py, which calls this).
-"""
+"""Reads the output of OS processes, keeps their last lines, and describes exit statuses in words."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _MAX_LINE_CHARACTERS = 4096
 
 
 def exit_text(status: int) -> str:
-    """ "was killed by SIGKILL" or "exited with status 3"."""
+    """The exit status in words: "was killed by SIGKILL" or "exited with status 3"."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -28,12 +25,12 @@ def exit_text(status: int) -> str:
 
 
 def write_line(name: str, line: str) -> None:
-    """A process's line on our stderr, where nobody else wants it."""
+    """Write a line of a process to stderr as "[name] line": the default output handler."""
     print(f"[{name}] {line}", file=sys.stderr, flush=True)
 
 
 class OutputTail:
-    """The lines an OS process wrote to stderr or stdout: handed on as they come, the last OUTPUT_TAIL_LINES kept."""
+    """Passes the lines that an OS process writes to stderr or stdout to `on_line`, and keeps the last OUTPUT_TAIL_LINES."""
 
     def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
         self._name, self._on_line = name, on_line
@@ -46,18 +43,18 @@ class OutputTail:
 
     @property
     def last(self) -> tuple[str, ...]:
-        """The last lines, oldest first, with all that has been written until now."""
+        """The last lines, oldest first, including all output written so far."""
         while self._fd >= 0 and self._read():
             pass
         return (*self._last, self._rest.decode(errors="replace")) if self._rest else tuple(self._last)
 
     def given_away(self) -> None:
-        """Forget the write end: another process has it now."""
+        """Close the write end: another process has it now."""
         os.close(self.write_end)
         self.write_end = -1
 
     def close(self) -> None:
-        """Read what is there, hand on an unfinished line, close. Idempotent."""
+        """Read the rest of the output, pass on an unfinished line, and close the pipe. Idempotent."""
         if self._fd < 0:
             return
         while self._read():
@@ -70,13 +67,13 @@ class OutputTail:
             self.given_away()
 
     def _read(self) -> bool:
-        """Read once; False when nothing is there or nobody writes any more."""
+        """Read once. Returns False when there is no output, or every write end is closed."""
         try:
             data = os.read(self._fd, 1 << 16)
         except BlockingIOError:
             return False
         if not data:
-            self._loop.remove_reader(self._fd)  # the end stays readable: without this the loop would spin
+            self._loop.remove_reader(self._fd)  # a pipe at end-of-file stays readable: the loop would spin
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
