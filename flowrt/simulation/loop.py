@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._running = self._closed = False
         self._generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
         self._parked: dict[str, deque[VirtualHandle]] = {}  # of nodes that do not run now
-        self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which nobody may collect
+        self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which must not be collected
         self._watchers: list[Callable[[], None]] = []
         self._num_jumps = 0
         self.accounts: list[Callable[[], list[str]]] = []  # lines on what waits for what, for the text of a deadlock or livelock
@@ -97,12 +97,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # nodes that stop
 
     def park(self, node: str) -> None:
-        """Nothing of `node` runs until `unpark`; what becomes ready meanwhile waits in order. Idempotent."""
+        """Stop `node` until `unpark`; its handles that become ready meanwhile wait in order. Idempotent."""
         if node not in self._parked:
             self._parked[node] = self._ready.pop(node, deque())
 
     def unpark(self, node: str) -> None:
-        """Not for a dead node. Idempotent."""
+        """Resume `node`. No-op for a dead node. Idempotent."""
         if node not in self._dead and node in self._parked:
             self._revive(node)
 
@@ -110,8 +110,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return node in self._parked
 
     def kill(self, node: str) -> None:
-        """A power cut: nothing of `node` runs ever again, no `finally`, no cancellation. Its tasks are kept, so that no destructor runs
-        either, until `bury`."""
+        """As a power cut: no code of `node` runs again: no `finally`, no cancellation. Its tasks are kept until `bury`, so that no
+        destructor runs either."""
         self.park(node)
         tasks = [task for of, reference in self._tasks if of == node and (task := reference()) is not None and not task.done()]
         self._dead.setdefault(node, tasks)
@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return node in self._dead
 
     def bury(self) -> None:
-        """After the run, when nothing can be changed by it any more: let the tasks of dead nodes end, and look away."""
+        """After the run: let the tasks of dead nodes end, and ignore their failures."""
         tasks = [task for node in self._dead for task in self._dead[node]]
         for node in list(self._parked):
             self._revive(node)
@@ -216,7 +216,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """The call is made at once, on the loop: a thread's timing is not the seed's."""
+        """Runs the call at once on the loop, because the seed does not determine the timing of threads."""
         future: asyncio.Future[T] = asyncio.Future(loop=self)
         try:
             future.set_result(func(*args))
@@ -276,7 +276,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.run_until_complete(end())
 
     def raise_failures(self) -> None:
-        """Raise UnhandledError when anything failed unseen."""
+        """Raise UnhandledError if a task or callback failed without being handled."""
         if self._failures:
             raise UnhandledError("; ".join(self._failures))
 

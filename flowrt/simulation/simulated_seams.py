@@ -17,9 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Virtual seconds a call takes, drawn between these. After each call one label in `short_one_in` passes for short: its next call
-    takes no time and gives way to nobody. One worker in `beside_one_in` computes beside its loop: what a call of it gives before its
-    end comes to the loop meanwhile, at times drawn. 0: none ever does."""
+    """Virtual compute time of a call, drawn between `min_seconds` and `max_seconds`.
+
+    After each call one label in `short_one_in` counts as short: its next call takes no time and does not yield. One worker in
+    `beside_one_in` computes beside its loop: handles that a call passes on before its end reach the loop at random times. 0: never.
+    """
 
     min_seconds: float = 50e-6
     max_seconds: float = 2e-3
@@ -28,8 +30,8 @@ class ComputeCost:
 
 
 class SimulatedClock:
-    """The loop's time plus this node's own offset: monotonic clocks of different processes have nothing in common. `skew` makes it go
-    at another rate from then on; it never goes back."""
+    """The loop's time plus this node's own offset: monotonic clocks of different processes are unrelated. `skew` changes the rate
+    from then on; the clock never goes back."""
 
     def __init__(self, loop: VirtualLoop, offset_seconds: float) -> None:
         self._loop = loop
@@ -46,11 +48,11 @@ class SimulatedClock:
 
 
 class SimulatedCompute:
-    """Makes the call on the loop, and lets virtual time pass before and after it: nothing says when a thread looks at its input. What
-    the call hands to the loop comes there while the time after it passes.
+    """Runs each call on the loop, and lets virtual time pass before and after it, because a thread may read its input at any time.
+    Handles that the call passes to the loop arrive during the time after it.
 
-    The time passes on a node of its own, `thread_of` the process's: a blocked loop does not stop its thread, nor a hung thread its
-    loop. The largest of `slow_factors` multiplies what calls take from now on.
+    The time passes on a separate node, `thread_of` the process's node: a blocked loop does not stop its thread, and a hung thread does
+    not stop its loop. The largest of `slow_factors` multiplies the duration of calls from now on.
     """
 
     def __init__(self, loop: VirtualLoop, node: str, chance: random.Random, cost: ComputeCost, clock: SimulatedClock) -> None:
@@ -68,7 +70,7 @@ class SimulatedCompute:
 
     @property
     def running(self) -> Running | None:
-        """Its processor time goes on, seen from one look to the next, unless its thread stands still."""
+        """The running call. Its processor time grows between two reads, unless its thread is parked."""
         running = self._running
         if running is None or running.bound_seconds != BOUND_SECONDS:
             return running

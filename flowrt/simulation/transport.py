@@ -72,7 +72,7 @@ class SimulatedNetwork:
         return [channel for channel in self._channels if not nodes or channel.node in nodes]
 
     def lose(self, node: str) -> None:
-        """`node` died: its listeners are gone, its peers find their channels ended when word gets to them, callers are refused."""
+        """Handle death of `node`: remove its listeners, end the channels of its peers after the usual delay, refuse pending connects."""
         for address, listener in list(self.listeners.items()):
             if listener.node == node:
                 del self.listeners[address]
@@ -189,11 +189,11 @@ class SimulatedChannel(FlowControlledChannel):
         return f"{self.node} to {self.other_node}"
 
     def reset(self) -> None:
-        """The connection was lost, and all that was on its way here with it."""
+        """Break this end; messages in flight to it are lost."""
         self._break("the connection was reset")
 
     def sever(self) -> None:
-        """This end dies as by a power cut: nothing more is sent, the peer finds out after all that was on its way has arrived."""
+        """End this end as by a power cut: it sends nothing more; the peer is notified after all messages in flight have arrived."""
         self._send_frame("broken")
         self._break("this end was severed")
 
@@ -349,7 +349,7 @@ class SimulatedTransport(Transport):
 
 
 def _aligned(data: Part) -> memoryview:
-    """A copy of `data` at a multiple of 64: some kernels compute other bits elsewhere, and where is the memory's choice, not the seed's."""
+    """A copy of `data` at a multiple of 64: some kernels give other bits at other alignments, and the seed does not fix addresses."""
     buffer = bytearray(len(data) + _ALIGNMENT)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _ALIGNMENT
     view = memoryview(buffer)[start : start + len(data)]
