@@ -41,15 +41,15 @@ class _LayerWeights:
 
 
 class Attention(Protocol):
-    """What every attention block offers, whatever it keeps in pages."""
+    """The interface of every attention block, independent of the contents of its pages."""
 
     @property
     def layers(self) -> tuple[int, ...]: ...
 
     def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
-        """(residual_TH, normed_TH): x plus attention, and its norm, which is what gate and MLP take.
+        """(residual_TH, normed_TH): x plus attention, and its norm, which is the input of gate and MLP.
 
-        Writes what later tokens need of the step's rows into `pages`; running a step again writes the same.
+        Writes the keys and values (or latents) of the step's rows into `pages`. Running a step again writes the same bits.
         """
         ...
 
@@ -61,7 +61,7 @@ def attention_for(
     device: torch.device | str = "cpu",
     blocks: RowBlocks = WHOLE,
 ) -> Attention:
-    """The attention halves of some layers, of the kind that the model has."""
+    """The attention block of the model, for some layers."""
     block = AttentionBlock if config.latent is None else LatentAttentionBlock
     return block(config, checkpoint, layers, device, blocks)
 
@@ -95,7 +95,7 @@ class AttentionBlock:
         return self._blocks.run("attention out", partial(self._finish, weights), x_TH, attend(layer, x_TH, layout, plan, pages))
 
     def _attend_in_pages(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
-        """[T, N * D]. Keys and values go from the product to their pages, and are read there."""
+        """Attention [T, N * D]. Writes keys and values to their pages, and reads them there."""
         config, weights = self.config, self._weights[layer]
         qkv_TC = self._blocks.run("attention in", partial(self._project, weights), x_TH)
         rows.rope_and_store_kv(qkv_TC, config.num_heads, plan, weights.qk_norm, config.norm_epsilon, layout.slots_T, layer, pages)
@@ -109,7 +109,7 @@ class AttentionBlock:
         return out_TC
 
     def _attend_in_groups(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
-        """[T, N * D], for every device and dtype, in blocks of rows."""
+        """Attention [T, N * D] for every device and dtype, in blocks of rows."""
         project = partial(self._project_and_turn, self._weights[layer])
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
         pages.write(layer, layout.slots_T, k_TKD, v_TKD)
@@ -124,7 +124,7 @@ class AttentionBlock:
         return qkv_TC if self.config.clip_qkv is None else qkv_TC.clamp_(-self.config.clip_qkv, self.config.clip_qkv)
 
     def _project_and_turn(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_TND, k_TKD, v_TKD), turned to their positions."""
+        """(q_TND, k_TKD, v_TKD); queries and keys are rotated to their positions."""
         config = self.config
         turning = config.num_heads + config.num_kv_heads
         heads = self._project(weights, x_TH).view(-1, turning + config.num_kv_heads, config.head_dim)
@@ -145,7 +145,7 @@ class AttentionBlock:
 def _attend_groups(layer: int, q_TND: Tensor, num_kv_heads: int, plan: StepPlan, pages: KvPages, out_TC: Tensor) -> None:
     """Attention of decode rows over their sequences' contexts, into their rows of out [T, N * D].
 
-    Query heads that share a key head are never given copies of it: they become the rows of one small product.
+    A key head is not copied for the query heads that share it: these become the rows of one small product.
     """
     num_rows, num_heads, head_dim = q_TND.shape
     q_TKND = q_TND.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -165,7 +165,7 @@ def _attend_groups(layer: int, q_TND: Tensor, num_kv_heads: int, plan: StepPlan,
 def _attend_chunks(
     layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: StepPlan, pages: KvPages, blocks: RowBlocks, out_TC: Tensor
 ) -> None:
-    """Attention of chunks, into their rows of out [T, N * D]. For heads that share keys, these are expanded with stride 0."""
+    """Attention of chunks, into their rows of out [T, N * D]. Keys that heads share are expanded with stride 0."""
     num_rows, num_heads, head_dim = q_TND.shape
     num_kv_heads = k_TKD.shape[1]
     q_TKND = q_TND.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -22,8 +22,8 @@ from flowrt.operators.rotary import RotaryTable
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES
 from flowrt.operators.step_layout import StepLayout
 
-SHORT_CONTEXT = 128  # contexts up to this length share one group: padding them costs less than another call
-COPIED_BYTES = 256 << 10  # keys of a context up to this size are copied: that costs less than a call of its own
+SHORT_CONTEXT = 128  # contexts up to this length share one group, because padding costs less than another call
+COPIED_BYTES = 256 << 10  # keys of a context up to this size are copied, because copying costs less than a separate call
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Sequences with one row each, whose contexts are read where they lie. All int64, contiguous, on the host."""
+    """Sequences with one row each, whose contexts are read in place. All tensors are int64, contiguous, on the host."""
 
-    rows_P: Tensor  # of the step
+    rows_P: Tensor  # row indices in the step
     sequences_P: Tensor
-    kv_length_S: Tensor  # of all sequences of the step, as is the table
+    kv_length_S: Tensor  # of all sequences of the step, like the table
     page_table_SG: Tensor
 
 
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every layer of a step needs and none should work out again."""
+    """The values that every layer of a step needs, computed once."""
 
     cos_T1D: Tensor
     sin_T1D: Tensor
@@ -76,11 +76,10 @@ def plan_step(
     each_alone: bool = False,
     is_paged: bool = False,
 ) -> StepPlan:
-    """`window`: a row sees at most this many tokens, itself among them; None: its whole context. `each_alone`: no shared groups.
-    `is_paged`: no groups, but `paged`.
+    """The plan of a step. The first layer computes it and stores it in the layout under its `table`; other layers reuse it.
 
-    Worked out by the first layer that asks, and kept in the layout under its `table`. ValueError for a context
-    longer than its pages.
+    A row sees at most `window` tokens, itself included; None: its whole context. With `each_alone` no sequences share a group. With
+    `is_paged` the plan holds `paged` in place of groups. Raises ValueError for a context longer than its pages.
     """
     plan: StepPlan | None = layout.derived.get(table)
     if plan is None:
@@ -97,9 +96,9 @@ def plan_step(
 
 
 def _pieces(layout: StepLayout, pages: KvPages, window: int | None, min_rows: int) -> dict[int, int]:
-    """The sequences of so many rows at least whose long contexts lie in one piece, each with the slot that its token 0 would have there.
+    """Maps sequences with a long contiguous context, and at least `min_rows` rows, to the slot that their token 0 would have.
 
-    Not on a device, whose page table the host does not wait for, nor where tokens begin at odd places in memory.
+    Empty on a device, because the host does not wait for its page table, and where the start of a token may be unaligned.
     """
     page_size, token_bytes = pages.page_size, pages.token_bytes
     if layout.page_table_SG.device.type != "cpu" or token_bytes % ALIGNMENT_BYTES:
@@ -126,8 +125,10 @@ def _paged_rows(layout: StepLayout) -> PagedRows | None:
 
 
 def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, length: int, page_size: int) -> Tensor:
-    """Slots [S * length] of `length` tokens of some sequences from token `first_S` (None: 0) on. A shorter context repeats its own
-    last slot: what is masked away must not be another sequence's, whose values might be NaN."""
+    """Slots [S * length] of `length` tokens of some sequences from token `first_S` (None: 0) on.
+
+    A shorter context repeats its own last slot. A masked slot must not belong to another sequence, whose values might be NaN.
+    """
     tokens_SL = torch.arange(length, device=sequences_S.device).expand(sequences_S.numel(), length)
     if first_S is not None:
         tokens_SL = tokens_SL + first_S[:, None]
@@ -139,7 +140,7 @@ def _slots(layout: StepLayout, sequences_S: Tensor, first_S: Tensor | None, leng
 def _decode_groups(
     layout: StepLayout, page_size: int, dtype: torch.dtype, window: int | None, each_alone: bool, pieces: Mapping[int, int]
 ) -> tuple[DecodeGroup, ...]:
-    """Sequences with one row, grouped by power of two of what they see, so that padding at most doubles the work."""
+    """Groups sequences with one row by the power of two of their visible length, so that padding at most doubles the work."""
     seen = [context if window is None else min(context, window) for context in layout.kv_lengths]
     by_size: dict[int, list[int]] = {}
     for sequence, query in enumerate(layout.query_lengths):

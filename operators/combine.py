@@ -12,14 +12,14 @@ from flowrt.operators.kernels.choice import kernels_for
 def combine(residual_TH: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """x_TH: the residual plus the sum of the parts (rows_R, y_RH), added in the order given.
 
-    The caller gives them in the plan's order, not in order of arrival, so that the sum does not depend on timing. The rows of one
-    part ascend, each once, as those of dispatch.py do. Neither the residual nor the parts are changed: they may be memory of a transport.
+    The caller passes parts in the order of the plan, not in order of arrival, so that the sum does not depend on timing. The rows of one
+    part ascend, each once, as in dispatch.py. The residual and the parts are not changed, since they may be memory of a transport.
     """
     return kernels_for(residual_TH.dtype, residual_TH.device).add_parts(residual_TH, tuple(parts))
 
 
 def combine_pairs(residual_TH: Tensor, weights_TA: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """x_TH: the residual plus, row by row, the weighted answers in slot order, wherever they come from (numerics: strict).
+    """x_TH: the residual plus, row by row, the weighted responses in slot order, independent of their server (numerics: strict).
 
     Parts are (pair_P = row * A + slot, y_PH) and cover each pair once. Products and sums of two numbers are rounded the one way
     that IEEE 754 allows, so this needs no blocks.

@@ -16,7 +16,7 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 class Gate:
-    """Scores over all experts, the best A of them (GateConfig says which scores, out of which groups, and how they are weighed)."""
+    """Scores all experts and selects the best A (GateConfig defines the scores, the groups and the weights)."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Gate:
                 self._bias_E[layer] = checkpoint.read_part(config, "gate_bias", shape[:1], layer=layer, out=out)
 
     def forward(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert_ids_TA int64, best first; weights_TA in the rows' dtype). Scores are taken in float32 at least."""
+        """(expert_ids_TA int64, best first; weights_TA in the rows' dtype). Scores are computed in float32 at least."""
         return self._blocks.run("gate", partial(self._choose, layer), normed_TH)
 
     def _choose(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         gate = self._gate
         logits = self._weight[layer](normed_TH.to(self._held))
         if gate.scores == "softmax" and gate.normalize == 1 and not gate.bias and gate.topk_groups == gate.groups:
-            # What is divided by its own sum needs no other scores: the softmax of the best is the same number, for a part of the work.
+            # Normalizing by the sum cancels the other scores: the softmax of the best scores alone gives the same weights for less work.
             return self._kernels.topk_softmax(logits, self._num_active, gate.scale, normed_TH.dtype)
         if gate.scores == "softmax":
             scores = torch.softmax(logits, dim=-1, dtype=self._wide)

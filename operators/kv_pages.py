@@ -15,7 +15,7 @@ from flowrt.operators.weights import torch_dtype
 
 
 class KvPages:
-    """Keys and values of all layers, [num_pages, page_size, K, D] each, so that one page of one layer is one block of memory.
+    """Keys and values of all layers, [num_pages, page_size, K, D] each. One page of one layer is one block of memory.
 
     With `shared_values` a token's value is (the beginning of) its key, as in latent attention, and only keys are kept.
     """
@@ -47,7 +47,7 @@ class KvPages:
     def for_model(cls, config: ModelConfig, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KvPages:
         """Pages of the layout and size that `config` needs: keys and values by head, or latents.
 
-        Raises ModelError when they are more than the machine's memory, or than the device will give.
+        Raises ModelError when they exceed the memory of the machine, or the memory that the device grants.
         """
         dtype, shared = torch_dtype(config), config.latent is not None
         num_bytes = config.num_layers * num_pages * page_size * config.kv_width * dtype.itemsize
@@ -66,7 +66,7 @@ class KvPages:
         return sum(tensor.nbytes for layer in range(self.num_layers) for tensor in self.blocks(layer))
 
     def blocks(self, layer: int) -> tuple[Tensor, ...]:
-        """All that a layer keeps, [num_pages, page_size, K, D] each: whoever moves a page moves its row of each of these."""
+        """The tensors of a layer, [num_pages, page_size, K, D] each. A transfer of a page moves its row of each tensor."""
         keys = self.keys_GCKD[layer]
         return (keys,) if self.shared_values else (keys, self.values_GCKD[layer])
 
@@ -79,14 +79,14 @@ class KvPages:
 
     @property
     def token_bytes(self) -> int:
-        """What a token's keys, or its values, take in one layer."""
+        """Bytes of the keys, or of the values, of one token in one layer."""
         keys = self.keys_GCKD[0]
         return keys.shape[2] * keys.shape[3] * keys.itemsize
 
     def read(self, layer: int, slots_L: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """The keys and values in `slots_L`: [L, K, D] each, in the order asked for; twice the same where they are shared.
+        """The keys and values in `slots_L`: [L, K, D] each, in the order of `slots_L`; twice the same tensor where they are shared.
 
-        Copies; or, for a slice, which names slots that lie in one piece, the pages themselves.
+        Returns copies; for a slice, which names contiguous slots, returns views of the pages.
         """
         kept = self._slots[layer]
         found = [slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L) for slots in kept]

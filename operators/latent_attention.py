@@ -82,7 +82,7 @@ class LatentAttentionBlock:
         return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
 
     def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries without and with position [T, N, D], and what pages keep of a token [T, 1, rank + rope]."""
+        """Queries without and with position [T, N, D], and the page entry of each token [T, 1, rank + rope]."""
         latent = self._latent
         down = weights.down(self._norm(x_TH, weights.input_norm_H), weights.down_bias)
         queries, compressed, key_rope = down.split((down.shape[1] - latent.page_width, latent.rank, latent.rope_width), dim=1)
@@ -128,7 +128,7 @@ class LatentAttentionBlock:
         return out.flatten(1)
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor, up: Tensor) -> Tensor:
-        """Queries that meet latents and rotary keys: [T, N, rank + rope]."""
+        """Queries to multiply with latents and rotary keys: [T, N, rank + rope]."""
         q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, : self._latent.nope_width]).transpose(0, 1)
         return torch.cat((q_latent, q_rope), dim=2)
 
@@ -139,7 +139,7 @@ class LatentAttentionBlock:
     def _decode(self, q_nope: Tensor, q_rope: Tensor, kept: Tensor, group: DecodeGroup, up: Tensor) -> Tensor:
         """One row per sequence, its heads being the rows of one small product: [S, N, value]."""
         kept_S1LD = kept.view(-1, 1, group.length, self._latent.page_width)
-        # Values are the latents; taking the rotary part along costs less than the kernel for unequal widths, and is cut off after.
+        # Values are the latents. Including the rotary part and dropping it afterwards costs less than the kernel for unequal widths.
         mixed = F.scaled_dot_product_attention(
             self._absorb(q_nope, q_rope, up).unsqueeze(1), kept_S1LD, kept_S1LD, attn_mask=group.mask_S11L, scale=self._latent.scale
         )
@@ -161,7 +161,7 @@ class LatentAttentionBlock:
         latents_LR, key_rope = kept_LD.split((latent.rank, latent.rope_width), dim=1)
         expanded = F.linear(latents_LR, up.flatten(0, 1)).view(length, num_heads, -1)
         keys_LND = torch.cat((expanded[..., : latent.nope_width], key_rope.unsqueeze(1).expand(-1, num_heads, -1)), dim=2)
-        width = max(latent.key_width, latent.value_width)  # kernels that keep no score matrix want equal widths
+        width = max(latent.key_width, latent.value_width)  # kernels without a score matrix need equal widths
         tensors = (torch.cat((q_nope, q_rope), dim=2), keys_LND, expanded[..., latent.nope_width :])
         q_1NTD, keys_1NLD, values_1NLD = (_widened(each, width).transpose(0, 1).unsqueeze(0) for each in tensors)
         mixed = F.scaled_dot_product_attention(
@@ -171,7 +171,7 @@ class LatentAttentionBlock:
 
 
 def expanding_pays(latent: LatentConfig, num_rows: int) -> bool:
-    """Whether a chunk of so many rows saves more by narrower products than the expansion of its context costs.
+    """Whether narrower products save more for a chunk of `num_rows` rows than the expansion of its context costs.
 
     Multiplications per context token and head: rows * 2 * page width absorbed; rows * 2 * expanded width plus the expansion itself.
     """

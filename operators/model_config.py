@@ -17,14 +17,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class ModelError(ValueError):
-    """A model directory that cannot be served. One line: what, where, what would be right."""
+    """A model directory that cannot be served. Its one-line message says what is wrong, where, and what is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryConfig:
-    """How positions turn queries and keys (rotary.py has the formulas).
+    """How positions rotate queries and keys (rotary.py has the formulas).
 
-    `kind` is one that is a pure function of the position. `attention_factor` multiplies cosines and sines. `original_positions` is
+    `kind` names a scaling that is a pure function of the position.
+    `attention_factor` multiplies cosines and sines. `original_positions` is
     the context length before scaling. `interleaved` pairs dimensions (2i, 2i + 1) instead of (i, i + D/2).
     """
 
@@ -64,7 +65,7 @@ class LatentConfig:
 
     @property
     def page_width(self) -> int:
-        """What pages hold per token: the latent and the rotary key."""
+        """Width of a token in the pages: the latent and the rotary key."""
         return self.rank + self.rope_width
 
 
@@ -73,7 +74,7 @@ class GateConfig:
     """How a row's experts and weights follow from the gate's logits (gate.py).
 
     `bias`: a stored number per expert is added to the scores to choose, not to weigh. Only experts of the best `topk_groups` of
-    `groups` equal groups are chosen, a group being judged by its `group_best` best scores. `normalize`: weights are divided by
+    `groups` equal groups are chosen, a group being ranked by the sum of its `group_best` best scores. `normalize`: weights are divided by
     their p-norm for this p (1: by their sum); None: they are left alone. Then `scale` multiplies them. `wide`: logits are
     products in float32, whatever the model's dtype.
     """
@@ -135,7 +136,7 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Numbers that one token leaves in the pages of one layer."""
+        """Numbers that one token stores in the pages of one layer."""
         return self.latent.page_width if self.latent is not None else 2 * self.num_kv_heads * self.head_dim
 
     def with_dtype(self, dtype: str) -> ModelConfig:

@@ -19,7 +19,7 @@ from flowrt.operators.weights import Checkpoint
 
 
 class ReferenceModel:
-    """One sequence being read: `extend` takes its next tokens. Keys and values seen so far are kept, [tokens, D] per layer and head."""
+    """Computes one sequence: `extend` takes its next tokens. Keeps keys and values of past tokens, [tokens, D] per layer and head."""
 
     def __init__(self, directory: Path, dtype: str | None = None) -> None:
         """`dtype` is the one to load and compute in; None: the checkpoint's own."""
@@ -97,7 +97,7 @@ class ReferenceModel:
         return [self._rotated(query, first) for query in queries], [self._rotated(key, first) for key in keys], values
 
     def _latent_heads(self, layer: int, x: Tensor, first: int, latent: LatentConfig) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The same from latents: every head has a key and a value of its own, and all share the rotary part of the key."""
+        """The same from latents: each head has its own key and value, and all heads share the rotary part of the key."""
         config, num_heads = self.config, self.config.num_heads
         query_rows = num_heads * latent.key_width if latent.query_rank is None else latent.query_rank
         down = self._weight("latent_down", query_rows + latent.page_width, config.hidden_size, layer=layer)

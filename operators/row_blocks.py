@@ -22,10 +22,10 @@ from flowrt.operators.model_config import ModelError
 from flowrt.operators.products import Product, form_for, lay_out, panel_product
 
 SIZES = (4, 8, 16, 32, 64, 128)
-PROOF_ROWS = SIZES[-1]  # rows that a proof is given
-PROOF_ELEMENTS = 1 << 14  # results to compare at least, if there are as many: an unlike order of additions shows in many of them
-MIN_PROOF_ROWS = 8  # so many are compared even when one row has more results than that
-ALIGNMENT_BYTES = 64  # where torch's own memory begins; products may treat what lies elsewhere in another order
+PROOF_ROWS = SIZES[-1]  # rows of a proof
+PROOF_ELEMENTS = 1 << 14  # minimum number of results to compare, if there are enough: another order of additions changes many of them
+MIN_PROOF_ROWS = 8  # minimum number of rows to compare, even when one row has more results than that
+ALIGNMENT_BYTES = 64  # alignment of torch's allocations; products may use another order for other addresses
 
 _NOT_COMPUTED = {
     "empty",
@@ -47,19 +47,19 @@ Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, 
 
 
 class RowBlocks:
-    """All rows at once, as they come (numerics: fast)."""
+    """Runs all rows at once (numerics: fast)."""
 
     strict = False
 
     def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
-        """What `function` gives for tensors of T rows each: one tensor of T rows, or several.
+        """Calls `function` with tensors of T rows each, and returns its result: one tensor of T rows, or several.
 
-        It must treat each row by itself. `name` stands for the function and the shapes of its weights.
+        The function must compute each row independently. `name` identifies the function and the shapes of its weights.
         """
         return function(*rows)
 
     def settled(self, x: Tensor) -> Tensor:
-        """The tensor, or a copy whose place in memory does not tell where it was cut from."""
+        """The tensor, or a copy whose alignment does not depend on the tensor that it is a slice of."""
         return x
 
 
@@ -67,9 +67,9 @@ WHOLE = RowBlocks()
 
 
 class StrictBlocks(RowBlocks):
-    """Blocks of sizes in which a row's bits are proven to be the same in every place, with any neighbours, and in every size.
+    """Runs rows in blocks of proven sizes: the bits of a row are the same at every place, with any neighbours, and in every size.
 
-    The proof is made by the first call under a name, which must bring PROOF_ROWS rows: workers make it while they load.
+    The first call under a name makes the proof and must have PROOF_ROWS rows; workers make it while they load.
     """
 
     strict = True
@@ -79,11 +79,11 @@ class StrictBlocks(RowBlocks):
 
     @property
     def sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """The sizes in use by name of function, ascending."""
+        """The block sizes in use, ascending, by name of the function."""
         return self._sizes
 
     def run(self, name: str, function: Callable[..., Result], *rows: Tensor) -> Result:
-        """As RowBlocks.run. ModelError from a proof when there is no size that will do."""
+        """As RowBlocks.run. Raises ModelError when no block size passes the proof."""
         sizes = self._sizes.get(name)
         if sizes is None:
             sizes = self._sizes[name] = _proven_sizes(name, function, rows)
@@ -99,7 +99,7 @@ class StrictBlocks(RowBlocks):
 
 
 def describe(sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """One line for people: which functions run in which blocks."""
+    """One line of text that lists the block sizes of each function."""
     by_sizes: dict[tuple[int, ...], list[str]] = {}
     for name, each in sizes.items():
         by_sizes.setdefault(each, []).append(name)
@@ -112,7 +112,7 @@ def _range(sizes: tuple[int, ...]) -> str:
 
 
 def _cuts(num_rows: int, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """(start, size) of each block: the largest as long as they are full, then the smallest that holds the rest."""
+    """(start, size) of each block: the largest size while blocks are full, then the smallest size that holds the rest."""
     start = 0
     while start < num_rows:
         size = next((size for size in sizes if size >= num_rows - start), sizes[-1])
@@ -121,7 +121,7 @@ def _cuts(num_rows: int, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _block(x: Tensor, start: int, size: int) -> Tensor:
-    """Rows start to start + size, contiguous and aligned, with zeros behind the last row."""
+    """Rows start to start + size, contiguous and aligned, padded with zeros after the last row."""
     piece = x[start : start + size]
     if piece.shape[0] == size and piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
         return piece
@@ -142,7 +142,7 @@ def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Watch(TorchFunctionMode):
-    """Everything a function computes for its rows, not its results alone: what bfloat16 rounds away now shows another time."""
+    """Records every intermediate result of a function, because bfloat16 rounding may hide a difference in the final result."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -166,17 +166,17 @@ class _Watch(TorchFunctionMode):
         for each in result if isinstance(result, tuple) else (result,):
             if isinstance(each, Tensor) and each.dim() and each.shape[0] == self._num_rows and each.numel():
                 with torch._C.DisableTorchFunction():
-                    # A copy, because what comes next may be computed in place.
+                    # A copy, because the next operation may work in place.
                     self._seen.setdefault(each.dtype, []).append(each.clone().reshape(self._num_rows, -1))
 
     def bits(self) -> Tensor:
-        """Bytes [T, n] of all that was seen."""
+        """Bytes [T, n] of everything recorded."""
         return torch.cat([torch.cat(tensors, dim=1).view(torch.uint8) for tensors in self._seen.values()], dim=1).cpu()
 
 
 @torch.inference_mode()
 def _proven_sizes(name: str, function: Function, rows: Sequence[Tensor]) -> tuple[int, ...]:
-    """The largest set of sizes that all give the same bits, each in every place and beside any neighbours."""
+    """The largest set of sizes that all give the same bits, at every place and beside any neighbours."""
     if rows[0].shape[0] != PROOF_ROWS:
         raise RuntimeError(f"{name} was not proven when it was loaded: the first call must bring {PROOF_ROWS} rows, not {rows[0].shape[0]}")
     function, rows = _with_cancelling_products(function, rows)
@@ -203,9 +203,9 @@ def _proven_sizes(name: str, function: Function, rows: Sequence[Tensor]) -> tupl
 
 
 def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
-    """The function and, beside it, products of the same shapes as its own in 16 bits, of rows and weights whose exact product is 0.
+    """Extends the function by 16-bit products of the same shapes as its own, of rows and weights whose exact product is 0.
 
-    What they give is rounding errors alone, so that another order of additions shows in every number, not in one of ten thousand.
+    The results of these products are rounding errors alone, so another order of additions changes every number, not one of ten thousand.
     """
     watch = _Watch(PROOF_ROWS)
     with watch:
@@ -232,7 +232,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
 
 
 def _place_does_not_matter(function: Function, rows: Sequence[Tensor], size: int, bits: Tensor) -> bool:
-    """Whether rows computed in another order, beside others, or alone among zeros, are what they were."""
+    """Whether rows keep their bits when computed in another order, beside other rows, or alone among zeros."""
     generator = torch.Generator().manual_seed(size)
     orders = [torch.arange(size).flip(0), torch.arange(size).roll(size // 2 + 1)]
     orders += [torch.randperm(bits.shape[0], generator=generator)[:size] for _ in range(2)]
@@ -253,7 +253,7 @@ def _bits_in_blocks(function: Function, rows: Sequence[Tensor], size: int, num_r
 
 
 def _bits(function: Function, rows: Sequence[Tensor]) -> Tensor:
-    """All that the function computes for each row, as bytes [T, n]. Inputs are copied: it may overwrite them."""
+    """All results for each row, intermediate ones included, as bytes [T, n]. Inputs are copied, since it may overwrite them."""
     copies = [x.clone(memory_format=torch.contiguous_format) for x in rows]
     watch = _Watch(rows[0].shape[0])
     with watch:

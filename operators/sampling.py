@@ -18,18 +18,18 @@ from flowrt.operators.sampling_inputs import SamplingInputs
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-FIRST_DEPTH = 256  # how many of the best tokens are looked at first when filters are on
-ROUGH_MARGIN = 2.0  # twice what a sum of rough noise can be off
-NO_TOKEN = -1  # in the place of a token whose logits are not finite
+FIRST_DEPTH = 256  # number of best tokens that filters sort at first
+ROUGH_MARGIN = 2.0  # twice the largest error of a sum with rough noise
+NO_TOKEN = -1  # stands for a token whose logits are not finite
 BLOCK_ELEMENTS = 1 << 18  # of rows x vocabulary at a time on a CPU: more would leave its caches
 
 
 def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
-    """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are left as they are.
+    """token_S int64; the logits (of rows `inputs.rows_S`, on the same device) are not changed.
 
     First tokens that are forbidden are ruled out and penalties taken off; a token is the largest of what is left (temperature 0), or
     drawn from the softmax of that over the temperature, of the tokens that top_k and then top_p leave. Both keep every token that
-    ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an order that nobody defined.
+    ties with the last one they keep, so that equal logits (frequent in bfloat16) are not cut in an undefined order.
     A row whose largest logit is not finite (it holds NaN or infinity, or every token is ruled out) gives NO_TOKEN.
     """
     logits_SV = penalized_logits(logits_SV, inputs)
@@ -41,7 +41,7 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _draw(logits_SV: Tensor, inputs: SamplingInputs, token_S: Tensor) -> Tensor:
-    """`token_S` with drawn tokens in the place of those that are not greedy."""
+    """`token_S` with drawn tokens in place of the samples that are not greedy."""
     _, top_k_S, seed_S, choice_S, token_index_S = inputs.integers_5S
     temperature_S, top_p_S = inputs.floats_5S[0], inputs.floats_5S[1]
     if inputs.filtered_F.numel():
@@ -57,7 +57,7 @@ def _draw(logits_SV: Tensor, inputs: SamplingInputs, token_S: Tensor) -> Tensor:
 
 
 def likeliest(logits_SV: Tensor) -> Tensor:
-    """token_S of the largest logit, the first of equal ones. On the CPU numpy looks for it, which takes a tenth of torch's time."""
+    """token_S of the largest logit, the first of equal ones. On the CPU numpy finds it in a tenth of torch's time."""
     if logits_SV.device.type == "cpu":
         return torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
     return logits_SV.argmax(dim=-1)
@@ -97,7 +97,7 @@ def log_probabilities(logits_SV: Tensor, token_S: Tensor, inputs: SamplingInputs
 
 
 def _drawn_from_all(logits_SV: Tensor, temperature_S: Tensor, key_S: Tensor) -> Tensor:
-    """Tokens drawn without filters: the largest sum of scaled logit and noise, which only a few tokens can be.
+    """Tokens drawn without filters: the largest sum of scaled logit and noise, for which only a few tokens are candidates.
 
     All sums are taken roughly, in float32, and those near the largest again exactly. Float32 noise is made of 1 - u, so that it is
     good where noise is large; only for u below 2^-24 is it off by as much as 0.85. Logits are taken off the largest one before they
@@ -163,7 +163,7 @@ def _noise(key: Tensor, ids: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _id_steps(num_tokens: int, device: torch.device) -> Tensor:
-    """(id + 1) * _STEP for the whole vocabulary. Not to be written to."""
+    """(id + 1) * _STEP for the whole vocabulary. Callers must not modify it."""
     return torch.arange(1, num_tokens + 1, device=device).mul_(_STEP)
 
 

@@ -17,7 +17,9 @@ _NONE = torch.zeros(0, dtype=torch.int64)
 
 
 class Draw(NamedTuple):
-    """One token: from which row's logits, and how. temperature 0 is greedy; top_k 0, top_p 1, and the penalties' defaults are off.
+    """The row of logits and the sampling parameters of one token.
+
+    temperature 0 is greedy; top_k 0, top_p 1, and the penalties' defaults are off.
 
     `output_counts` is for penalties: each token of prompt and output -> how often it is in the output. `num_logprobs` None: no
     logprobs; else how many of the likeliest tokens are wanted beside the drawn one.
@@ -40,7 +42,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SamplingInputs:
-    """S = samples. What only some of them use has a length of its own, 0 when none does: nobody waits for a device to learn that.
+    """S = samples. Settings that only some samples use have their own length, 0 if unused, so that the host does not wait for a device.
 
     `integers_5S` int64: row, top_k, seed, choice (which of a request's outputs), token index (in that output).
     `floats_5S` float64: temperature, top_p, repetition, presence and frequency penalty.
@@ -84,7 +86,7 @@ class SamplingInputs:
         return cls(*(tensor.to(device) for tensor in tensors))
 
     def to_tensors(self) -> tuple[Tensor, ...]:
-        """What travels."""
+        """The tensors that are sent, in a fixed order."""
         return (
             self.integers_5S,
             self.floats_5S,

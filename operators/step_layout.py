@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class StepLayout:
-    """All tensors are int64. The two tuples repeat lengths as Python numbers, so that nobody waits for a device to learn them.
+    """All tensors are int64. The two tuples repeat lengths as Python numbers, so that the host does not wait for a device to read them.
 
     `positions_T` is each row's position in its sequence; `slots_T` the slot that takes its key and value (kv_pages.py).
     `query_start_S1` are the offsets of each sequence's rows, `kv_length_S` its context length including this step's rows,
-    `page_table_SG` its pages in order, padded with 0. `derived` is scratch space: what a module works out once per step and
-    uses in every layer, under a key of its own; it does not travel.
+    `page_table_SG` its pages in order, padded with 0. `derived` is scratch space for values that a module computes once
+    per step and uses in every layer, under a key of its own; it is not sent.
     """
 
     positions_T: Tensor
@@ -53,7 +53,7 @@ class StepLayout:
     ) -> StepLayout:
         """The layout of a step in which sequence s brings its last query_lengths[s] of kv_lengths[s] tokens.
 
-        ValueError when the lists do not belong together or a page table is too short for its context.
+        Raises ValueError when the lists do not match or a page table is too short for its context.
         """
         if not len(query_lengths) == len(kv_lengths) == len(page_tables):
             counts = f"{len(query_lengths)} query lengths, {len(kv_lengths)} context lengths, {len(page_tables)} page tables"
@@ -91,12 +91,12 @@ class StepLayout:
         return StepLayout(positions, slots, starts, contexts, table, self.query_lengths, self.kv_lengths)
 
     def to_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What travels: positions, slots, query starts, context lengths, page table."""
+        """The tensors that are sent: positions, slots, query starts, context lengths, page table."""
         return self.positions_T, self.slots_T, self.query_start_S1, self.kv_length_S, self.page_table_SG
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> StepLayout:
-        """The inverse of to_tensors. ValueError when the shapes do not belong together, or what should be int64 is not."""
+        """The inverse of to_tensors. Raises ValueError when the shapes do not match or a tensor is not int64."""
         positions, slots, starts, contexts, table = tensors
         if any(tensor.dtype != torch.int64 for tensor in tensors):
             raise ValueError(f"a step layout is made of int64, not of {[str(tensor.dtype) for tensor in tensors]}")

@@ -50,7 +50,7 @@ def torch_dtype(config: ModelConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: file, first byte, dtype and shape."""
+    """The location of one tensor: file, first byte, dtype and shape."""
 
     path: Path
     offset_bytes: int
@@ -66,10 +66,10 @@ class Checkpoint:
     """The tensors of a model directory, by name. Nothing stays open or mapped between reads."""
 
     def __init__(self, directory: Path) -> None:
-        """Find the files; ModelError when there are none or the index is broken. Headers are read when first needed."""
+        """Finds the files. Raises ModelError when there are none or the index is broken. Headers are read when first needed."""
         self.directory = Path(directory)
         self._tensors: dict[Path, dict[str, StoredTensor]] = {}
-        # One buffer for all conversions: with one for each, the allocator keeps a fifth of what is loaded as holes between weights.
+        # One buffer for all conversions. With one buffer each, the allocator keeps holes between weights, a fifth of the loaded size.
         self._scratch = torch.empty(0, dtype=torch.uint8)
         index_path = self.directory / INDEX_NAME
         if index_path.exists():
@@ -94,7 +94,7 @@ class Checkpoint:
         return tuple(sorted(self._files))
 
     def stored(self, name: str) -> StoredTensor:
-        """Where tensor `name` lies; ModelError when it is missing or of a dtype that is not supported."""
+        """The location of tensor `name`. Raises ModelError when it is missing or its dtype is not supported."""
         path = self._files.get(name)
         if path is None:
             raise ModelError(f"tensor {name} is missing from the checkpoint in {self.directory}")
@@ -123,7 +123,7 @@ class Checkpoint:
     ) -> Tensor:
         """Part `part` (families.family.PARTS) of `shape` in the config's dtype, in `out` if given, else newly allocated.
 
-        Raises ModelError naming the tensor and the file when it is missing or its shape is another one.
+        Raises ModelError, naming the tensor and the file, when it is missing or has another shape.
         """
         family = family_named(config.family)
         layouts = family.parts.get(part)

@@ -16,7 +16,7 @@ from flowrt.operators.model_config import DTYPES, ModelError
 
 MAX_JSON_BYTES = 64 << 20
 _LAYERS, _HEADS, _EXPERTS, _WIDTH, _VOCABULARY, _OTHER = 1000, 4096, 1 << 16, 1 << 20, 1 << 24, (1 << 31) - 1
-# The most that each key may say. Far above any model there is: a damaged file is refused before anything is built to its size.
+# Upper bound of each key, far above any existing model: a damaged file is refused before anything of its size is built.
 AT_MOST: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "first_k_dense_replace", "decoder_sparse_step"), _LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads", "kv_n_heads"), _HEADS),
@@ -146,7 +146,7 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def regular_file_bytes(path: Path) -> int:
-    """The size of a file; ModelError when it is something else, whose reading might never end. OSError when it cannot be seen."""
+    """The size of a regular file. Raises ModelError for other kinds, whose reading may never end, and OSError if stat fails."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file; a file or a link to one is needed")

@@ -38,7 +38,7 @@ _ONE_GROUP = {"per_token": 6, "groups": 1, "topk_groups": 1, "group_best": 1}
 
 
 def _without_groups(file: ConfigFile) -> ConfigFile:
-    """Greedy models name groups too, and do not use them."""
+    """The config without expert groups: models with greedy choice name groups but do not use them."""
     return ConfigFile(file.path, {key: value for key, value in file.values.items() if key not in ("n_group", "topk_group")})
 
 

@@ -34,7 +34,7 @@ def read_config(file: ConfigFile) -> ModelConfig:
 
 
 class ExpertKeys:
-    """What both generations say alike about experts: how many of which kind, in which layers, in how many groups."""
+    """The expert keys that both generations share: number and kind of experts, their layers and their groups."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ExpertKeys:
 
 
 def read_latent_model(file: ConfigFile, family: str, experts: ExpertKeys, gate: GateConfig, *, interleaved: bool) -> ModelConfig:
-    """All that both generations have in common."""
+    """Reads the parts of a config that both generations share."""
     file.must_be("hidden_act", "silu", default="silu")
     file.refuse_quantized()
     max_positions = file.integer("max_position_embeddings", default=4096)

@@ -77,5 +77,5 @@ class Family:
 
 
 def stored_as(*names: str) -> tuple[Layout, ...]:
-    """The common case: one layout, whole tensors."""
+    """The common case: one layout of whole tensors."""
     return (tuple(Piece(name) for name in names),)

@@ -71,7 +71,7 @@ def _of_architecture(names: object) -> Family | None:
     return None
 
 
-@cache  # asked once per part that is read; looking through all installed packages takes milliseconds
+@cache  # called once per part that is read, and a scan of all installed packages takes milliseconds
 def _offered() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 

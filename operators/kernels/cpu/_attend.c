@@ -1,16 +1,16 @@
-/* Attention of one new row for each of some sequences, over keys and values where they lie. Part of the module flowrt.operators.kernels.cpu._rows.
+/* `paged_attention`: attention of one row per sequence, in place (module flowrt.operators.kernels.cpu._rows).
  *
- * Here: `paged_attention`. Not here: rows of prompts, which the library computes (attention.py). Nothing is copied out of pages, nothing is
- * padded, and a row's bits depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or
- * some key heads of it where one sequence is too long for one thread: all scores, their softmax in float32, the weighted sum of values.
+ * The library computes the rows of prompts (attention.py). This kernel copies nothing out of pages and pads nothing, and the bits of a row
+ * depend on its own sequence alone. Query heads that share a key head read it together. A task is a sequence, or some of its key heads if
+ * one sequence is too long for one thread. A task computes all scores, their softmax in float32, and the weighted sum of values.
  */
 #include "_rows.h"
 
-#define FEW_READ (1 << 17)    /* numbers of keys and values; waking another thread costs as much */
+#define FEW_READ (1 << 17)    /* numbers of keys and values; waking another thread costs as much as reading these */
 #define TOGETHER 4            /* tokens that are read together */
 #define AHEAD 8               /* tokens */
 
-/* One row and the context that it sees: private copies of indices. */
+/* One row and its visible context, as private copies of indices. */
 typedef struct {
     long row, length;
     int64_t *pages; /* of the whole context, in order */
@@ -38,8 +38,8 @@ INLINE vec totals(vec a, vec b, vec c, vec d)
     return __builtin_shuffle(all, (ints){0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12});
 }
 
-/* Where the next tokens from `token` on lie; past `end` the last one stands for what is missing. Memory is asked for those that come AHEAD
-   of them: a page is too short for the processor to see where reading goes. */
+/* Addresses of the next tokens from `token` on; past `end` the last token repeats. Prefetches the tokens AHEAD of them, because a page is
+   too short for the hardware prefetcher. */
 INLINE void find(const int dtype, const Attend *a, const char *kept, const int64_t *table, long token, long end, long head, long end_head,
                  const char **at)
 {
@@ -54,7 +54,7 @@ INLINE void find(const int dtype, const Attend *a, const char *kept, const int64
     }
 }
 
-/* One head of these tokens as float32: where it lies, or widened, once for all query heads that share it. */
+/* One head of these tokens as float32: in place, or widened once for all query heads that share it. */
 INLINE void of_head(const int dtype, const char *const *at, long head, long width, float *wide, const char **rows)
 {
     for (int i = 0; i < TOGETHER; i++) {
@@ -82,7 +82,7 @@ INLINE void score(const char *const *keys, const float *q, long sharing, long wi
     }
 }
 
-/* In place; what stands past the end becomes 0. Gives the sum. */
+/* Replaces scores by their exponentials in place, sets those past the end to 0, and returns the sum. */
 INLINE float exponentials(float *scores, long count)
 {
     for (long i = count; i % LANES; i++)
@@ -110,7 +110,7 @@ INLINE void add_values(const int count, const char *const *values, const float *
         }
 }
 
-/* Key heads `head` to `end_head` of the context of that number. */
+/* Computes key heads `head` to `end_head` of context `number`. */
 INLINE void attend_task(const int dtype, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
 {
     const long sharing = a->heads / a->kv_heads, width = a->width, heads = (end_head - head) * sharing, bytes = 4 >> dtype;
@@ -155,7 +155,7 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
 
 IN_BOTH(attend_task, (const Attend *a, long number, long head, long end, float *scratch, long pitch), a, number, head, end, scratch, pitch)
 
-/* Copy and check the indices of one row. 0, or -1 with an exception set. */
+/* Copies and checks the indices of one row. Returns 0, or -1 with an exception set. */
 static int read_context(const long *n, long number, Context *context)
 {
     const long num_rows = n[18], num_sequences = n[19], page_size = n[15], table_pitch = n[7];
@@ -196,7 +196,7 @@ PyObject *paged_attention(PyObject *module, PyObject *const *arguments, Py_ssize
         longest = seen > longest ? seen : longest;
     }
     const long threads = 2 * tokens * work.kv_heads * work.width < FEW_READ ? 1 : n[20];
-    const long split = tokens < threads * longest; /* the longest alone would keep one thread while others have nothing to do */
+    const long split = tokens < threads * longest; /* the longest sequence alone would occupy one thread while others are idle */
     const long shares = !split ? 1 : work.kv_heads < threads ? work.kv_heads : threads; /* of a sequence's heads */
     const long pitch = (longest + 2 * LANES) / LANES * LANES;
     int failed = 0;

@@ -1,14 +1,14 @@
 /* Products of rows with a matrix that is held in panels, where a row's bits depend on that row alone.
  *
- * Here: `kinds`, what this processor can do, and `product`. Not here: laying a matrix out, choosing this form and checking what it is given
- * (products.py), activation and everything else that is done to rows (torch). Called by products.py with addresses.
+ * `kinds` lists the product kinds that this processor supports; `product` computes one. products.py lays matrices out, chooses this form,
+ * checks the arguments and calls `product` with addresses.
  *
  * A row of either dtype is a sequence of columns of 32 bits: one float32, or two bfloat16. A panel is 16 outputs of the matrix, column
- * by column: 64 bytes a column, one register. Decoding brings few rows, so what counts is that the matrix streams by once, in the order in
- * which it lies, and is used for all rows meanwhile. Sums run over the columns in one order, with one accumulator for each row and
- * output, whatever the number of rows, their place among others, and the number of threads: no library promises that, and strict
- * numerics need it. In a tile product (AMX, for bfloat16) the processor's order takes that place; it does not depend on the other rows
- * of the tile. bfloat16 without tiles is left to the library.
+ * by column: 64 bytes a column, one register. Decoding has few rows, so the matrix is read once, in memory order, and used for
+ * all rows. Sums run over the columns in one order, with one accumulator for each row and
+ * output, independent of the number of rows, their place and the number of threads. No library guarantees this, and strict numerics
+ * need it. In a tile product (AMX, for bfloat16) the processor defines the order, which does not depend on the other rows of the tile.
+ * The library computes bfloat16 without tiles.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -45,7 +45,7 @@ typedef struct {
 #define SPAN 256                    /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
 #define TILE_ROWS 16
 #define TILE_COLUMNS 16
-#define AHEAD 2048                  /* bytes of a panel that are asked for before they are needed */
+#define AHEAD 2048                  /* bytes of a panel that are prefetched */
 #define ROWS_OF_ALL 96              /* whole blocks of every kind */
 #define CHUNK_BYTES (8 << 20)       /* of rows that are taken together, and read once per pair of panels */
 #define TILES_CHUNK_BYTES (1 << 20) /* tiles read them so fast that they must be in the second-level cache */
@@ -85,7 +85,7 @@ INLINE FLOAT32_TARGET void block(const int rows, const int panels, const Work *w
             _mm512_storeu_ps(y + r * work->y_pitch + p * PANEL * 4, totals[r * panels + p]);
 }
 
-/* Rows of the block that begins at `row`: blocks are as even as can be. */
+/* Number of rows of the block that begins at `row`; blocks are as even as possible. */
 static long block_rows(long row, long rows)
 {
     const long left = rows - row, blocks = (left + MAX_ROWS - 1) / MAX_ROWS;
@@ -291,7 +291,7 @@ static void all_panels(const Work *work, long panels, long threads)
         share(work, panels, thread, threads);
 }
 
-/* 0, or -1 without memory for the rows in another order. */
+/* Returns 0, or -1 if there is no memory for the reordered rows. */
 static int multiply(Work work, long outputs, long threads)
 {
     const long rows = work.rows, row_bytes = work.columns * 4;
@@ -317,7 +317,7 @@ static int multiply(Work work, long outputs, long threads)
     return 0;
 }
 
-/* The kernel lets a process use tiles once it has asked; what is forked from it, and its threads, may then too. */
+/* Linux lets a process use tiles after a request; its threads and forked processes inherit the permission. */
 static int has_tiles(void)
 {
     unsigned a, b, c, d;
@@ -338,7 +338,7 @@ static int has(int kind) { return 0; }
 
 #endif
 
-static int found_kinds[NUM_KINDS]; /* that `kinds` has found: others would be illegal instructions */
+static int found_kinds[NUM_KINDS]; /* kinds that `kinds` has found; others would run illegal instructions */
 
 static PyObject *kinds(PyObject *module, PyObject *unused)
 {

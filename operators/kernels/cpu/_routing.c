@@ -1,15 +1,15 @@
-/* Which experts a row goes to, and which servers its pairs; there, the pairs by expert, and their sum. Part of the module flowrt.operators.kernels.cpu._rows.
+/* Kernels for expert choice and routing. Part of the module flowrt.operators.kernels.cpu._rows.
  *
- * `topk_softmax`: the best experts of each row and their weights. `partition_by_server`: the pairs by server. `sort_by_expert`: the pairs
- * by expert, with their rows. `weighted_sum`: the weighted sum of a row's pairs. Not here: the scores of models that do not take a softmax
- * over the best (gate.py), which server holds which expert (dispatch.py, experts.py).
+ * `topk_softmax`: the best experts of each row and their weights. `partition_by_server`: partitions pairs by server.
+ * `sort_by_expert`: sorts pairs and their rows by expert. `weighted_sum`: the weighted sum of the pairs of each row. gate.py computes the
+ * scores of models that do not use a softmax over the best experts.
  */
 #include "_rows.h"
 
-/* As torch has it: what is no number is the greatest. */
+/* As in torch, NaN is the greatest value. */
 INLINE int exceeds(float x, float y) { return x > y || (x != x && y == y); }
 
-/* The best `active` of a row's scores, best first; of equal ones the first. */
+/* The best `active` scores of a row, best first; of equal scores the first. */
 INLINE void best_of(const int dtype, const char *row, long experts, long active, int64_t *ids, float *scores)
 {
     long taken = 0;
@@ -73,20 +73,20 @@ PyObject *topk_softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t 
 }
 
 typedef struct {
-    const int64_t *experts, *pairs, *positions, *servers, *copies; /* `pairs` may be missing: all, in order */
+    const int64_t *experts, *pairs, *positions, *servers, *copies; /* `pairs` may be NULL: all pairs, in order */
     const char *weights;
     char *weights_out;
     int64_t *out, *counts;
     long weight_bytes, count, active, num_experts, width, num_servers, num_rows;
 } Partition;
 
-/* A private copy of what names a pair, and the number of its share: its server's number plus 1, or 0 for nowhere. */
+/* A private copy of the indices of a pair, and the number of its share: the number of its server plus 1, or 0 for an unavailable expert. */
 typedef struct {
     int64_t expert, pair;
     long row, share;
 } Pair;
 
-/* Read pair `i`. -1 where its expert, its row or its server does not exist. */
+/* Reads pair `i`. Returns -1 if its expert, its row or its server does not exist. */
 INLINE int read_pair(const Partition *p, long i, Pair *found)
 {
     const int64_t expert = read_once(p->experts + i), pair = p->pairs ? read_once(p->pairs + i) : i;

@@ -1,11 +1,10 @@
-/* What is done to each row by itself between the products of a layer, each in one call. Part of the module flowrt.operators.kernels.cpu._rows.
+/* Fused kernels for single rows between the products of a layer. Part of the module flowrt.operators.kernels.cpu._rows.
  *
- * Here: norms, with the addition before them; turning queries and keys to their positions and putting keys and values into their pages;
- * adding up results. Not here: attention over pages (_attend.c), the choice of experts (_routing.c), products (_panels.c), checking
- * shapes and dtypes (rows.py, which alone calls this, with addresses).
+ * Norms, with the addition before them; rotation of queries and keys, and storing of keys and values in their pages; addition of results.
+ * Only rows.py calls this module, with addresses; it checks shapes and dtypes first.
  *
- * Why: a step of decoding has few rows and a dozen small operations a layer. A layer's weights have gone through the caches since the last
- * of them, so each library call fetches its code and tables from memory again, some 15 to 40 us for a microsecond of work.
+ * Why: a decode step has few rows and a dozen small operations per layer. The weights of a layer pass through the caches between two of
+ * them, so each library call fetches its code and tables from memory again: 15 to 40 us for a microsecond of work.
  */
 #include "_rows.h"
 
@@ -39,7 +38,7 @@ int64_t *checked_indices(const int64_t *from, long count, long end, const char *
 
 /* --- norms ----------------------------------------------------------------------------------------------------------- */
 
-/* x over its root mean square, rounded, times the weight, rounded; in place or not. */
+/* Divides x by its root mean square, rounds, multiplies by the weight, rounds. x and y may be the same. */
 INLINE void normed(const int dtype, const char *x, const char *weight, char *y, long width, float epsilon)
 {
     vec squares = {0};
@@ -53,7 +52,7 @@ INLINE void normed(const int dtype, const char *x, const char *weight, char *y, 
 }
 
 typedef struct {
-    const char *x, *added, *weight; /* `added` may be missing */
+    const char *x, *added, *weight; /* `added` may be NULL */
     char *sum, *y;
     long width, weights; /* a weight per row, in turn, where there are several */
     float epsilon;
@@ -107,7 +106,7 @@ typedef struct {
     int dtype;
 } RopeAndStore;
 
-/* Each pair (x[i], x[i + width / 2]) by its angle. */
+/* Rotates each pair (x[i], x[i + width / 2]) by its angle. */
 INLINE void turned(const int dtype, char *x, const char *cosines, const char *sines, long width)
 {
     const long half = width / 2;
@@ -164,7 +163,7 @@ static PyObject *rope_and_store_kv(PyObject *module, PyObject *const *arguments,
     Py_RETURN_NONE;
 }
 
-/* --- answers -------------------------------------------------------------------------------------------------------------- */
+/* --- results -------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     int64_t *rows; /* a private copy */

@@ -1,8 +1,8 @@
 /* Numbers in groups of 16, for the module flowrt.operators.kernels.cpu._rows: loaded from either dtype, computed in float32, rounded once when stored.
  *
- * Here: `vec` and what is done with it. The compiler makes of it what the processor has: one register of 512 bits, two of 256, four of
- * 128; `CLONES` makes several forms of a function, of which the processor's is chosen when the module is loaded. Each takes the same
- * steps in the same order, and none joins a product with a sum (setup.py forbids it): the bits are the same on every machine.
+ * The compiler maps `vec` to the registers of the processor: one of 512 bits, two of 256, or four of 128. `CLONES` compiles several forms
+ * of a function; the form for the processor is chosen when the module is loaded. All forms take the same steps in the same order, and none
+ * fuses a product with a sum (setup.py forbids it), so the bits are the same on every machine.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,7 +13,7 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
-#define FEW_NUMBERS (1 << 15) /* to compute; waking another thread costs as much */
+#define FEW_NUMBERS (1 << 15) /* numbers; waking another thread costs as much as computing these */
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -45,7 +45,7 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 INLINE vec widened(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
 
-/* To the nearest, half to even; what is no number stays none. */
+/* Rounds to the nearest, half to even; NaN stays NaN. */
 INLINE halves narrowed(vec x)
 {
     const bits raw = (bits)x, rounded = (raw + 0x7fff + (raw >> 16 & 1)) >> 16;
@@ -82,7 +82,7 @@ INLINE void store(const int dtype, char *row, long i, long n, vec x)
         memcpy(row + i * bytes, from, LANES * (4 >> dtype));
 }
 
-/* As it would be read back after it was stored. */
+/* The value after a store and a load in this dtype. */
 INLINE vec rounded(const int dtype, vec x) { return dtype == FLOAT32 ? x : widened(narrowed(x)); }
 
 INLINE vec chosen(ints where, vec x, vec y) { return (vec)((where & (ints)x) | (~where & (ints)y)); }
@@ -109,7 +109,7 @@ INLINE float largest(vec x)
     return x[0];
 }
 
-/* e to the x, for x <= 0, to within two units in the last place; 0 below -87.3; what is no number stays none. */
+/* e to the x, for x <= 0, to within two units in the last place; 0 below -87.3; NaN stays NaN. */
 INLINE vec exponential(vec x)
 {
     const vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
