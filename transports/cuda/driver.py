@@ -1,4 +1,4 @@
-"""The calls of NVIDIA's driver that the cuda transport needs, directly from libcuda, without toolkit or torch.
+"""Calls NVIDIA's driver (libcuda) directly for the cuda transport, without toolkit or torch.
 
 All work goes to the legacy default stream of the current context of the calling thread (torch's, where torch computes on a GPU), or else
 of the primary context of the first device. So it is ordered with torch's default stream without synchronization with torch. Memory is
@@ -23,55 +23,55 @@ _NOT_READY = 600
 
 
 class DriverError(Exception):
-    """A call of the driver failed; the text names the call and the driver's own word for it. Stays inside `transports`."""
+    """A call of the driver failed; the text has the call and the driver's error name. It never leaves the package `transports`."""
 
 
 class Driver(ABC):
-    """Memory of one device. A pointer is an int; `fence` and `passed` report when all work so far is done."""
+    """Access to the memory of one device. A pointer is an int. `fence` and `passed` report when all earlier work is complete."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
-        """Memory of the device, aligned to 256 bytes at least."""
+        """Allocates device memory, aligned to at least 256 bytes, and returns its pointer."""
 
     @abstractmethod
     def free(self, pointer: int) -> None:
-        """Give back what `allocate` returned."""
+        """Frees a pointer from `allocate`."""
 
     @abstractmethod
     def export(self, pointer: int) -> bytes:
-        """HANDLE_BYTES with which another process may open the allocation."""
+        """Returns a handle of HANDLE_BYTES bytes, with which another process can open the allocation."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:
-        """The allocation that another process has exported; `close` it."""
+        """Maps the allocation that another process has exported and returns its pointer; pass it to `close` afterwards."""
 
     @abstractmethod
     def close(self, pointer: int) -> None:
-        """Closes what `open` returned."""
+        """Unmaps a pointer from `open`."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """From device to device, in order with all other work; returns at once."""
+        """Queues a copy from device to device, in order with all other work, and returns at once."""
 
     @abstractmethod
     def read(self, target: bytearray, source: int) -> None:
-        """Fill `target` from the device; returns when it is there."""
+        """Fills `target` from the device and returns when the copy is complete."""
 
     @abstractmethod
     def write(self, target: int, source: memoryview) -> None:
-        """Copy all of `source` to the device; returns when it may be changed again."""
+        """Copies all of `source` to the device and returns when `source` may be changed again."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits for all work so far, torch's on its default stream included."""
+        """Waits for all earlier work, including torch's work on its default stream."""
 
     @abstractmethod
     def fence(self) -> object:
-        """A mark after all work so far."""
+        """Returns a marker that follows all earlier work."""
 
     @abstractmethod
     def passed(self, fence: object) -> bool:
-        """Whether all work before `fence` is done. Not called again after True."""
+        """Whether all work before `fence` is complete. After True, do not call it again with this fence."""
 
 
 class _Handle(ctypes.Structure):
@@ -79,7 +79,7 @@ class _Handle(ctypes.Structure):
 
 
 class CUDADriver(Driver):
-    """libcuda, for the device of the context that is current, or device 0. Raises UnavailableError."""
+    """The driver for the device of the current context, or for device 0. Raises UnavailableError."""
 
     def __init__(self) -> None:
         reason = unavailable_reason()
@@ -147,7 +147,7 @@ class CUDADriver(Driver):
         return True
 
     def _use(self, name: str, *arguments: object) -> None:
-        """Call with our context current, and leave the thread as it was."""
+        """Calls the driver with this object's context current, then restores the thread's context."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             self._call(name, *arguments)
@@ -168,12 +168,12 @@ def _library() -> Any:
 
 
 def load() -> Driver:
-    """The driver of this thread's device. Raises UnavailableError."""
+    """Returns the driver of this thread's device. Raises UnavailableError."""
     return CUDADriver()
 
 
 def unavailable_reason() -> str | None:
-    """None when there is a driver and a device to share memory of. Makes no context."""
+    """Returns None when a driver and a device are present, otherwise the reason. Does not create a context."""
     if sys.platform != "linux":
         return "cuda needs Linux (CUDA IPC is offered there only); use zmq here"
     try:

@@ -1,4 +1,4 @@
-"""Device memory of a channel: free ranges (pure), areas that live while an object refers to them, and received buffers."""
+"""Manages the device memory of a channel: free ranges (without I/O), areas that live while referenced, and received buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ALIGNMENT = 256
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes`, rounded up to what a device's memory is handed out in."""
+    """Rounds `nbytes` up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Ranges:
-    """Ranges of an area of `nbytes`, handed out first fit; neighbours that are free become one. The writer's half keeps one of these."""
+    """A first-fit allocator of ranges in an area of `nbytes`; adjacent free ranges are merged. The writer of an area owns it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # start, end; in order, never touching
+        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, end), sorted, never adjacent
         self._taken: dict[int, int] = {}
 
     @property
@@ -32,7 +32,7 @@ class Ranges:
         return len(self._taken)
 
     def take(self, nbytes: int) -> int | None:
-        """The start of a range of `nbytes`, or None when none is free in one piece."""
+        """Allocates a range of `nbytes` and returns its start, or None when no free range is large enough."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 if end - start == nbytes:
@@ -44,7 +44,7 @@ class Ranges:
         return None
 
     def give_back(self, start: int) -> bool:
-        """The range that starts there is free. False when there is none."""
+        """Frees the range that starts at `start`. Returns False when no such range is taken."""
         nbytes = self._taken.pop(start, None)
         if nbytes is None:
             return False
@@ -60,7 +60,7 @@ class Ranges:
 
 
 class Area:
-    """An allocation on the device, freed with its last reference."""
+    """An allocation on the device, freed with the last reference to this object."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.pointer = driver.allocate(nbytes)
@@ -69,7 +69,7 @@ class Area:
 
 
 class HeldRanges:
-    """A part of an area that received tensors lie in; `on_end` is called, perhaps on another thread, when the last one is freed."""
+    """A part of an area that holds received tensors. `on_end` is called, possibly on another thread, when the last one is freed."""
 
     def __init__(self, area: Area, on_end: Callable[[], None]) -> None:
         self.area = area
@@ -77,7 +77,7 @@ class HeldRanges:
 
 
 class DeviceBuffer:
-    """The bytes of one tensor on the device. torch.as_tensor, cupy.asarray and numba take it as it is, and keep it alive."""
+    """The bytes of one tensor on the device. torch.as_tensor, cupy.asarray and numba accept it without a copy and keep it alive."""
 
     def __init__(self, held: HeldRanges, pointer: int, nbytes: int) -> None:
         self._held = held
@@ -88,17 +88,18 @@ class DeviceBuffer:
             "data": (pointer if nbytes else 0, False),
             "strides": None,
             "version": 3,
-            "stream": None,  # what it holds is there: nothing to wait for
+            "stream": None,  # the bytes are complete, so no stream needs a wait
         }
 
 
 def _free(driver: Driver, pointer: int) -> None:
-    with suppress(DriverError):  # the device or CUDA ended, and the memory with it
+    with suppress(DriverError):  # the device or CUDA has ended, which frees the memory
         driver.free(pointer)
 
 
 def device_pointer(tensor: Tensor) -> int | None:
-    """Where on the device the bytes of `tensor` lie; None when they lie on the host. InvalidMessageError when they do not fit its spec."""
+    """Returns the device address of `tensor`, or None for a tensor on the host. Raises InvalidMessageError when the buffer is not
+    contiguous, has a mask, or does not match its spec."""
     interface: Any = getattr(tensor.data, "__cuda_array_interface__", None)
     if interface is None:
         return None

@@ -1,6 +1,6 @@
-"""The `cuda` transport: payloads in device memory between two processes of one host, by CUDA IPC, over NVLink where there is one.
+"""Implements the `cuda` transport: payloads in device memory between two processes of one host, by CUDA IPC, over NVLink where present.
 
-Not run on a GPU yet: tests that need one are marked, the others use a driver of their own.
+It has not run on a GPU yet: the tests that need one are marked, and the other tests use a driver of their own.
 
 The socket of the rendezvous becomes a stream channel: it carries envelopes, host tensors, credits and the end, and its end-of-file is the
 peer's death. Each end allocates an *area* on its device and sends the peer its handle in the first frame. The sender copies a tensor
@@ -8,12 +8,11 @@ whose buffer has `__cuda_array_interface__` straight into a range of the receive
 The receiver owns that memory, so received tensors outlive the channel and the peer. When the last tensor of a message is freed, and the
 device has finished its work on it, a frame returns the range.
 
-A receiver that holds many tensors copies further payloads to memory of its own. When no range is free, or the area could not be opened
-(other devices, a container), the bytes go over the host: slower, but never stuck, and counted in `host_copies`.
+A receiver that holds many tensors copies further payloads to separate device memory. When no range is free, or the area cannot be opened
+(different devices, a container), the bytes go over the host. This is slower but never blocks, and `host_copies` counts it.
 
-Two frames beside those of stream.py: AREA (uint64 bytes, 64 bytes handle), GIVEN_BACK (uint64 start). The kind of a message with device
-tensors begins with "@"; its header is a `_Placed`.
-"""
+The protocol adds two frames to those of stream.py: AREA (uint64 bytes, 64 bytes handle) and GIVEN_BACK (uint64 start). The kind of a
+message with device tensors begins with "@"; its header is a `_Placed`."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from flowrt.transports.wire.codec import Envelope, WireError, check_limits, enco
 from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
-GIVE_BACK_SECONDS = 0.001  # between two checks whether the device has finished with freed ranges
+GIVE_BACK_SECONDS = 0.001  # polling interval for the device to finish its work on freed ranges
 _FRAME = struct.Struct("<B3xI")  # as in stream.py
 _AREA_KIND, _GIVEN_BACK_KIND = 128, 129
 _AREA = struct.Struct(f"<Q{HANDLE_BYTES}s")
@@ -45,12 +44,12 @@ _MARK = "@"
 
 
 class _Placed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The header of a message with tensors on the device: its own header, all its tensors, which are on the device, and where."""
+    """The header of a message with device tensors: the original header, all tensor specs, which of them are on the device, and where."""
 
     header: bytes | None
     tensors: tuple[TensorSpec, ...]
     on_device: tuple[bool, ...]
-    start: int  # of the range in the receiver's area; -1: the bytes come over the host, as tensors of this message
+    start: int  # of the range in the receiver's area; -1: the bytes are sent over the host, as tensors of this message
     nbytes: int
 
 
@@ -58,7 +57,7 @@ _decode_placed = msgspec.msgpack.Decoder(_Placed).decode
 
 
 class CUDAChannel(StreamChannel):
-    """One end. Device memory is in order with torch's default stream (cuda_driver.py)."""
+    """One end of a channel. Its device work is ordered with torch's default stream (see driver.py)."""
 
     scheme: ClassVar[str] = "cuda"
 
@@ -67,13 +66,13 @@ class CUDAChannel(StreamChannel):
         self._driver = driver
         self._capacity_bytes = meeting.limits.capacity_bytes
         self._area = area
-        self._peer_area = 0  # where the peer's is mapped
+        self._peer_area = 0  # address at which the peer's area is mapped
         self._ranges = Ranges(0)  # of the peer's area
-        self._held: dict[int, int] = {}  # start of a range -> bytes, of what the user holds of our area
-        self._let_go: deque[tuple[object, int, Area | None]] = deque()  # fence, range, and what was copied out of it
+        self._held: dict[int, int] = {}  # start -> bytes of the ranges of the own area that the user holds
+        self._let_go: deque[tuple[object, int, Area | None]] = deque()  # fence, start of the range, and the area to which it was copied
         self._looking = False
         self.host_copies = 0
-        self._loop.call_soon(self._tell_area)  # after the last word of the meeting
+        self._loop.call_soon(self._tell_area)  # after the last bytes of the handshake
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
@@ -99,14 +98,14 @@ class CUDAChannel(StreamChannel):
             placed = self._place(message, pointers)
         except DriverError as error:
             raise InvalidMessageError(f"a tensor cannot be read from the device: {error}") from error
-        super()._transmit(placed)  # which has room for it: its bytes are part of the total
+        super()._transmit(placed)  # there is room: the bytes of `placed` are part of the total
         on_device = total - placed.payload_bytes
         self._sending.sent_bytes += on_device
         self._counters.bytes_sent += on_device
         return True
 
     def _place(self, message: Message, pointers: list[int | None]) -> Message:
-        """The message that goes over the stream; the device's tensors are in the peer's area, or in it as bytes."""
+        """Returns the message for the stream. The device tensors are copied into the peer's area, or into the message as bytes."""
         tensors = message.tensors
         sizes = [aligned(tensor.spec.nbytes) for tensor, pointer in zip(tensors, pointers, strict=True) if pointer is not None]
         start = self._ranges.take(max(sum(sizes), ALIGNMENT))
@@ -157,7 +156,7 @@ class CUDAChannel(StreamChannel):
         try:
             self._peer_area = self._driver.open(handle)
         except DriverError:
-            return  # over the host, then
+            return  # payloads go over the host instead
         self._ranges = Ranges(nbytes)
 
     def _read_given_back(self) -> None:
@@ -187,7 +186,7 @@ class CUDAChannel(StreamChannel):
         super()._deliver(own, tensors, total)
 
     def _check(self, placed: _Placed, envelope: Envelope) -> int:
-        """The total payload bytes. Raises WireError for an invalid message."""
+        """Returns the total payload bytes of a message. Raises WireError for an invalid message."""
         if len(placed.tensors) != len(placed.on_device) or len(placed.tensors) > self.limits.max_tensors:
             raise WireError(f"{len(placed.tensors)} tensors in a message on the device")
         over_host = placed.start < 0
@@ -201,7 +200,8 @@ class CUDAChannel(StreamChannel):
         return total
 
     def _pick_up(self, placed: _Placed, buffers: list[object] | list[bytearray]) -> list[object]:
-        """A buffer for each tensor: in our area, or in memory of its own when it came over the host or too much of the area is held."""
+        """Returns a buffer for each tensor. A device buffer lies in the own area, or in separate device memory when its bytes came over the
+        host or the user holds too much of the area."""
         area, base, held = self._area, placed.start, None
         if placed.start < 0 or sum(list(self._held.values())) + placed.nbytes > self._capacity_bytes:
             area, base = Area(self._driver, placed.nbytes), 0
@@ -226,12 +226,12 @@ class CUDAChannel(StreamChannel):
             offset += aligned(nbytes)
         return found
 
-    # Giving back.
+    # Returning ranges.
 
     def _on_dropped(self, start: int) -> None:
-        """The user has freed a range, perhaps on another thread."""
+        """Handles the release of a range by the user, possibly on another thread."""
         self._held.pop(start, None)
-        with suppress(RuntimeError):  # the loop is closed, and so is the channel
+        with suppress(RuntimeError):  # the loop and the channel are closed
             self._loop.call_soon_threadsafe(self._let_go_of, start)
 
     def _let_go_of(self, start: int, copied_to: Area | None = None) -> None:
@@ -301,7 +301,7 @@ def _channel(meeting: Meeting, driver: Driver) -> CUDAChannel:
 
 
 def _area_bytes(limits: Limits) -> int:
-    """Twice what may be on the way: a receiver may hold as much again."""
+    """Returns twice the bytes that may be in flight, because the receiver may hold as much again."""
     return 2 * aligned(limits.capacity_bytes)
 
 

@@ -1,4 +1,4 @@
-"""`EmulatedChannel`: a channel whose messages take the time of a link profile, times a dilation, over any channel.
+"""Implements `EmulatedChannel`, a channel whose messages take the time of a link profile, times a dilation, over any channel.
 
 Both ends of a channel must be wrapped:
 
@@ -35,7 +35,7 @@ from flowrt.transports.wire.message import Message
 
 
 class EmulatedChannel(QueuedChannel):
-    """One end of `inner` as a link; owns `inner`. See transports/contract.py for what it promises, and the top of this file."""
+    """One end of an emulated link over `inner`, which it owns. It conforms to transports/contract.py."""
 
     scheme: ClassVar[str] = "emulated"
     windows_by_message = True
@@ -46,16 +46,18 @@ class EmulatedChannel(QueuedChannel):
         self._nic = nic
         self._tasks: set[asyncio.Task[None]] = set()
         # Out.
-        self._number = self._acknowledged = -1  # of the last data frame; of the last that the peer's user is known to have taken
-        self._busy = False  # a message of ours is served, or is about to be
-        self._asked: tuple[float, float] | None = None  # since when the head of the line waits, and its work
-        self._granted: float | None = None  # the head is served since then, and must be sent
-        self._early: float | None = None  # the head was served until then before it could be sent
-        self._is_ghost = False  # what is served was given up before it was sent
-        self._untold: float | None = None  # when message `_number` had passed
-        self._unsent: deque[Message] = deque()  # words for which `inner` had no room
+        self._number = self._acknowledged = -1  # number of the last data frame; number of the last one known to be taken by the peer's user
+        self._busy = False  # the NIC serves a message of this end, or is about to
+        self._asked: tuple[float, float] | None = None  # since when the head of the queue waits, and its work
+        self._granted: float | None = None  # when the service of the head began; the head must be sent now
+        self._early: float | None = None  # when the service of the head ended, if before it was sent
+        self._is_ghost = False  # the message in service was cancelled before it was sent
+        self._untold: float | None = None  # when message `_number` had passed the NIC, if not reported yet
+        self._unsent: deque[Message] = deque()  # control frames for which `inner` had no room
         self._writing = False
-        self._below: tuple[Message, int, float | None] | None = None  # the head's, waiting for room; `_number`, `_untold` before it
+        self._below: tuple[Message, int, float | None] | None = (
+            None  # the head's frame, waiting for room, with the previous `_number` and `_untold`
+        )
         # In.
         self._held: deque[HeldMessage] = deque()
         self._held_bytes = 0
@@ -63,7 +65,7 @@ class EmulatedChannel(QueuedChannel):
         self._taken_number = self._reported_number = self._requested_number = -1  # of messages: taken; reported as taken; requested
         self._taken: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
-        self._final: str | None = None  # how `inner` ended: "" in order
+        self._final: str | None = None  # reason why `inner` ended; "" for an orderly end
         self._reader = self._spawn(self._read(), "reader")
 
     def statistics(self) -> ChannelStatistics:
@@ -77,11 +79,11 @@ class EmulatedChannel(QueuedChannel):
 
     async def send_acknowledged(self, message: Message) -> None:
         await self.send(message)
-        number = self._number  # still that of `message`: what sends next has not run yet
+        number = self._number  # still the number of `message`: the next sender has not run yet
         self._queue(Message(ASK, header=Passed(number, self._nic.timer.now())))
         await self._until(lambda: self._acknowledged >= number)
 
-    # Out: QueuedChannel's line of senders, whose head asks for the NIC.
+    # Out: QueuedChannel's queue of senders, whose head requests the NIC.
 
     def _transmit(self, message: Message) -> bool:
         if self._busy or self._unsent:
@@ -93,7 +95,7 @@ class EmulatedChannel(QueuedChannel):
         return True
 
     def _advance(self, message: Message) -> bool:
-        """True once the message is sent, or is `_below`: all that is left is to wait for room in `inner`."""
+        """Returns True once the message is sent, or is in `_below` and only waits for room in `inner`."""
         granted = self._granted
         if (granted is None and self._busy) or self._unsent:
             if self._asked is None and granted is None:
@@ -159,7 +161,7 @@ class EmulatedChannel(QueuedChannel):
         self._nic.sending.add(self._on_passed, start, self._nic.work(message))
 
     def _on_passed(self, time: float) -> None:
-        """The sender's NIC has served our message. The head of the line, if it waited by then, is served from that very moment."""
+        """Handles the end of service of a message on the sender's NIC. A waiting head of the queue is served from the same moment."""
         if self._granted is not None:
             self._early = time
             return
@@ -177,7 +179,7 @@ class EmulatedChannel(QueuedChannel):
         self._wake_sender()
 
     def _tell(self) -> None:
-        """Sends unreported times in a frame of their own, behind their message."""
+        """Sends an unreported time in a separate frame, behind its message."""
         if self._untold is not None and self._below is None and not self._closed:
             frame = Message(PASSED, header=Passed(self._number, self._untold))
             self._untold = None
@@ -251,7 +253,7 @@ class EmulatedChannel(QueuedChannel):
             self._break(f"a frame that is none of an emulated link: {error}")
 
     def _is_full(self) -> bool:
-        """Never while all that is here waits for the word that it has passed, which comes behind it."""
+        """Whether the receiver is at its limits. Always False while every message here waits for its PASSED frame, which arrives later."""
         if not self._inbox and (not self._held or self._held[0].sent is None):
             return False
         limits = self.limits
@@ -286,12 +288,12 @@ class EmulatedChannel(QueuedChannel):
 
     def _on_received(self, time: float) -> None:
         first = next((held for held in self._held if held.received is None), None)
-        if first is not None:  # else: closed meanwhile
+        if first is not None:  # None: closed meanwhile
             first.received = time
             self._give_out()
 
     def _give_out(self) -> None:
-        """Everything that is due, in order; then look again when the next one is."""
+        """Delivers all due messages in order and sets the alarm for the next one."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -319,7 +321,7 @@ class EmulatedChannel(QueuedChannel):
                 self._end()
 
     def _hear_of_windows(self, held: HeldMessage) -> None:
-        """It has paid its way as any message; only its user is the channel itself."""
+        """Processes a window message, which took its time on the link like any other message."""
         self._let_go(held)
         try:
             if not self._closed:
@@ -328,14 +330,14 @@ class EmulatedChannel(QueuedChannel):
             self._break(str(error), nonsense=True)
 
     def _over(self, reason: str) -> None:
-        """`inner` has ended: what has come is still given out in its time, then the end."""
+        """Handles the end of `inner`: arrived messages are still delivered at their times, then the end is reported."""
         self._final = reason
         for held in self._held:
             if held.sent is None:
                 held.sent = held.start + held.work
         self._give_out()
 
-    # The end.
+    # Closing.
 
     def _hang_up(self) -> None:
         self._spawn(self._inner.aclose(), "closer")
@@ -361,7 +363,7 @@ class EmulatedChannel(QueuedChannel):
                 await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Ended and awaited by `_shut`."""
+        """Starts a task, which `_shut` ends and awaits."""
         task = self._loop.create_task(work, name=f"{name} of the link to {self.peer.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

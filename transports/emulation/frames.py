@@ -1,4 +1,4 @@
-"""Frames of an emulated link on the channel below it: headers of stamped messages, control kinds, and the disguise of window calls."""
+"""Defines the frames of an emulated link on the channel below it: stamped headers, control kinds, and disguised window calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
-ASK = "link.ask"  # the sender wants to know when this message is taken
+ASK = "link.ask"  # the sender requests a report when this message is taken
 TAKEN = "link.taken"  # the receiver's user has taken it
 _DISGUISE = "link"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """Wraps the header of a message: its number, when its service began, when that of the one before ended, if not reported yet."""
+    """The frame header of a message: its number, when its service began, when the service of the message before it ended (None when
+    reported already or not ended), and its own header. Times are in seconds."""
 
     number: int
     start_seconds: float
@@ -25,7 +26,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Passed(msgspec.Struct, frozen=True, array_like=True):
-    """Of all three words: it is so for message `number` and all before it, since then."""
+    """The header of the three control frames: the state holds for message `number` and all before it, since `seconds`."""
 
     number: int
     seconds: float
@@ -33,7 +34,7 @@ class Passed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class HeldMessage:
-    """An arriving message: which NICs it has passed, and when."""
+    """An arriving message, and the times at which it passed each NIC."""
 
     message: Message
     number: int
@@ -42,11 +43,11 @@ class HeldMessage:
     work: float
     moved: float = 0.0
     sent: float | None = None  # passed the sender's NIC
-    received: float | None = None  # passed ours
+    received: float | None = None  # passed the receiver's NIC
 
 
 def disguised(kind: str) -> str:
-    """The kind on the channel below, which must not take a call of our window for one of its own windows."""
+    """Returns the kind for the channel below, which must not mistake a window call of this link for one of its own windows."""
     return _DISGUISE + kind if kind[:1] == RESERVED else kind
 
 

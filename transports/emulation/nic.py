@@ -1,4 +1,4 @@
-"""The NIC of one process for one kind of link, in real time: an outgoing and an incoming direction, shared by all its channels."""
+"""Emulates the NIC of one process for one kind of link in real time, with one outgoing and one incoming direction."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class Cancellable(Protocol):
 
 
 class Timer(Protocol):
-    """A clock that all processes of the machine share, in seconds, and calls at its times, never early."""
+    """A clock in seconds that all processes of the machine share, with callbacks that never run early."""
 
     def now(self) -> float: ...
     def call_at(self, when: float, callback: Callable[[], object]) -> Cancellable: ...
 
 
-Note = Callable[[float, float], None]  # of a message given out: how long it was to take, and by how much it was late; seconds
+Note = Callable[[float, float], None]  # called per delivered message with its modelled duration and its lateness, in seconds
 
 
 class Nic:
-    """What one process has of one kind of link: a direction out and a direction in, each shared by all its channels.
+    """The NIC of one process for one kind of link: an outgoing and an incoming direction, each shared by all its channels.
 
-    Times are the profile's times `dilation`. `note` is called for every message received. Close it after its channels.
+    All times are the profile's times multiplied by `dilation`. `note` is called for every message received. Close the NIC after its
+    channels.
     """
 
     def __init__(self, profile: LinkProfile, timer: Timer, dilation: float = 1.0, note: Note | None = None) -> None:
@@ -40,7 +41,7 @@ class Nic:
         self._dilation = dilation
 
     def work(self, message: Message) -> float:
-        """Seconds, dilated, for which the message would keep a direction busy alone. Raises InvalidMessageError."""
+        """Returns the dilated seconds for which the message alone occupies a direction. Raises InvalidMessageError."""
         try:
             return self.profile.busy_seconds(message.payload_bytes) * self._dilation
         except (KeyError, TypeError) as error:
@@ -52,7 +53,7 @@ class Nic:
 
 
 class _Direction:
-    """A SharedLine in real time. A flow is what to call with the exact time at which a message of it has passed."""
+    """A SharedLine in real time. A flow is a callback that gets the exact time at which one of its messages has passed."""
 
     def __init__(self, timer: Timer) -> None:
         self.line = SharedLine()

@@ -1,12 +1,12 @@
-"""How one direction of a NIC serves messages in flight: times in, times out. Pure.
+"""Models how one direction of a NIC serves the messages in flight, as a pure computation on times.
 
-Each message brings work: the seconds that it would occupy the direction alone. Messages of one flow (a channel) follow each other; the
-first messages of all flows share the direction equally, as fluid: with n flows each is served at 1/n of the speed. So bulk delays a small
-message by no more than its share, and the direction is never idle while a message waits (processor sharing; Kleinrock, Queueing Systems
-II, section 4.4).
+The work of a message is the number of seconds for which it alone would occupy the direction. Messages of one flow (a channel) are served in
+order. The first messages of all flows share the direction equally, as fluid: with n flows, each is served at 1/n of the speed. So bulk
+delays a small message by no more than its share, and the direction is never idle while a message waits (processor sharing; Kleinrock,
+Queueing Systems II, section 4.4).
 
-All results are exact in model time, however late the caller asks: `step` returns one finish at a time, and work that the caller adds
-because of it may begin at that very instant.
+All results are exact in model time, however late the caller calls: `step` returns one finish at a time, and work that the caller adds in
+response may begin at that instant.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Hashable
 
 
 class SharedLine:
-    """One direction of a NIC. `time` is as far as it has been computed; nothing can begin before it."""
+    """One direction of a NIC, computed up to `time`; no message can begin before `time`."""
 
     def __init__(self) -> None:
         self.time = -math.inf
-        self._served = 0.0  # the work that each message under way has been given since the line was last idle
-        self._finishes: list[tuple[float, int, Hashable]] = []  # heap: at which `_served` the head of a flow is done
-        self._begins: list[tuple[float, int, Hashable]] = []  # heap: heads of flows that arrive later
-        self._waiting: dict[Hashable, deque[tuple[float, float]]] = {}  # flow -> (begin, work), the head's first
+        self._served = 0.0  # work done for each message in service since the line was last idle
+        self._finishes: list[tuple[float, int, Hashable]] = []  # heap: value of `_served` at which the head of a flow is done
+        self._begins: list[tuple[float, int, Hashable]] = []  # heap: heads of flows that begin later
+        self._waiting: dict[Hashable, deque[tuple[float, float]]] = {}  # flow -> (begin, work) of its messages, head first
         self._count = 0  # breaks ties in the order of arrival
 
     @property
     def num_served(self) -> int:
-        """How many flows share the line at `time`."""
+        """The number of flows that share the line at `time`."""
         return len(self._finishes)
 
     def add(self, flow: Hashable, begin: float, work: float) -> float:
-        """A message of `flow` arrives at `begin` (moved to `time` when that is later), behind all others of its flow.
+        """Adds a message of `flow` that arrives at `begin` (moved to `time` when `time` is later), behind all others of its flow.
 
-        Returns by how much it was moved: 0.0 for one that came in time.
+        Returns the seconds by which `begin` was moved: 0.0 for a message added in time.
         """
         moved = max(0.0, self.time - begin)
         begin += moved
@@ -47,7 +47,7 @@ class SharedLine:
         return moved
 
     def next_event(self) -> float | None:
-        """When something happens next if nothing is added: a finish or a begin. None: never."""
+        """Returns the time of the next finish or begin if no message is added, or None without one."""
         finish = self._next_finish()
         if not self._begins:
             return finish
@@ -55,9 +55,10 @@ class SharedLine:
         return begin if finish is None else min(begin, finish)
 
     def step(self, until: float) -> tuple[float, Hashable] | None:
-        """Go on to the next finish if it is not after `until`: (when, flow). Else, to the last begin before that: None.
+        """Advances to the next finish and returns (time, flow) if it is not after `until`; otherwise advances to the last begin not after
+        `until` and returns None.
 
-        `time` stays at that begin or finish: what turns up later may still begin anywhere after it, as if it had been known.
+        `time` stays at that begin or finish, so messages added later may still begin at any time after it.
         """
         while True:
             finish = self._next_finish()
@@ -71,7 +72,7 @@ class SharedLine:
             self._serve(flow)
 
     def finish_if_nothing_came(self, flow: Hashable) -> float | None:
-        """When the message of `flow` that is served now would be done if no other message arrived; None when none is."""
+        """Returns when the message of `flow` in service would be done if no other message arrived; None when none is in service."""
         time, served, num_left = self.time, self._served, len(self._finishes)
         for at, _, other in sorted(self._finishes, key=lambda finish: finish[:2]):
             time, served, num_left = time + max(0.0, at - served) * num_left, max(at, served), num_left - 1
@@ -79,7 +80,7 @@ class SharedLine:
                 return time
         return None
 
-    # Inside.
+    # Internal.
 
     def _next_finish(self) -> float | None:
         if not self._finishes:
@@ -101,11 +102,11 @@ class SharedLine:
         else:
             del self._waiting[flow]
         if not self._finishes:
-            self._served = 0.0  # so that it never grows until differences drown in it
+            self._served = 0.0  # keeps the value small, so that differences keep their precision
         return time, flow
 
     def _enter(self, flow: Hashable) -> None:
-        """The head of `flow` is first in line now."""
+        """Starts serving the head of `flow`, or schedules it when it begins later."""
         begin = self._waiting[flow][0][0]
         if begin > self.time:
             self._count += 1

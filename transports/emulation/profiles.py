@@ -1,4 +1,4 @@
-"""Link profiles: what a message costs on links that this machine does not have, each number with its source.
+"""Defines link profiles: the time of a message on links that this machine does not have, each number with its source.
 
 * xDeepServe, "Model-as-a-Service on Huawei CloudMatrix384" (2025): sections 2.2, 3.1
 * MegaScale-Infer, "Serving Mixture-of-Experts at Scale with Disaggregated Expert Parallelism" (2025): sections 7.1, 7.3
@@ -21,10 +21,10 @@ NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """One kind of link, as a process of the graph sees it: its own NIC, and the way to any other.
+    """One kind of link from the view of one process: its own NIC and the path to any other NIC.
 
-    A message of b bytes keeps a direction of the NIC busy for `message_seconds` + b / `bandwidth_bytes_per_second` (per direction), and
-    is there `latency_seconds` after that. `sources`: number -> where it comes from.
+    A message of b bytes occupies a direction of the NIC for `message_seconds` + b / `bandwidth_bytes_per_second` (per direction) and
+    arrives `latency_seconds` after that. `sources` maps the name of each number to its source.
     """
 
     name: str
@@ -34,15 +34,15 @@ class LinkProfile:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def busy_seconds(self, num_bytes: int) -> float:
-        """How long a message occupies a direction of the NIC that it does not share."""
+        """Returns the seconds for which a message occupies an otherwise idle direction of the NIC."""
         return self.message_seconds + num_bytes / self.bandwidth_bytes_per_second
 
     def seconds(self, num_bytes: int) -> float:
-        """From the sending to the arrival of one message on an idle link."""
+        """Returns the seconds from the send to the arrival of one message on an idle link."""
         return self.busy_seconds(num_bytes) + self.latency_seconds
 
     def shared_by(self, num_processes: int) -> LinkProfile:
-        """What each of `num_processes` has of a NIC that is split evenly between them, used or not."""
+        """Returns the profile of each of `num_processes` that split one NIC evenly, whether they use their share or not."""
         return replace(
             self,
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second / num_processes,
@@ -99,7 +99,8 @@ PROFILES: Mapping[str, LinkProfile] = {
 
 
 def profile_of(link: str) -> LinkProfile:
-    """The profile that an edge's `link` names: a key of PROFILES, or numbers as "latency_seconds=2e-06,...". ValueError for others."""
+    """Returns the profile of an edge's `link`: a key of PROFILES, or numbers as "latency_seconds=2e-06,...". Raises ValueError for
+    any other text."""
     known = PROFILES.get(link)
     if known is not None:
         return known

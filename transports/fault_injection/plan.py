@@ -1,4 +1,4 @@
-"""MessageFault plans: which message gets which fault. Pure and deterministic.
+"""Defines fault plans, which select the fault of each message deterministically and without I/O.
 
 The text form is a list of `[out.]KIND[:SECONDS]@WHEN` and `seed=N`, separated by commas. WHEN is a message's number from 0 (`@7`), every
 message from there on (`@7+`), or a share of all, drawn from the seed (`@1%`). Without `out.` the fault applies to what this end receives.
@@ -24,15 +24,15 @@ _EXAMPLE = "drop@100,out.delay:0.005@1%,seed=3"
 
 
 class MessageFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule of a plan. It applies to message `at`, with `onward` all from there on, or, without `at`, a share `rate` of all.
+    """One rule of a plan. It applies to message `at`; with `onward`, to all messages from `at` on; without `at`, to a share `rate`.
 
-    delay      the message and what is behind it come `seconds` later
-    stall      as delay, but nothing of its direction moves meanwhile, so a sender finds the channel full
+    delay      the message and the messages behind it arrive `seconds` later
+    stall      as delay, but its direction carries no message meanwhile, so a sender finds the channel full
     drop       the connection breaks at this message, for both ends; the message is lost
-    duplicate  the message comes twice, as after a retry whose first try had arrived
-    truncate   its bytes end early: a receiver must call that broken
-    flip       one bit of its bytes is another: the channel breaks if that makes it no message, else the changed message comes
-    cut        from this message on this direction loses everything without a word; the other direction goes on
+    duplicate  the message arrives twice, as after a retry whose first attempt had arrived
+    truncate   the bytes of the message end early; a receiver must treat this as a broken channel
+    flip       one bit of the message is inverted: the channel breaks if the result is invalid, otherwise the changed message arrives
+    cut        from this message on, this direction silently loses all messages; the other direction works
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class MessageFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """All rules, and the seed of those that go by a rate."""
+    """All rules of a plan, and the seed of the rules with a rate."""
 
     faults: tuple[MessageFault, ...] = ()
     seed: int = 0
@@ -53,7 +53,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         return any(fault.direction == direction for fault in self.faults)
 
     def faults_of(self, channel: int, direction: Direction, number: int) -> list[MessageFault]:
-        """The faults of message `number` of one direction of the `channel`-th channel of this process, in the plan's order."""
+        """Returns the faults of message `number` in one direction of the `channel`-th channel of this process, in the plan's order."""
         return [
             fault
             for index, fault in enumerate(self.faults)
@@ -61,7 +61,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         ]
 
     def drawn(self, *what: object) -> float:
-        """A number in [0, 1) that is the same for the same seed and `what`."""
+        """Returns a number in [0, 1) that depends only on the seed and `what`."""
         digest = sha256(repr((self.seed, *what)).encode()).digest()
         return int.from_bytes(digest[:7], "little") / (1 << 56)
 
@@ -75,7 +75,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
 
 def parse_plan(text: str) -> FaultPlan:
-    """The plan in `text`. Raises AddressError naming the rule that cannot be read."""
+    """Parses `text` as a plan. Raises AddressError that names the invalid rule."""
     faults, seed = [], 0
     for rule in filter(None, text.split(",")):
         if re.fullmatch(r"seed=\d{1,18}", rule):

@@ -1,8 +1,8 @@
-"""A transport that injects planned faults over any other (`faulty+SCHEME?PLAN`), for tests and chaos.
+"""Implements a transport that injects planned faults over any other (`faulty+SCHEME?PLAN`), for tests and chaos.
 
-`faulty+shm://` without a plan changes nothing and conforms to the contract. MessageFaults of one end suffice: "in" applies to what this end
-receives, "out" to what it sends. Bytes are those of the codec: a message to be truncated or to have a bit flipped is encoded, damaged and
-decoded, whatever the scheme.
+`faulty+shm://` without a plan changes nothing and conforms to the contract. Faults at one end suffice: "in" applies to the messages that
+this end receives, "out" to the messages that it sends. To truncate a message or flip a bit, this transport encodes it with the codec,
+damages the bytes and decodes them, whatever the scheme.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("flowrt.transports.faulty")
 
 
 class Injected(NamedTuple):
-    """A fault that was done: to message `number` of `direction` of the `channel`-th channel of this process over `scheme`."""
+    """An injected fault: it affected message `number` in `direction` of the `channel`-th channel of this process over `scheme`."""
 
     scheme: str
     channel: int
@@ -41,7 +41,7 @@ injected: deque[Injected] = deque(maxlen=_MAX_RECORDED)  # of this process, olde
 
 
 class FaultyChannel(Channel):
-    """One end over `inner`, which it owns. `number` identifies the channel within its process in plan and record."""
+    """One end over `inner`, which it owns. `number` identifies the channel within its process, in the plan and in the record."""
 
     def __init__(self, inner: Channel, plan: FaultPlan, limits: Limits, scheme: str, number: int = 0) -> None:
         self.peer = inner.peer
@@ -54,7 +54,7 @@ class FaultyChannel(Channel):
         self._faulty_out, self._faulty_in = plan.concerns("out"), plan.concerns("in")
         self._num_out = self._num_in = 0
         self._line = asyncio.Lock()
-        self._here: deque[Message] = deque()  # received, and not held back any more once `_due` is over
+        self._here: deque[Message] = deque()  # received messages, held back until `_due`
         self._due = 0.0
         self._sleeper: asyncio.Future[None] | None = None
         self._receiving = False
@@ -99,7 +99,7 @@ class FaultyChannel(Channel):
             return False
         if faults:
             for each in self._befallen(message, "out", self._num_out, faults):
-                self._inner.send_nowait(each)  # one that does not fit is lost: that, too, is a fault
+                self._inner.send_nowait(each)  # a message that does not fit is lost, which also counts as a fault
         self._num_out += 1
         return True
 
@@ -144,7 +144,7 @@ class FaultyChannel(Channel):
             self._admit(message)
 
     def _admit(self, message: Message) -> None:
-        """Applies the plan to a received message; 0, 1 or 2 messages result."""
+        """Applies the plan to a received message and queues the resulting messages (none, or one or more)."""
         number, self._num_in = self._num_in, self._num_in + 1
         faults = self._plan.faults_of(self._number, "in", number)
         seconds = sum(fault.seconds for fault in faults)
@@ -172,7 +172,7 @@ class FaultyChannel(Channel):
         self._raise_if_over()
         return await self._inner.attach_window(key)
 
-    # The faults that change what there is to send or receive.
+    # Faults that change the messages themselves.
 
     def _befallen(self, message: Message, direction: Direction, number: int, faults: list[MessageFault]) -> list[Message]:
         messages = [message]
@@ -228,7 +228,7 @@ class FaultyChannel(Channel):
                 "%s, channel %d to %s, %s: %s at message %d %s", self.scheme, self._number, self.peer.name, direction, kind, number, detail
             )
 
-    # Ends.
+    # Closing.
 
     def _raise_if_over(self) -> None:
         if self._closed:
@@ -269,7 +269,7 @@ class _FaultyListener(Listener):
 
 
 class FaultyTransport(Transport):
-    """Subclasses name what they wrap; `faulty_transport` makes them."""
+    """The base class of faulty transports; `faulty_transport` makes a subclass for an inner transport and a plan."""
 
     inner: ClassVar[type[Transport]]
     plan: ClassVar[FaultPlan]
@@ -299,13 +299,13 @@ class FaultyTransport(Transport):
 
 
 def faulty_transport(scheme: str, inner: type[Transport], plan: FaultPlan) -> type[FaultyTransport]:
-    """A transport of the name `scheme` that applies `plan` to the channels of `inner`."""
+    """Returns a transport class named `scheme` that applies `plan` to the channels of `inner`."""
     members = {"scheme": scheme, "capabilities": inner.capabilities, "inner": inner, "plan": plan}
     return type("FaultyTransport", (FaultyTransport,), members)
 
 
 def from_scheme(scheme: str, find: Callable[[str], type[Transport]]) -> type[Transport]:
-    """The class for `faulty+SCHEME` or `faulty+SCHEME?PLAN`; `find` gives that of SCHEME. Raises AddressError."""
+    """Returns the class for `faulty+SCHEME` or `faulty+SCHEME?PLAN`; `find` returns the class of SCHEME. Raises AddressError."""
     name, _, plan = scheme.removeprefix(PREFIX).partition("?")
     if name.startswith(PREFIX):
         raise AddressError(f"{scheme[:64]!r}: one plan is enough; separate its faults with commas")
@@ -313,7 +313,7 @@ def from_scheme(scheme: str, find: Callable[[str], type[Transport]]) -> type[Tra
 
 
 def _cut_off(parts: list[Part], length: int) -> list[Part]:
-    """The first `length` bytes of `parts`."""
+    """Returns the first `length` bytes of `parts`."""
     kept: list[Part] = []
     for part in parts:
         kept.append(part[:length])

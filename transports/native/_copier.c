@@ -1,7 +1,7 @@
-/* Copies into shared memory that no event loop waits for: one thread per number and process, alive while any CopyThread uses it.
+/* Makes copies into shared memory without blocking the event loop: one thread per number and process, alive while a CopyThread uses it.
  *
  * A CopyThread is one user's queue of copies. They are made in order, and each is announced to the peer in the 32-byte field of the thread
- * when it is done (ring.py says what the field means). The threads never touch Python: they copy, store, and write to eventfds. A buffer
+ * when it is done (ring.py defines the field). The threads never touch Python: they copy, store, and write to eventfds. A buffer
  * view keeps a source alive; the event loop's thread releases it in `collect`, after the copy is complete.
  */
 #include "_words.h"
@@ -26,7 +26,7 @@ typedef struct Job {
 typedef struct {
     pthread_t thread;
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* a job was queued, or done, or the thread shall stop */
+    pthread_cond_t changed; /* a job was queued or done, or the thread must stop */
     Job *first, **last;
     int users, stop;
     pid_t process;
@@ -78,7 +78,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* One more user of the thread; starts it. 0, or an error number. */
+/* Adds a user of the thread and starts the thread if needed. Returns 0 or an error number. */
 static int enter(Worker *self)
 {
     if (self->process != getpid()) { /* a forked child has none of its parent's threads */
@@ -93,7 +93,7 @@ static int enter(Worker *self)
         self->last = &self->first;
         self->stop = 0;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that know Python */
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* only Python's threads handle signals */
         int failed = pthread_create(&self->thread, NULL, work, self);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         if (failed)
@@ -103,7 +103,7 @@ static int enter(Worker *self)
     return 0;
 }
 
-/* One user less; the last one ends the thread, which has nothing left to do. Under the interpreter's lock all along, as `enter` is. */
+/* Removes a user; the last one ends the idle thread. Runs under the interpreter's lock throughout, as `enter` does. */
 static void leave(Worker *self)
 {
     if (--self->users)
@@ -146,7 +146,7 @@ static PyObject *copy_thread_new(PyTypeObject *type, PyObject *args, PyObject *k
     return (PyObject *)self;
 }
 
-/* Let go of the sources of what is done; returns how many copies are not. */
+/* Releases the sources of completed copies; returns the number of incomplete copies. */
 static Py_ssize_t collect(CopyThread *self)
 {
     pthread_mutex_lock(&self->worker->mutex);

@@ -1,7 +1,7 @@
-/* Memory lent to a library that says from a thread of its own when it is done with it. Part of the module flowrt.transports.native._words.
+/* Loan: memory lent to a library that reports its return from a thread of its own. Part of the module flowrt.transports.native._words.
  *
- * Here: Loan, and the function such a library is to call. It touches one word and no Python, so that the library's thread never waits
- * for the interpreter. Not here: the library (zeromq_loans.py, which alone uses this).
+ * The library calls a function of this file to end a loan. The function writes one word and uses no Python, so that the library's thread
+ * never waits for the interpreter. zeromq/loans.py is the only user.
  */
 #include "_words.h"
 
@@ -33,7 +33,7 @@ static PyObject *loan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return NULL;
 }
 
-/* Dropped while lent, the memory is never given back: better lost than written over while it is read. */
+/* Memory whose Loan is freed while lent is never released: a leak is better than overwriting memory that is being read. */
 static void loan_dealloc(Loan *self)
 {
     if (!self->view.obj || flowrt_load(self->returned)) {

@@ -1,7 +1,8 @@
-/* The record ring of one direction: one call writes a record and tells the reader, one call reads the next and tells the writer.
+/* The record ring of one direction: one call writes a record and notifies the reader, one call reads the next and notifies the writer.
  *
- * Here: the bytes of records and the cursors, as ring.py describes them. Not here: what an envelope says, which way a payload takes
- * (ring_writer.py, ring_reader.py). These two functions are in C because a small message is little else: a dozen calls in one.
+ * This file handles the bytes of records and the cursors, as ring.py describes them. ring_writer.py and ring_reader.py handle envelopes and
+ * choose the path of a payload. These two functions are in C because they are most of the cost of a small message: one call replaces a
+ * dozen.
  */
 #include "_words.h"
 
@@ -55,7 +56,7 @@ static void records_dealloc(Records *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Read TAIL. 0 with an error set when it cannot be. */
+/* Reads TAIL. Returns 0 with an error set for an impossible value. */
 static int refresh(Records *self)
 {
     uint64_t tail = flowrt_load(self->words + TAIL);
@@ -150,7 +151,7 @@ static void take(Records *self, uint64_t payload_bytes)
     flowrt_store(self->words + TAKEN_MESSAGES, ++self->taken_messages);
 }
 
-/* Copy the head of the record at the read cursor out of shared memory and check it: 0, or -1 with an error set. */
+/* Copies the head of the record at the read cursor out of shared memory and checks it. Returns 0, or -1 with an error set. */
 static int read_head(Records *self, Record *record)
 {
     uint64_t there = self->head - self->tail, rest = self->size - self->tail % self->size;

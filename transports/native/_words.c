@@ -1,7 +1,7 @@
-/* Words in memory that two processes share, and buffers that tell when nobody looks at them any more.
+/* Words in memory that two processes share, and buffers that report when their last view is freed.
  *
- * Here: what plain Python cannot promise. A store made by Python code has no defined order for another process to see; these have.
- * Not here: any protocol (ring.py says what the words mean).
+ * Stores made by Python code have no defined order for another process; the stores of this module have one. ring.py defines the protocol
+ * and the meaning of the words.
  *
  * Memory(fd, nbytes)   a shared mapping, exported as a buffer; aligned 64-bit words in it with acquire, release and full fence
  * Ledger(...)          ranges of such memory handed out in order and given back in any order; the released prefix is published
@@ -307,7 +307,7 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
 static void ledger_release(Ledger *self, uint64_t number, uint64_t nbytes)
 {
     self->held--;
-    if (self->detached) { /* nobody waits for room any more; the mapping goes with the last lease */
+    if (self->detached) { /* no process waits for room any more; the last lease frees the mapping */
         if (!self->held)
             Py_CLEAR(self->memory);
         return;

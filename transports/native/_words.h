@@ -1,4 +1,4 @@
-/* What the files of the module flowrt.transports.native._words share. See _words.c. */
+/* Declarations shared by the files of the module flowrt.transports.native._words. See _words.c. */
 #ifndef FLOWRT_WORDS_H
 #define FLOWRT_WORDS_H
 
@@ -16,7 +16,7 @@ typedef struct {
 
 extern PyTypeObject MemoryType, RecordsType, CopyThreadType, LoanType;
 
-/* The word at `offset`; NULL with IndexError set when there is none. */
+/* Returns the word at `offset`, or NULL with IndexError set for an invalid offset. */
 uint64_t *flowrt_word(Memory *memory, Py_ssize_t offset);
 
 /* Copy what `view` shows to `to`, row-major, whatever its strides. -1 with an error set when it cannot be. */
@@ -29,10 +29,10 @@ static inline int flowrt_flatten(char *to, Py_buffer *view)
     return 0;
 }
 
-/* Exactly `wanted` arguments, else 0 with TypeError set. */
+/* Returns 0 with TypeError set unless there are exactly `wanted` arguments. */
 int flowrt_expect(Py_ssize_t given, Py_ssize_t wanted);
 
-/* 1 when the integer was read into `value`, else 0 with an error set. */
+/* Reads an integer into `value`. Returns 1, or 0 with an error set. */
 static inline int flowrt_uint64(PyObject *number, uint64_t *value)
 {
     *value = PyLong_AsUnsignedLongLong(number);
@@ -69,7 +69,7 @@ static inline uint64_t flowrt_exchange(uint64_t *at, uint64_t value)
     FLOWRT_ACCESS(STEP_EXCHANGE, at, value, __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST));
 }
 
-/* Before bytes of a record are written or read. */
+/* Called before bytes of a record are written or read. */
 static inline uint64_t flowrt_bytes(void)
 {
     FLOWRT_ACCESS(STEP_BYTES, NULL, 0, 0);

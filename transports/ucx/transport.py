@@ -1,8 +1,8 @@
-"""The `ucx` transport: UCX between two processes of one host.
+"""Implements the `ucx` transport: UCX between two processes of one host.
 
-UCX is not touched before the key is proved: the connector sends its worker's address under its proof; the listener responds over UCX with
-its own address and a second proof. Both tags are secrets of that handshake. The socket of the rendezvous stays: its end-of-file is the
-peer's death. UCX's descriptor is in the event loop, armed when no work is left, so nothing spins.
+UCX is not used before the key is proved: the connector sends its worker's address under its proof; the listener responds over UCX with
+its own address and a second proof. Both tags are secrets of that handshake. The socket of the rendezvous stays open: its end-of-file
+reports the peer's death. The event loop watches UCX's descriptor, armed when no work is left, so no loop spins.
 
 There are two message streams with one tag each. *Regions* (regions.py) carry large payloads. *Frames* are small, so that UCX copies them
 into the peer's ring at once, and credits never wait behind a payload:
@@ -37,9 +37,9 @@ from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
-FRAMES_AHEAD = 96  # that the peer has not reported as read; UCX's ring has 256 slots
+FRAMES_AHEAD = 96  # frames that the peer has not reported as read; UCX's ring has 256 slots
 READ_EVERY = 32  # frames between two reports to the peer
-TURNS = 16  # of progress before the loop gets its turn
+TURNS = 16  # calls of progress before the event loop turns
 _HEAD = struct.Struct("<B3xIQQQ")
 _HEAD_BYTES = _HEAD.size
 _READ_SO_FAR = struct.Struct("<Q")  # the head's last field
@@ -50,7 +50,7 @@ _CONNECTOR, _LISTENER = "connector", "listener"
 
 
 class UCXChannel(FlowControlledChannel):
-    """One end: a UCX link, and the line of the meeting."""
+    """One end of a channel: a UCX link and the socket of the handshake."""
 
     scheme: ClassVar[str] = "ucx"
 
@@ -63,18 +63,18 @@ class UCXChannel(FlowControlledChannel):
         bulk_tag = link.tag(int.from_bytes(secret[8:16], "little"))
         self._proof = meeting.handshake.session_key("ucx greeting")
         self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has everything, or ended
+        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
-        self._arrivals: deque[RegionArrival] = deque()  # those that are not whole, and what came after them
-        self._envelope = b""  # what came ahead of a region's frame
-        self._outbox: deque[bytes] = deque()  # frames for which there is no slot yet; bounded by the window
+        self._arrivals: deque[RegionArrival] = deque()  # incomplete messages, and the messages behind them
+        self._envelope = b""  # the parts of an envelope that arrived before its REGION frame
+        self._outbox: deque[bytes] = deque()  # frames that wait for a slot; bounded by the credit window
         self._frames_sent = self._frames_confirmed = 0  # confirmed: reported as read by the peer
         self._frames_read = self._frames_acknowledged = 0
-        self._sent_frames: deque[tuple[Any, bytearray]] = deque()  # whose bytes UCX still needs
+        self._sent_frames: deque[tuple[Any, bytearray]] = deque()  # frames whose bytes UCX still reads
         self._out = bytearray(FRAME_BYTES)
-        self._out_arrays: dict[int, Any] = {}  # what the library wants for the first n bytes of _out
+        self._out_arrays: dict[int, Any] = {}  # n -> the library's array of the first n bytes of _out
         self._in = memoryview(bytearray(FRAME_BYTES))
         self._in_array = link.array(self._in)
         self._in_request = link.receive(self._in_array, self._tag)
@@ -113,7 +113,7 @@ class UCXChannel(FlowControlledChannel):
         return True
 
     def _write(self, kind: int, envelope_bytes: int = 0, a: int = 0, b: int = 0, body: Part = b"") -> None:
-        """Send a frame, or put it into the line of those that wait for a slot in the peer's ring."""
+        """Sends a frame, or queues it until the peer's ring has a free slot."""
         if not self._open:
             return
         if self._outbox or self._frames_sent - self._frames_confirmed >= FRAMES_AHEAD:
@@ -126,7 +126,7 @@ class UCXChannel(FlowControlledChannel):
         self._send_out(end)
 
     def _send_out(self, nbytes: int) -> None:
-        """Send the frame in `_out`."""
+        """Sends the first `nbytes` of `_out` as a frame."""
         self._frames_acknowledged = self._frames_read
         array = self._out_arrays.get(nbytes)
         if array is None:
@@ -135,7 +135,7 @@ class UCXChannel(FlowControlledChannel):
         status = request.status
         if not status:
             return
-        if status == IN_PROGRESS:  # only until the link is up
+        if status == IN_PROGRESS:  # happens only until the link is established
             self._sent_frames.append((request, self._out))
             self._out = bytearray(FRAME_BYTES)
             self._out_arrays = {}
@@ -165,7 +165,7 @@ class UCXChannel(FlowControlledChannel):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Lets UCX work and takes what arrived, until no work is left and UCX's descriptor is armed."""
+        """Runs UCX and processes arrived data until no work is left and UCX's descriptor is armed, or for TURNS rounds."""
         self._scheduled = True
         link = self._link
         try:
@@ -174,7 +174,7 @@ class UCXChannel(FlowControlledChannel):
                     return
                 link.progress()
                 self._look()
-                if self._open and link.arm():  # False may mean only that a signal was taken: UCX must work before the next attempt
+                if self._open and link.arm():  # False may only mean that a signal was consumed: call progress before the next attempt
                     self._scheduled = False
                     return
         except WireError as error:
@@ -183,10 +183,10 @@ class UCXChannel(FlowControlledChannel):
         self._loop.call_soon(self._turn)
 
     def _look(self) -> None:
-        """What has come, and what UCX has completed. Raises WireError."""
+        """Processes arrived frames and completed requests. Raises WireError."""
         while (status := self._in_request.status) != IN_PROGRESS:
             if status:
-                raise WireError(f"a frame that cannot be read (status {int(status)})")  # longer than there can be
+                raise WireError(f"a frame that cannot be read (status {int(status)})")  # longer than any valid frame
             self._read_frame()
             if not self._open:
                 return
@@ -199,7 +199,7 @@ class UCXChannel(FlowControlledChannel):
             self._sent_frames.popleft()
         if self._frames_read - self._frames_acknowledged >= READ_EVERY:
             _HEAD.pack_into(self._out, 0, _READ, 0, 0, 0, self._frames_read)
-            self._send_out(_HEAD_BYTES)  # beside the count: what makes room must not wait for room
+            self._send_out(_HEAD_BYTES)  # not counted: a frame that makes room must not wait for room
 
     # Receiving.
 
@@ -226,9 +226,9 @@ class UCXChannel(FlowControlledChannel):
         elif kind == _REGION:
             envelope, sizes = decode_envelope(self._envelope + body, self.limits)
             self._envelope = b""
-            self._receiving.arrived(sum(sizes))  # before memory is taken for it
+            self._receiving.arrived(sum(sizes))  # checks the credit before memory is allocated
             self._arrivals.append(self._regions_in.expect(envelope, sizes))
-            self._hand_over_whole()  # one without bytes
+            self._hand_over_whole()  # a region without bytes is complete at once
         elif kind == _ENVELOPE:
             self._envelope += body
             if not body or len(self._envelope) > self.limits.max_header_bytes:
@@ -284,10 +284,10 @@ class UCXChannel(FlowControlledChannel):
                 self._end()
                 self._finish()
 
-    # The end.
+    # Closing.
 
     def _on_gone(self, reason: str | None) -> None:
-        """The line of the meeting is closed. What the peer had put into our ring is still there."""
+        """Handles the end of the handshake's socket. Frames that the peer wrote into this end's ring are processed first."""
         try:
             read = -1
             while self._open and read != self._frames_read:
@@ -313,7 +313,7 @@ class UCXChannel(FlowControlledChannel):
             self._finished.set_result(None)
 
     def _stop(self) -> None:
-        """No more turns, whatever UCX has to say."""
+        """Stops all turns; later events of UCX are ignored."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._link.descriptor)
@@ -331,8 +331,8 @@ class UCXChannel(FlowControlledChannel):
                         await self._finished
         finally:
             self._stop()
-            self._lifeline.close()  # before the memory goes that the peer may be reading
-            self._in_request = None  # which takes it back
+            self._lifeline.close()  # before memory that the peer may be reading is freed
+            self._in_request = None  # cancels the request
             self._link.close()
             self._regions_out.clear()
             self._regions_in.clear()
@@ -383,7 +383,7 @@ class UCXTransport(Transport):
 
 
 def _accepted(meeting: Meeting) -> Channel:
-    """The listener's end: connects to the worker whose address the connector sent under its proof."""
+    """Creates the listener's end, connected to the worker whose address the connector sent under its proof."""
     link = UCXLink()
     try:
         link.connect(meeting.payload)
