@@ -16,7 +16,7 @@ from flowrt.seams import Clock, Running
 HEARTBEAT_SECONDS = 0.1
 LAUNCHER_HEARTBEAT_SECONDS = 0.05  # silence counts up to its latest beat, so that is how much later a verdict comes
 STILL_SHARE = 0.01  # of the time: who uses less of a processor than this only looks whether it may go on
-TOLD_SECONDS = 0.3  # from then on standing still is told
+TOLD_SECONDS = 0.3  # a longer standstill is reported
 
 
 class HeartbeatSources(Protocol):

@@ -88,7 +88,7 @@ class Links:
         return list(self._links.values())
 
     def fallbacks(self) -> tuple[str, ...]:
-        """What became of links whose transport broke, a sentence each."""
+        """One sentence per link whose transport broke, with the result."""
         return tuple(text for link in self._links.values() if (text := link.fallback_text()))
 
     async def listen(self) -> dict[str, str]:
@@ -100,10 +100,9 @@ class Links:
         return {scheme: listener.address for scheme, listener in self._listeners.items()}
 
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
-        """Connect and accept until every planned link is up, but for those that open at their first use. `addresses`: process -> scheme
-        -> address.
+        """Connect and accept until every planned link is up, except lazy ones. `addresses`: process -> scheme -> address.
 
-        A caller that is not the incarnation named is closed again. Raises TransportError when somebody cannot be reached.
+        Closes a caller that is not the named incarnation. Raises TransportError when a peer cannot be reached.
         """
         for peer in {plan.peer for plan in self._plans.values()}:
             self._lives.begin(Identity(peer, incarnations[peer]))
@@ -137,10 +136,10 @@ class Links:
                 task.cancel()
 
     async def join(self, process: str, incarnation: str, addresses: Mapping[str, str]) -> bool:
-        """Link up with a new life of a tolerated process, which listens at `addresses` (scheme -> address). True: it is up, and is read
-        from once this task waits for something. False: that life ended meanwhile, or this was told before.
+        """Link with a new incarnation of a tolerated process, which listens at `addresses` (scheme -> address).
 
-        A former life whose end nobody has noticed yet ends now: `on_lost` is told, and its links are closed first.
+        True: the link is up; it is read from once this task waits. False: that incarnation ended meanwhile, or a repeated call.
+        An earlier incarnation that has not ended ends now: `on_lost` is called and its links are closed first.
         """
         life = Identity(process, incarnation)
         former = self._lives.current(process)
@@ -171,8 +170,7 @@ class Links:
         return True
 
     def drop(self, process: str, incarnation: str) -> None:
-        """This life is over, as others have noticed: as if it were lost now, but `on_lost` is not told. Idempotent; holds for a life that
-        is to join, too."""
+        """End this incarnation as if it were lost now, but without calling `on_lost`. Idempotent; also valid before it joins."""
         self._end(Identity(process, incarnation))
 
     async def aclose(self) -> None:

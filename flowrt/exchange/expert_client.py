@@ -29,7 +29,7 @@ from flowrt.transports.wire.message import Tag
 
 @dataclass(slots=True)
 class Asked:
-    """A tag's parts, by id; more are added as they are cut anew, or asked of a second server."""
+    """A tag's parts, by id. Redispatched and hedged parts are appended."""
 
     since_seconds: float
     x_TH: Tensor
@@ -115,13 +115,13 @@ class ExpertClient:
         # Experts without a copy in some layer where the graph gives them one.
         self.homeless = sorted(frozenset[int]().union(*lost.values()))
         self.without.update(lost)
-        self._tables: dict[frozenset[int], Tables] = {}  # by who is avoided
+        self._tables: dict[frozenset[int], Tables] = {}  # by the avoided servers
 
     @property
     def _avoided(self) -> frozenset[int]:
         return self.steering.avoided | self._owing
 
-    # --- what is asked ----------------------------------------------------------------------------------------------------
+    # --- outstanding parts------------------------------------------------------------------------------------------------
 
     def parts_to_ask(self, tag: Tag, parts: list[Part]) -> list[Part]:
         """`parts` of a tag that is being cut, but for pairs whose expert is given up."""
@@ -262,7 +262,7 @@ class ExpertClient:
                 found[part.server] = age, usual
         return found
 
-    # --- who is there -----------------------------------------------------------------------------------------------------
+    # --- lost servers ------------------------------------------------------------------------------------------------------
 
     def lose(self, server: int) -> None:
         """Switch to the next version of the map, without this server."""

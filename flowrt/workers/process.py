@@ -138,7 +138,7 @@ class Worker:
     def incarnation(self) -> str:
         return self._start.incarnation
 
-    # what its beats tell
+    # values that heartbeats report
 
     @property
     def running(self) -> Running | None:
