@@ -75,7 +75,7 @@ class Started:
         raise AssertionError(f"{pattern} never came in:\n{self.err}")
 
     def read_answer(self) -> bytes:
-        """Wait for the first bytes of an answer."""
+        """Waits for the first bytes of an answer."""
         assert self.process.stdout is not None
         return os.read(self.process.stdout.fileno(), 1)
 

@@ -102,7 +102,7 @@ def test_plain_lines_outside_a_terminal(plain: tuple[subprocess.CompletedProcess
 def test_requests_that_fail_leave_the_others_untouched(
     plain: tuple[subprocess.CompletedProcess[str], Path], graph_file: Path, tmp_path: Path
 ) -> None:
-    """One run with everything a line of --prompts can say; the record on standard output."""
+    """One run with every key that a line of --prompts can have; the record on standard output."""
     before = requests_of(plain[1])[0]
     drawn = {"prompt": "one and one", "temperature": 1.5, "top_p": 0.95, "top_k": 400, "max_tokens": 24, "ignore_eos": True}
     end = before["text"][4:6]
@@ -301,7 +301,7 @@ def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, mon
 
 
 async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is stopped would never answer: the last word of those that end in order is enough."""
+    """A stopped worker would never respond: the final statistics of workers that end in order are enough."""
     out, said = Output(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
     running = _Running(Options(graph=graph_file), out, out, [PromptRequest("one", SamplingParams())])
     running._view = running._new_view()

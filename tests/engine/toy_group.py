@@ -73,7 +73,7 @@ def request(
 
 
 class ToyGroup:
-    """Feeds an engine with events and keeps what it says. Checks every batch against what a batch must be."""
+    """Feeds an engine with events and keeps its outputs. Checks the invariants of every batch."""
 
     def __init__(self, limits: GraphLimits, num_micro_batches: int = 1, eos_token_ids: Sequence[int] = (), chunk_tokens: int = 0) -> None:
         self.limits = limits

@@ -84,7 +84,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Models:
-    """Makes each checkpoint of CHECKPOINTS, and loads its truth, when first asked for."""
+    """Makes each checkpoint of CHECKPOINTS, and loads its expected outputs, at first use."""
 
     root: Path
     _truths: dict[tuple[str, str], Any] = field(default_factory=dict)

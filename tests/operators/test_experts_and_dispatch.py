@@ -19,7 +19,7 @@ from flowrt.operators.weights import Checkpoint
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]:
-    """expert ids, weights, positions, copies of each expert, number of servers."""
+    """Expert ids, weights, positions, replicas of each expert, number of servers."""
     num_experts, num_servers = draw(st.integers(2, 9)), draw(st.integers(1, 5))
     num_rows, num_active = draw(st.integers(0, 12)), draw(st.integers(1, min(4, num_experts)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))

@@ -80,7 +80,7 @@ def test_long_chunks_are_expanded_and_short_ones_are_not() -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral window"])
 def test_pages_of_another_sequence_do_not_leak_in(models: Any, name: str) -> None:
-    """Pages full of NaN that belong to nobody, or lie before the window, change nothing."""
+    """Pages full of NaN change nothing when they belong to no sequence or lie before the window."""
     ids = random_prompts([60, 21], seed=6)
     fast = FastModel(models[name])
     tables = [fast.new_sequence(61), fast.new_sequence(22)]

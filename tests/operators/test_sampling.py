@@ -161,7 +161,7 @@ def test_neighbouring_noise_is_independent() -> None:
 
 
 def test_noise_is_what_it_was() -> None:
-    """The noise is a promise across versions: replaying a log must give the same tokens. Values from SplitMix64 in plain integers."""
+    """The noise is stable across versions: replaying a log must give the same tokens. Values from SplitMix64 in plain integers."""
 
     def mix(bits: int) -> int:
         bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,6 +1,6 @@
 """Plants a bug: rewrites one function of a module while it is imported, in a process of its own. The product has no hook for it.
 
-Here: Bug, Edit, `plant`, `rewritten`. Not here: which bugs (planted.py), looking for them (plant.py). An edit whose text is not found in
+planted.py lists the bugs; plant.py searches for them. An edit whose text is not found in
 its function exactly once is an error: a list that no longer fits the code must not pass for bugs that were not found.
 """
 

@@ -25,7 +25,7 @@ def befall(world: World, *faults: object) -> Faults:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_crash_is_a_power_cut(seed: int) -> None:
-    """No `finally` runs, no cancellation is seen, what is in line is never done; the exit and the end of channels are heard of."""
+    """No `finally` runs, no cancellation arrives, queued work is never done; the exit and the end of channels are notified."""
     log: list[str] = []
 
     async def victim(seams: Seams) -> None:
@@ -91,7 +91,7 @@ def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
 
 
 async def heartbeats(world: World, *faults: object) -> tuple[list[float], list[float]]:
-    """When a process's loop beat, and when its computing ended, one of each every 0.1 s, in seconds from the beginning."""
+    """Times of a process's heartbeats and of the ends of its computations, one of each every 0.1 s, in seconds from the start."""
     began, looped, computed = world.loop.time(), [], []
 
     async def work(seams: Seams) -> None:
