@@ -1,4 +1,4 @@
-"""`python -m flowrt`: the same as the command `flowrt` (cli.py)."""
+"""`python -m flowrt`: runs the same command line as `flowrt` (flowrt/cli/app.py)."""
 
 from flowrt.cli.app import main
 

@@ -69,8 +69,10 @@ def transport(
 
 
 def print_results(scheme: str, results: Iterable[Result], console: Console, *, every: bool = False) -> None:
-    """A line per group of checks, with the verdicts on each loop; with `every`, a line per check and its promise. Then what is not kept,
-    spelled out, and a sum."""
+    """Print a line per group of checks with the result on each loop; with `every`, a line per check and the property that it checks.
+
+    Then print each failed check in full, and a total.
+    """
     from rich.text import Text
 
     results = list(results)
@@ -115,7 +117,7 @@ def _groups(results: Sequence[Result], loops: Sequence[str], console: Console) -
 
 
 def _group_names() -> dict[str, set[str]]:
-    """What a group is called, and the names of its checks."""
+    """The name of each group -> the names of its checks."""
     from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS, TRANSPORT_CHECKS
     from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS
     from flowrt.transports.conformance.long_checks import LONG_CHANNEL_CHECKS, LONG_TRANSPORT_CHECKS

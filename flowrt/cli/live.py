@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: a table of the starting processes, then all answers as they grow."""
+"""Shows a run on a terminal: a table of the starting processes, then all answers as they grow."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class LiveView:
         return self._console.size.height - 2
 
     def _blocks(self) -> list[RenderableType]:
-        """Every request; when answers are longer than the screen, their last lines, the room shared out evenly."""
+        """The blocks of all requests. When the answers are longer than the screen, each block shows its last lines in an equal share."""
         room = self._max_lines - len(self._records)
         wanted = [len(self._lines(record)) for record in self._records]
         share = max(wanted, default=1)
@@ -184,7 +184,7 @@ class LiveView:
         return Group(self._head(record), *shown)
 
     def _head(self, record: Record) -> Text:
-        """One line: number, prompt, and how far it is."""
+        """The first line of a block: number, prompt and progress."""
         number = f"[{record.index}] "
         state, style = self._status(record)
         prompt = prompt_text(record)
@@ -195,7 +195,7 @@ class LiveView:
         return Text.assemble((number, "cyan"), (prompt, "bold"), gap, (state, style), no_wrap=True, overflow="crop")
 
     def _lines(self, record: Record) -> list[Text]:
-        """The answer, wrapped and indented; at least one line while none came, so that blocks do not jump."""
+        """The answer, wrapped and indented; at least one line before any text arrives, so that blocks do not move."""
         answer = Text(answer_text(record, self._has_tokenizer))
         if ending := ending_text(record):
             answer.append((" " if answer.plain else "") + ending, "red" if record.finish_reason == "error" else "yellow")

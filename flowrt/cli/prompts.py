@@ -1,4 +1,4 @@
-"""The prompts of a command line or of a JSON lines file, with their parameters, checked before anything starts. Errors are one line."""
+"""Reads and checks prompts with their parameters, from the command line or a JSON lines file, before any process starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLE = '{"prompt": "text"} or {"prompt_token_ids": [1, 2]}'
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One request as its user put it: text, or token ids."""
+    """One request as the user wrote it: text or token ids."""
 
     prompt: str | tuple[int, ...]
     params: SamplingParams

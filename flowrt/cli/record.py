@@ -1,4 +1,4 @@
-"""The record of a run: each request's tokens and times, the figures made of them, and the --json file, written whole or not at all."""
+"""Records the tokens and times of each request, computes the figures of a run, and writes the --json file atomically."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Record:
         return self.answers[0].text
 
     def note(self, event: ClientEvent, now: float) -> None:
-        """Take in the next event of the request, which came at `now`."""
+        """Add the next event of the request, which arrived at `now`."""
         if isinstance(event, EndEvent):
             self.answers[0].text += event.text
             self.finish_reason, self.error, self.ended_seconds = event.finish_reason, event.error, now
@@ -110,7 +110,7 @@ class Record:
             self.token_seconds.append(now)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """No more events will come. No-op after the end."""
+        """End the request: no more events follow. No-op after the end."""
         if self.finish_reason is None:
             self.finish_reason, self.error = reason, error
 

@@ -1,4 +1,4 @@
-"""The account of a run as data: what each process held and did, and what travelled between processes."""
+"""Builds the report of a run as data: the nodes and work of each process, and the traffic between processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EdgeReport:
 
 @dataclass(frozen=True)
 class Account:
-    """A run, apart from its requests. `start_seconds` is from the launch to the last connection; None when the start failed.
+    """A run without its requests. `start_seconds` is from the launch to the last connection; None when the start failed.
     `strict_blocks`: with strict numerics, in which blocks rows are computed, by process."""
 
     processes: tuple[ProcessReport, ...]

@@ -38,13 +38,13 @@ from flowrt.serving.tokenizer import TokenizerError
 
 ANSWERED, REQUEST_FAILED, BAD_INPUT, WORKER_DIED, INTERRUPTED, NO_READER = 0, 1, 2, 3, 130, 141
 TICK_SECONDS = 0.1
-STUCK_SECONDS = STOP_SECONDS + 5.0  # from an order to end at once: more than workers are given to stop and be killed
+STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
 PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line. None: not given."""
+    """The options of the command line. None: not given."""
 
     graph: Path
     prompts: Sequence[str] = ()
@@ -193,7 +193,7 @@ class _Running:
             self._failure = self._failure or error
 
     async def _answer(self, graph: RunningGraph, record: Record, places: asyncio.Semaphore) -> None:
-        """One request from submission to its end. A failure of the whole run is kept for `_serve`."""
+        """Run one request from submission to its end. A failure of the whole run is kept for `_serve`."""
         assert self._view is not None
         now = self._seams.clock.now
         async with places:
@@ -254,7 +254,7 @@ class _Running:
             self._end_now()
 
     def _on_no_reader(self) -> None:
-        """Standard output is closed; a --json file may still be wanted."""
+        """Handle a closed standard output; the --json file may still be written."""
         if self._options.json is None and self._stdout.has_lost_words:
             self._failure = self._failure or _lost(self._stdout)
             self._end_now()

@@ -22,7 +22,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters written out (\\x1b, \\u202e) and tabs as spaces. Newlines stay: they are the caller's to place."""
+    """`text` with control characters written out (\\x1b, \\u202e) and tabs as spaces. Newlines stay: the caller places them."""
     return _UNSEEN.sub(_escape, text).replace("\t", TAB)
 
 
@@ -41,7 +41,7 @@ class Output(io.TextIOBase):
     def __init__(self, stream: TextIO | None, on_broken: Callable[[], None] | None = None) -> None:
         self.on_broken = on_broken
         self.error: Exception | None = None
-        if stream is None:  # Python's way of saying that the descriptor was closed when it began
+        if stream is None:  # Python sets None when the descriptor was closed at its start
             self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
             stream = io.StringIO()
         self._stream = stream
@@ -54,7 +54,7 @@ class Output(io.TextIOBase):
 
     @property
     def has_lost_words(self) -> bool:
-        """Whether output was lost for another reason than that the reader left."""
+        """Whether output was lost for any reason other than a reader that closed the pipe."""
         return self.error is not None and not isinstance(self.error, NO_READER_ERRORS)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run shows in plain lines: for pipes, files, NO_COLOR and dumb terminals."""
+"""Shows a run in plain lines: for pipes, files, NO_COLOR and dumb terminals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class View(Protocol):
         ...
 
     def on_text(self, record: Record, new: str) -> None:
-        """A token of the request, or its end; `new` is the text that came with it. The record has taken it in already."""
+        """A token of the request, or its end; `new` is the text that came with it. The record already contains it."""
         ...
 
     def note(self, text: str) -> None:
@@ -67,7 +67,7 @@ def prompt_text(record: Record) -> str:
 class PlainView:
     """Progress on `err`; on `out` one answer as it comes, or several in order of completion, "[3] text" each.
 
-    Further lines of an answer are indented, so that no answer can pass for another's beginning.
+    Further lines of an answer are indented, so that no line of an answer looks like the start of another answer.
     """
 
     def __init__(self, out: Output, err: Output, graph: Graph, has_tokenizer: bool) -> None:

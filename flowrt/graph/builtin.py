@@ -14,7 +14,7 @@ SOURCE = "source"
 class Keeps(StrEnum):
     """The state that an operator keeps between two firings, from the least to the most."""
 
-    NOTHING = "nothing between two requests"  # and its clients keep each request until the response
+    NOTHING = "nothing between two requests"  # its clients keep each request until the response
     SEQUENCES = "sequences"  # rebuilt from the request log
     UNKNOWN = "unknown"
 
@@ -40,7 +40,7 @@ class BuiltinOperator:
         return {name: PortSpec(name, takes="gather" if name in counts else "one", count=counts.get(name)) for name in self.inputs}
 
     def output_ports(self, used: Iterable[str]) -> dict[str, PortSpec]:
-        """All fixed ports, and those of `used` that a "*" stands for."""
+        """All fixed ports, and the ports of `used` that match a "*"."""
         names = [name for name in self.outputs if not name.endswith("*")]
         names += [name for name in sorted(set(used)) if name not in names and self.has_output(name)]
         return {name: PortSpec(name) for name in names}

@@ -1,4 +1,4 @@
-"""What must hold of a graph before any process starts: a graph in, problems out."""
+"""Checks a graph before any process starts, and yields its problems."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Problem:
 
 
 def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
-    """All problems, the most basic first. A later one may follow from an earlier one."""
+    """Yield all problems, the most basic first. An earlier problem may cause a later one."""
     yield from _check_ports(graph)
     yield from _check_responses(graph)
     yield from _check_transports(graph)
@@ -157,8 +157,8 @@ def _at(later: bool, layer: int) -> str:
 
 
 def _check_cycles(graph: Graph, flow: Flow) -> Iterator[Problem]:
-    """Without the edges that advance the tag, no (node, layer) may lead back to itself."""
-    into: dict[tuple[str, int], dict[tuple[str, int], Edge]] = {}  # (node, layer) -> what feeds it, by which edge
+    """Without the edges that advance the tag, no (node, layer) may reach itself."""
+    into: dict[tuple[str, int], dict[tuple[str, int], Edge]] = {}  # (node, layer) -> the (node, layer) that feeds it -> the edge
     for edge in graph.edges.values():
         if edge.tag.advances or emits(graph.nodes[edge.target].operator):
             continue

@@ -1,4 +1,4 @@
-"""A graph as text for drawing tools: Mermaid and Graphviz."""
+"""Renders a graph as text for drawing tools: Mermaid and Graphviz."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def roles(graph: Graph) -> dict[str, str]:
 
 
 def boxes(graph: Graph) -> Iterator[Box]:
-    """Every process or role; the gateway last, if the graph has an input or output."""
+    """Yield every process or role; the gateway last, if the graph has an input or output."""
     names = roles(graph) if is_collapsed(graph) else {process: process for process in [*graph.process_names(), GATEWAY]}
     found: dict[str, list[Node]] = {name: [] for name in names.values()}
     for node in graph.nodes.values():
@@ -62,7 +62,7 @@ def boxes(graph: Graph) -> Iterator[Box]:
 
 
 def arrows(graph: Graph) -> Iterator[Arrow]:
-    """The arrows between nodes, or between roles; parallel edges are one arrow."""
+    """Yield the arrows between nodes, or between roles; parallel edges are one arrow."""
     collapsed, role = is_collapsed(graph), roles(graph)
     found: dict[tuple[str, str], list[Edge]] = {}
     for edge in graph.edges.values():
@@ -91,7 +91,7 @@ def _node_words(node: Node) -> list[str]:
 
 
 def _edge_words(edge: Edge, graph: Graph) -> Iterator[str]:
-    """Transport, link, credits, layers and tag, as far as the edge has them."""
+    """Yield the transport, link, credits, layers and tag that the edge has."""
     if graph.crosses(edge):
         yield edge.transport + (f" ({edge.link})" if edge.link else "")
         yield "response" if edge.response_to is not None else f"{edge.credits} credit{'s' * (edge.credits != 1)}"

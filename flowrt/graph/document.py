@@ -1,6 +1,6 @@
-"""A graph file as plain values that remember their lines; `--set` overrides write into them.
+"""Reads a graph file as plain values with their line numbers, and applies `--set` overrides to them.
 
-Refused are duplicate keys, tags, anchors and aliases (so that no small file becomes a large one), deep nesting, large files, and several
+It refuses duplicate keys, tags, anchors and aliases (so that no small file becomes a large one), deep nesting, large files, and several
 documents. The values are not checked: schema.py does that.
 """
 
@@ -89,7 +89,7 @@ def dotted(path: Path_) -> str:
 
 
 def read_document(path: Path, name: str | None = None) -> Document:
-    """The file at `path`. Raises GraphError when it is missing, too large, not UTF-8, or not the YAML of graph files."""
+    """Read the file at `path`. Raises GraphError when it is missing, too large, not UTF-8, or not the YAML of graph files."""
     name = name or str(path)
     try:
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def read_document(path: Path, name: str | None = None) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """As `read_document`, for a text. `name` stands for the file in errors."""
+    """As `read_document`, for a text. Errors use `name` as the file name."""
     document = Document(name=name, value=None)
     try:
         reader = YAML(typ="safe", pure=True)
@@ -130,7 +130,7 @@ def parse_document(text: str, name: str) -> Document:
 
 
 class _Reader:
-    """Turns parse events into values. A loader would already have followed aliases and tags."""
+    """Turns parse events into values. It does not use a YAML loader, which would resolve aliases and tags first."""
 
     def __init__(self, document: Document, events: Iterator[Any]) -> None:
         self._document, self._events = document, events

@@ -1,4 +1,4 @@
-"""The short form made explicit: a `deploy:` section and the facts of a model become nodes and edges.
+"""Expands the short form: turns a `deploy:` section and the facts of a model into nodes and edges.
 
 Per group g, in process `attention.g`:
 
@@ -6,7 +6,7 @@ Per group g, in process `attention.g`:
                            \\-> mlp (dense layers) ----------------------------------------/    \\-> head, after the last -> source
 
 Where the model has shared experts, the residual reaches `combine` through `shared`, which adds them. The layers of the model are one
-cycle whose edges advance the tag. `combine` waits for the residual, the plan, and as many parts as the plan says.
+cycle whose edges advance the tag. `combine` waits for the residual, the plan, and the number of parts in the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LINK = ("deploy", "links", "attention-experts")
 
 @dataclass
 class _Parts:
-    """The nodes and edges so far."""
+    """Collects the nodes and edges of the expansion."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: dict[str, Edge] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class _Parts:
         self.nodes[name] = Node(name, operator, process, *ports, options, built.stateful, built.batches, line)
 
     def edge(self, source: str, target: str, **rest: Any) -> None:
-        """`source` and `target` are node.port."""
+        """Add an edge; `source` and `target` are node.port."""
         (from_node, _, from_port), (to_node, _, to_port) = source.rpartition("."), target.rpartition(".")
         edge = Edge(from_node, from_port, to_node, to_port, **rest)
         self.edges[edge.name] = edge
@@ -48,7 +48,7 @@ class _Parts:
 def expand_deploy(
     deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document
 ) -> tuple[dict[str, Node], dict[str, Edge]]:
-    """The nodes and edges that `deploy` stands for; `limits` are those of the groups. Raises GraphError for what the model cannot do."""
+    """Expand `deploy` to nodes and edges; `limits` are those of the groups. Raises GraphError for a section that the model does not fit."""
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
     _check_counts(deploy, limits, facts, document)
@@ -72,7 +72,7 @@ def sections_by_process(deploy: DeploySection) -> dict[str, RoleSection]:
 def _add_group(parts: _Parts, at: str, held: Sequence[Held], remote: bool, facts: ModelFacts, document: Document) -> None:
     last = facts.num_layers - 1
     moe, dense = frozenset(facts.moe_layers), frozenset(facts.dense_layers)
-    on_moe = LayerSet(moe) if dense else LayerSet()  # no filter where all layers are meant
+    on_moe = LayerSet(moe) if dense else LayerSet()  # no filter when it covers all layers
     line = document.line(("deploy", "attention"))
     servers = [f"server{server}" for server in range(len(held))]
 
@@ -139,7 +139,7 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
 
 
 def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> list[Held]:
-    """What each server holds, by layer. Without servers: one entry, with every expert."""
+    """The experts that each server holds, by layer. Without servers: one entry with every expert."""
     if experts.placement is None:
         servers = even_placement(facts.num_experts, max(experts.servers, 1), experts.replicas)
         return [dict.fromkeys(facts.moe_layers, ids) for ids in servers]

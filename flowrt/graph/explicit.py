@@ -1,4 +1,4 @@
-"""The explicit form: `nodes:` and `edges:` of a graph file become nodes and edges with their ports."""
+"""Builds the explicit form: turns `nodes:` and `edges:` of a graph file into nodes and edges with their ports."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check_builtin(built: BuiltinOperator, section: NodeSection, path: Path_, do
 
 
 def _user_ports(section: NodeSection, taken: dict[str, str], given: dict[str, str]) -> tuple[Ports, Ports]:
-    """The ports as declared, or, where nothing is declared, as the edges use them."""
+    """The declared ports, or, without a declaration, the ports that the edges use."""
     inputs = {port: PortSpec(port) for port in sorted(taken)}
     if section.inputs is not None:
         inputs = {port: PortSpec(port, tuple(each.tensors or ()), each.takes, each.count) for port, each in section.inputs.items()}
@@ -123,7 +123,7 @@ def _edge(name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapp
 
 
 def _ends(name: str, section: EdgeSection, document: Document) -> Ends:
-    """The ends as written in the edge, or else as its name says."""
+    """The ends of an edge: from its keys, or else from its name."""
     found: list[str] = []
     source, arrow, target = (part.strip() for part in name.partition("->"))
     for key, written, named in (("from", section.source, source), ("to", section.target, target)):

@@ -1,4 +1,4 @@
-"""From a graph file to a checked graph: read, override, validate, find the model and the prompts, expand, check."""
+"""Loads a graph file into a checked graph: reads, overrides, validates, finds the model and the prompts, expands, checks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load_graph(
     facts_of: FactsOf | None = None,
     schemes: Collection[str] | None = None,
 ) -> Graph:
-    """The graph that the file at `path` describes, expanded and checked.
+    """Load the graph file at `path`, expanded and checked.
 
     `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory
     (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.

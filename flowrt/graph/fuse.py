@@ -1,4 +1,4 @@
-"""Which nodes of a process continue the firing that feeds them, without waiting in the matching table.
+"""Decides which nodes of a process continue the firing that feeds them, without waiting in the matching table.
 
 A node is *fused* when, at any tag, all its inputs come from one earlier firing of the same process: from one node, or from several that
 certainly fired in that firing. Otherwise it is an *entry*, which the runner matches. The process's source emits its messages before any

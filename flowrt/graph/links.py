@@ -1,4 +1,4 @@
-"""Links between pairs of roles: the transport, link profile, credits and opening of every edge that crosses between processes."""
+"""Sets the transport, link profile, credits and opening of every edge between processes, from the links of pairs of roles."""
 
 from __future__ import annotations
 

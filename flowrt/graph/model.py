@@ -1,4 +1,4 @@
-"""A graph as data: what a graph file means once it is read, checked and expanded.
+"""The data model of a graph: the result of reading, checking and expanding a graph file.
 
 A node has one set of ports for all layers. The layer is part of the tag, so the layers of a model are a cycle of the graph whose edges
 advance the tag, not copies of its nodes.
@@ -109,7 +109,7 @@ class Edge:
 
     `name` identifies the edge in graph files and errors; by default it names both ends. `id` is what messages carry: a hash of the name,
     so it is the same in every process and does not change when other edges come or go. `layers` filters by the producer's tag; `tag`
-    changes it. `credits` bounds the messages that are on the way or unconsumed. `response_to` names the edge of a request: this edge
+    changes it. `credits` bounds the messages that are in flight or unconsumed. `response_to` names the edge of a request: this edge
     carries only the result for the message that came along that edge, and a request's credit returns with its response.
     """
 
@@ -225,7 +225,7 @@ class ReliabilitySettings:
 
 @dataclass(frozen=True)
 class Graph:
-    """An expanded, checked graph, by which workers are started. Nodes and edges are found by name."""
+    """An expanded, checked graph, from which the launcher starts workers. Nodes and edges are keyed by name."""
 
     nodes: Mapping[str, Node]
     edges: Mapping[str, Edge]
@@ -269,7 +269,7 @@ class Graph:
         return GraphLimits(**{key: pick(limits[key] for limits in roles) for key in roles[0]}) if roles else self.limits
 
     def tags_in_flight(self) -> int:
-        """The most tags on the way at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
+        """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
         num_sources = sum(1 for node in self.nodes.values() if node.operator == "source")
         return num_sources * self.micro_batches if num_sources else self.limits.in_flight
 

@@ -1,4 +1,4 @@
-"""The small notations inside graph files: "0-5,7" for ids, "layer+1" for tags, "float32[rows,64]" for tensors, links, names.
+"""Parses and formats the small notations of graph files: "0-5,7" for ids, "layer+1" for tags, "float32[rows,64]" for tensors, links, names.
 
 Every parser raises ValueError with a text for the user.
 """

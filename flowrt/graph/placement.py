@@ -1,4 +1,4 @@
-"""Which expert server holds which experts: the even default, an uneven `placement:`, and the options of nodes.
+"""Assigns experts to expert servers: the even default, an uneven `placement:`, and the options of nodes.
 
 In a node's options, held experts are "0-5" (alike in every MoE layer) or {"0-2": "0-5", "3": "1-7"} by layer (a layer left out: none).
 """

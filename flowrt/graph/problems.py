@@ -1,4 +1,4 @@
-"""Errors of validation in a user's words, each at the line that it comes from."""
+"""Turns validation errors into errors for the user, each with the line that it comes from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _WORDINGS |= dict.fromkeys(
 
 
 def refuse_unbuilt(document: Document) -> None:
-    """Raises GraphError for the first key whose meaning is settled but that is not built yet."""
+    """Raises GraphError for the first key that is defined but not implemented yet."""
     for path, (test, text) in _UNBUILT.items():
         if document.has(path) and test(document.at(path)):
             document.fail(path, text)

@@ -1,4 +1,4 @@
-"""The flow of tags through a graph: which layers' messages can reach which port.
+"""Computes the flow of tags through a graph: the layers whose messages can reach each port.
 
 `follow` is a fixpoint over (node, first or later step, layer). Layers that no edge tells apart behave alike, so the first layer of each run
 of such layers stands for the run: a model of 61 layers costs no more than one of six.

@@ -1,4 +1,4 @@
-"""What a graph survives: the recovery of each process, derived from the state that its operators keep.
+"""Derives the recovery of each process from the state that its operators keep.
 
 `RULES` is the only table of recoveries. The launcher, the workers, the simulation and `flowrt graph show` read it, and a test compares it
 with docs/reliability.md. No rule depends on the name of a role or process, except for the processes of flowrt itself.
@@ -14,7 +14,7 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, Node
 
 
 class Recovery(StrEnum):
-    """What follows the death of a process."""
+    """The reaction to the death of a process."""
 
     REDISPATCH = "redispatch"
     REPLAY = "replay"

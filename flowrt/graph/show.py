@@ -1,4 +1,4 @@
-"""A graph as lines of text: processes with their nodes, experts, fused chains and recovery, then the edges between processes."""
+"""Prints a graph as lines of text: processes with their nodes, experts, fused chains and recovery, then the edges between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph written as a graph file of the explicit form, which loads back to an equal graph."""
+"""Writes a graph as a graph file of the explicit form, which loads back to an equal graph."""
 
 from __future__ import annotations
 
