@@ -61,7 +61,7 @@ def checked_text(value: str) -> str:
 
 
 def read_prompts(name: str, defaults: SamplingParams) -> list[PromptRequest]:
-    """The requests of a JSON lines file, in order; "-" reads standard input. `defaults` hold where a line says nothing.
+    """The requests of a JSON lines file, in order; "-" reads standard input. `defaults` apply to keys that a line does not have.
 
     Raises UserError "FILE:LINE: ..." for the first line that is wrong, and for a file without a line.
     """

@@ -74,7 +74,7 @@ class TagStep:
 class PortSpec:
     """One port of a node. `tensors` are spec strings such as "float32[rows,64]"; an empty tuple declares nothing.
 
-    `takes` is "one" (a message per tag) or "gather": as many messages as the plan says that arrives on the port named `count`, possibly
+    `takes` is "one" (a message per tag) or "gather": as many messages as given by the plan on the port named `count`, possibly
     none. Outputs are always "one": a firing sends at most one message per output port.
     """
 

@@ -93,7 +93,7 @@ class TcpChannel(FlowControlledChannel):
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            sent = len(self._unsent)  # nobody is there; reading tells, once what had arrived is read
+            sent = len(self._unsent)  # the peer is gone; reading reports it after the data that arrived before
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
