@@ -312,7 +312,7 @@ async def test_one_that_cannot_be_reached_is_lost(scheme: str) -> None:
 
 
 @SCHEMES
-async def test_a_caller_waits_until_we_are_told_of_it_and_others_are_refused(scheme: str) -> None:
+async def test_caller_waits_until_it_is_announced_and_others_are_refused(scheme: str) -> None:
     async with world(scheme, False) as w:
         await w.leave("b1")
         await until(lambda: w.lost)

@@ -122,7 +122,7 @@ async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
         assert state(pid) != "T"
 
 
-async def test_what_is_done_is_said_with_what_comes_next_and_how_the_load_fares() -> None:
+async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
     async with running() as (graph, _, watch, _):
         said: list[str] = []
         injector = Injector(graph, watch, Seams().clock, said.append)
@@ -143,7 +143,7 @@ async def test_what_is_done_is_said_with_what_comes_next_and_how_the_load_fares(
         assert said[3].endswith("; no more kills")
 
 
-async def test_a_run_that_is_cancelled_ends_its_processes_and_tells_what_it_saw(tmp_path: Path) -> None:
+async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(
         "scenario: 1\nfaults: [{fault: crash, process: experts.1, at_seconds: 0}, {fault: crash, process: experts.1, at_seconds: 999}]\n"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 
 
-def test_what_cannot_be_measured_is_said_before_anything_starts(
+def test_unmeasurable_input_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

@@ -181,7 +181,7 @@ def test_parts_of_a_dead_server_are_redispatched(client, server, answered):
     client.check()
 
 
-def test_two_of_three_die_one_after_the_other_and_return(client):
+def test_two_of_three_servers_die_in_turn_and_return(client):
     client.begin()
     client.die(0)
     client.serve_all()

@@ -23,7 +23,7 @@ LINKED = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  experts: {servers: 2}\n  links
         ("{dilation: 2, compute: {attention_seconds: 1, expert_seconds: 120e-6}}", Emulation(2.0, 1.0, 120e-6)),
     ],
 )
-def test_an_emulated_graph_says_the_same_expanded_and_on_the_wire(load, section: str, emulation: Emulation) -> None:
+def test_emulated_graph_is_equal_expanded_and_on_the_wire(load, section: str, emulation: Emulation) -> None:
     graph = load(f"{LINKED}emulate: {section}\n")
     assert graph.emulation == emulation
     assert load(to_yaml(graph), name="again.yaml") == graph

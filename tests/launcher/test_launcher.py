@@ -310,7 +310,7 @@ def test_death_just_before_the_stop_is_reported(turns: int) -> None:
     on_loop(asyncio.run, main)
 
 
-def test_the_dead_are_named_before_those_who_miss_them() -> None:
+def test_dead_processes_are_named_before_their_peers() -> None:
     async def main() -> None:
         it = Run("echo.0", "complain.0", "echo.1")
 
@@ -412,7 +412,7 @@ def test_a_module_that_cannot_be_imported_by_the_fork_server() -> None:
     on_loop(asyncio.run, main)
 
 
-def test_a_killed_fork_server_takes_all_along() -> None:
+def test_killed_fork_server_ends_all_processes() -> None:
     async def main() -> None:
         it = Run("echo.0", "echo.1")
 

@@ -285,7 +285,7 @@ def test_workers_that_never_load_end_the_start_by_name() -> None:
     assert served.clients == ()
 
 
-def test_a_deadlock_says_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlock_error_names_the_waiting_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     from flowrt.dataflow.runner import Runner
 
     monkeypatch.setattr(Runner, "settle", lambda self: None)  # messages that come fire nothing

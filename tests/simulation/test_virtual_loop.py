@@ -121,7 +121,7 @@ def test_queues_timeouts_groups_and_generators_work_as_on_any_loop() -> None:
         assert run(seed, main).result == list(range(10))
 
 
-def test_a_deadlock_is_an_error_that_says_who_waits() -> None:
+def test_deadlock_error_names_the_waiting_tasks() -> None:
     async def stuck(event: asyncio.Event) -> None:
         await event.wait()
 

@@ -203,7 +203,7 @@ async def test_a_death_is_noticed_by_libzmq_and_not_by_waiting(monkeypatch: pyte
             await within(channel.recv(), "recv")
 
 
-async def test_a_lost_line_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_rendezvous_socket_breaks_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should libzmq not tell, the socket of the meeting does."""
     monkeypatch.setattr(zeromq, "DEATH_SECONDS", 0.05)
     monkeypatch.setattr(ZeroMQChannel, "_read_monitor", lambda channel: None)
