@@ -153,7 +153,7 @@ def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, Process
 
 
 def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
-    """Now and then all links open at the start."""
+    """In some cases, all links open at the start."""
     if chance.random() < 0.7:
         return graph
     return replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
@@ -331,7 +331,7 @@ def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) ->
 
 
 def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    """A process stops or hangs and never goes on; only the detector can tell."""
+    """A process stops or hangs for good; only the detector notices."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
     names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a server that cannot be killed is waited for
     if graph.processes != "many" or not is_watched(graph):
@@ -342,7 +342,7 @@ def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
 
 
 def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
-    """Most of them, from early on, each as slow as it likes: who is late, and whom is it asked instead?"""
+    """Slow faults on most servers from early on, each with its own factor, so that parts are late and hedged."""
     lasts = 10 ** chance.uniform(-1, 0.4)
     slow = [name for name in servers if chance.random() < 0.7]
     return [

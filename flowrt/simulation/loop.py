@@ -110,7 +110,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return node in self._parked
 
     def kill(self, node: str) -> None:
-        """As a power cut: no code of `node` runs again: no `finally`, no cancellation. Its tasks are kept until `bury`, so that no
+        """Like a power cut, no code of `node` runs again: no `finally`, no cancellation. Its tasks are kept until `bury`, so that no
         destructor runs either."""
         self.park(node)
         tasks = [task for of, reference in self._tasks if of == node and (task := reference()) is not None and not task.done()]

@@ -105,7 +105,7 @@ class World:
         return random.Random(f"{what} {self.seed}")
 
     def new_key(self) -> bytes:
-        """The key of a run: as good as any, here."""
+        """A random key for the run, drawn from the seed."""
         return self._random.randbytes(32)
 
     # processes
@@ -148,7 +148,7 @@ class World:
         return True
 
     def process_times(self, pid: int) -> ProcessTimes | None:
-        """As the system would tell: only stalls of a loop take processor time that is noticed."""
+        """Processor times as the system reports them; only stalls of the loop take processor time."""
         process, now = self._by_pid.get(pid), self.loop.time()
         if process is None or process.exit.done():
             return None
@@ -165,7 +165,7 @@ class World:
         return Activity.RUNNABLE if loop else Activity.ASLEEP
 
     def leftovers(self) -> list[str]:
-        """What should not be there when all processes have ended: processes, channels, listeners."""
+        """Processes, channels and listeners that still exist although all processes should have ended."""
         left = [f"process {process.node}" for process in dict.fromkeys(self.processes.values()) if self._is_alive(process)]
         left += [f"channel from {channel.label}" for channel in self.network.open_channels() if not self.loop.is_dead(channel.node)]
         return left + [f"listener {address} of {listener.node}" for address, listener in self.network.listeners.items()]
