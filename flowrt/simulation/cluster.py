@@ -337,12 +337,13 @@ class _Run:
                 raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(busy)}")
             await clock.sleep(QUIET_SECONDS)
         insides = self._living_insides()
-        while credit_faults(insides) and world.loop.time() < healed + SETTLE_SECONDS:
-            await clock.sleep(QUIET_SECONDS)  # what was sent on a link 300 times as slow is still on its way
+        while (credit_faults(insides) or self._checks.unused(insides)) and world.loop.time() < healed + SETTLE_SECONDS:
+            await clock.sleep(QUIET_SECONDS)  # a message on a link 300 times as slow is still in flight
         if self._failure is not None:
             return
         self.look()
-        self._checks.check_in_use(insides)
+        if (unused := self._checks.unused(insides)) is not None:
+            raise InvariantError("I8", unused)
         world.num_faults.update({name: count for name, count in self._checks.counts.items() if name})
         for inside in insides:
             world.num_faults.update(inside.branches())

@@ -85,12 +85,13 @@ class ServerChecks:
             self._looked_at = now
             self._look_for_unasked(insides, now)
 
-    def check_in_use(self, insides: Iterable[Inside]) -> None:
-        """After the run has settled: every group uses the latest incarnation of every living server (I8)."""
+    def unused(self, insides: Iterable[Inside]) -> str | None:
+        """A group that does not use a living server in its latest incarnation, or None. When all has settled there is none (I8)."""
         for inside in insides:
             for name in inside.servers:
                 if name not in self.down and not inside.asks(name, incarnation := self._launcher.incarnations[name]):
-                    raise InvariantError("I8", f"{inside.name} does not use {name} in its latest incarnation {incarnation}")
+                    return f"{inside.name} does not use {name} in its latest incarnation {incarnation}"
+        return None
 
     # Inside.
 

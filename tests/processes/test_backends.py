@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 
@@ -15,11 +17,13 @@ checks = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name
 
 @checks
 async def test_local(check: Check) -> None:
+    run_id = f"checks of {os.getpid()}"  # closing a backend kills every process that carries its run id
+
     async def open_backend(owner: Owner) -> LocalBackend:
-        return await LocalBackend.open("backend-checks", owner, ("processes.backend_checks",), 3, 60.0)
+        return await LocalBackend.open(run_id, owner, ("processes.backend_checks",), 3, 60.0)
 
     await run_check(check, open_backend)
-    assert processes_marked("backend-checks") == []
+    assert processes_marked(run_id) == []
 
 
 @checks

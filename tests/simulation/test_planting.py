@@ -58,13 +58,13 @@ def test_a_module_that_is_loaded_already_cannot_be_planted() -> None:
 
 
 def test_the_search_finds_bugs_and_says_when_it_does_not() -> None:
-    names = ["epoch-unchecked", "parts-overwrite", "credit-lost", "claim-kept"]
+    names = ["epoch-unchecked", "parts-overwrite", "credit-lost"]
     command = [sys.executable, "tests/simulation/plant.py", "--control-seeds", "3", "--seeds"]
     found = subprocess.run([*command, "40", "--only", ",".join(names)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "4 of 4 planted bugs found" in found.stdout
+    assert "3 of 3 planted bugs found" in found.stdout
     rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
-    assert [rows[name] for name in names] == ["I8", "I1", "deadlock", "I3"]
+    assert [rows[name] for name in names] == ["I2", "I1", "deadlock"]
     missed = subprocess.run([*command, "1", "--only", "epoch-unchecked"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert missed.returncode == 1
     assert "0 of 1 planted bugs found" in missed.stdout
