@@ -123,7 +123,7 @@ class Links:
         schemes = {scheme for _, scheme in self._unopened}
         schemes |= {plan.scheme for plan in self._plans.values() if plan.peer in self._tolerated and not plan.connects}
         async with asyncio.TaskGroup() as callers:
-            accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in schemes]
+            accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in sorted(schemes)]
             async with asyncio.TaskGroup() as self._running:
                 for key in self._links:
                     self._read(key)
