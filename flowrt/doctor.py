@@ -26,7 +26,7 @@ from flowrt.errors import UserError
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, available_transports, usable_cores
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, usable_cores
 from flowrt.observe import duration_text, size_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
@@ -34,6 +34,7 @@ from flowrt.process_status import Activity, ProcessTimes, process_activity, proc
 from flowrt.processes.leftover import Marked, marked_processes
 from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import PROFILES
+from flowrt.transports.registry import known_schemes, unavailable_reason
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES = 1 << 30
@@ -100,7 +101,7 @@ async def collect(model: str | None = None, dtype: str | None = None, graph: str
     loaded = None if graph is None else _load_graph(graph)
     if model is not None:
         _check_model(model, dtype)
-    available = dict(available_transports())
+    available = {scheme: unavailable_reason(scheme) for scheme in known_schemes()}
     checks = [_python_check(), *await _torch_checks(), *_machine_checks()]
     checks += [_library_check("uvloop", "workers run on the standard loop, slower"), *transport_checks(available)]
     checks += [*_kernel_checks(), detector_check(process_times(os.getpid()), process_activity(os.getpid()))]
@@ -152,7 +153,7 @@ def _mark(check: Check) -> tuple[str, str]:
 
 
 def transport_checks(available: Mapping[str, str | None]) -> list[Check]:
-    """One check per scheme, and the scheme that `auto` chooses between processes. `available` is as for choose_transports."""
+    """One check per scheme, and the scheme that `auto` chooses between processes. `available`: scheme -> None, or why not."""
     checks = [
         Check(f"transport {scheme}", reason is None, "works" if reason is None else reason, None, needed=scheme == WITHIN)
         for scheme, reason in available.items()

@@ -33,13 +33,14 @@ from flowrt.launcher.loading import Loading
 from flowrt.launcher.monitor_client import Watching
 from flowrt.launcher.restarts import EXPLAINED_SECONDS, Revival
 from flowrt.launcher.root_cause import Kind, Verdict, named_error
-from flowrt.launcher.transport_choice import available_transports, choose_transports, pack
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
 from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
@@ -64,7 +65,7 @@ class Launcher:
     hosted: workers that run in this loop beside the graph's own, such as the gateway's half of a user's graph: name -> the
     coroutine function to run. They get the same messages over the same kind of control connection.
     worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
-    available: scheme -> None, or why it cannot be used; by default the registry's answer.
+    unavailable_reason: as for choose_transports; by default the registry's.
 
     Raises UserError (bad input, exit code 2) and WorkerDiedError (exit code 3). The thread that enters must outlive the run, because the
     kernel kills the fork server when that thread ends.
@@ -82,12 +83,12 @@ class Launcher:
         hosted: Mapping[str, WorkerMain] | None = None,
         worker: str = WORKER,
         preload: Sequence[str] = PRELOAD,
-        available: Mapping[str, str | None] | None = None,
+        unavailable_reason: UnavailableReason = unavailable_reason,
         answer_seconds: float = ANSWER_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self.seams = seams or Seams()
-        self.graph = choose_transports(graph, available_transports() if available is None else available)
+        self.graph = choose_transports(graph, unavailable_reason)
         self.key = self.seams.new_key()
         self.run_id = self.seams.new_incarnation()
         self._log_level = log_level

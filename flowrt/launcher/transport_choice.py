@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from flowrt.errors import GraphError
 from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.transports.errors import AddressError
-from flowrt.transports.registry import base_scheme, known_schemes, unavailable_reason
+from flowrt.transports.registry import base_scheme
 
 LOCAL = "local"  # an edge inside one worker: it never leaves the runner
 AUTO = "auto"
 WITHIN = "inproc"  # between workers of one OS process
 BETWEEN = ("shm", "zmq")  # between OS processes: what `auto` tries, best first
 NUM_NAMES_SHOWN = 3
+
+# Of a scheme: None when it works here, else a sentence with the reason why not. Raises AddressError for an unknown scheme.
+UnavailableReason = Callable[[str], str | None]
 
 
 def pack(graph: Graph) -> list[list[str]]:
@@ -64,68 +67,36 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-class _Available(Mapping[str, str | None]):
-    """Checks a scheme when it is looked up, because the check loads the scheme's library."""
-
-    def __init__(self) -> None:
-        self._schemes = known_schemes()
-
-    def __getitem__(self, scheme: str) -> str | None:
-        if scheme not in self:
-            raise KeyError(scheme)
-        try:
-            return unavailable_reason(scheme)
-        except AddressError as error:  # a fault plan that cannot be parsed
-            return str(error)
-
-    def __contains__(self, scheme: object) -> bool:
-        return isinstance(scheme, str) and base_scheme(scheme) in self._schemes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._schemes)
-
-    def __len__(self) -> int:
-        return len(self._schemes)
-
-
-def available_transports() -> Mapping[str, str | None]:
-    """Every known scheme -> None when it works here, else the reason why not."""
-    return _Available()
-
-
-def choose_transports(graph: Graph, available: Mapping[str, str | None]) -> Graph:
+def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Graph:
     """`graph` with every edge's transport resolved.
 
-    `available`: scheme -> None when it works here, else a sentence with the reason why not. An edge inside one worker gets `local`. Any
-    other edge gets the transport of the graph file; `auto` is inproc inside one OS process, and the first working one of BETWEEN
-    otherwise. Where `auto` had a choice, the edge keeps the other working transports as `fallbacks`. Raises GraphError when an edge has
-    no transport that works.
+    An edge inside one worker gets `local`. Any other edge gets the transport of the graph file; `auto` is inproc inside one OS process,
+    and the first working one of BETWEEN otherwise. Where `auto` had a choice, the edge keeps the other working transports as `fallbacks`.
+    A transport is checked only when an edge may use it, because the check loads its library. Raises GraphError when an edge has no
+    transport that works.
     """
     host_of = {name: index for index, workers in enumerate(pack(graph)) for name in workers}
     edges = {}
     for edge in graph.edges.values():
-        asked = base_scheme(edge.transport)  # `faulty+auto?drop@100` is auto too
-        chosen = _choose(graph, replace(edge, transport=AUTO) if asked == AUTO else edge, host_of, available)
-        left = BETWEEN[BETWEEN.index(chosen) + 1 :] if asked == AUTO and chosen in BETWEEN else ()
-        fallbacks = tuple(scheme for scheme in left if scheme in available and available[scheme] is None)
-        wrapped = edge.transport.replace(AUTO, chosen, 1) if asked == AUTO and chosen != LOCAL else chosen
-        why = reasons(available) if asked == AUTO and chosen in BETWEEN else ""
-        edges[edge.name] = replace(edge, transport=wrapped, fallbacks=fallbacks, why=why)
+        is_auto = base_scheme(edge.transport) == AUTO  # `faulty+auto?drop@100` is auto too
+        chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, host_of, unavailable_reason)
+        if is_auto and chosen in BETWEEN:
+            fallbacks = tuple(scheme for scheme in BETWEEN[BETWEEN.index(chosen) + 1 :] if unavailable_reason(scheme) is None)
+            edge = replace(edge, fallbacks=fallbacks, why=_explain_choice(chosen, fallbacks, unavailable_reason))
+        edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
     return replace(graph, edges=edges)
 
 
-def reasons(available: Mapping[str, str | None]) -> str:
-    """One line on which transport `auto` chooses between two OS processes, and why."""
-    works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
-    best = f"{works[0]}, the fastest that both ends have" if works else "none"
-    better = BETWEEN[: BETWEEN.index(works[0])] if works else BETWEEN
-    words = [best, *(f"not {scheme}: {available.get(scheme) or 'not installed'}" for scheme in better)]
-    if works[1:]:
-        words.append(f"when it breaks, {' then '.join(works[1:])} carries on")
-    return "; ".join(words)
+def _explain_choice(chosen: str, fallbacks: Sequence[str], unavailable_reason: UnavailableReason) -> str:
+    """One line on why `auto` chooses this transport between two OS processes."""
+    clauses = [f"{chosen}, the fastest that both ends have"]
+    clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in BETWEEN[: BETWEEN.index(chosen)]]
+    if fallbacks:
+        clauses.append(f"when it breaks, {' then '.join(fallbacks)} carries on")
+    return "; ".join(clauses)
 
 
-def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Mapping[str, str | None]) -> str:
+def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], unavailable_reason: UnavailableReason) -> str:
     source, target = _process_of(graph, edge.source), _process_of(graph, edge.target)
     if source == target:
         return LOCAL
@@ -135,17 +106,19 @@ def _choose(graph: Graph, edge: Edge, host_of: Mapping[str, int], available: Map
     where, path = (f"line {edge.line}" if edge.line else ""), f"edge {edge}"
     if edge.transport == AUTO:
         for scheme in BETWEEN:
-            if scheme in available and available[scheme] is None:
+            if unavailable_reason(scheme) is None:
                 return scheme
-        reasons = "; ".join(f"{scheme}: {available.get(scheme) or 'not installed'}" for scheme in BETWEEN)
+        reasons = "; ".join(f"{scheme}: {unavailable_reason(scheme)}" for scheme in BETWEEN)
         raise GraphError(where, path, f"no transport between processes works here ({reasons}); `processes: one` needs none")
     if edge.transport == WITHIN:
         raise GraphError(
             where, path, f"{WITHIN} reaches only inside one OS process, and {source} and {target} are two; use auto, or `processes: one`"
         )
-    if edge.transport not in available:
-        raise GraphError(where, path, f"unknown transport {edge.transport!r}; known here: {', '.join(sorted({AUTO, *available}))}")
-    if (reason := available[edge.transport]) is not None:
+    try:
+        reason = unavailable_reason(edge.transport)
+    except AddressError as error:  # unknown, or with a fault plan that cannot be parsed
+        raise GraphError(where, path, str(error)) from None
+    if reason is not None:
         raise GraphError(where, path, f"transport {edge.transport} cannot be used here: {reason}")
     return edge.transport
 

@@ -25,7 +25,6 @@ from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STATISTICS_SECONDS, WORKER, Launcher, NotRunningError
-from flowrt.launcher.transport_choice import available_transports
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelConfig
 from flowrt.process_backend import BackendOwner
@@ -82,11 +81,6 @@ def _config_of(path: str) -> ModelConfig:
     return read_model_config(Path(path))
 
 
-@lru_cache(maxsize=1)
-def _available() -> dict[str, None]:
-    return dict.fromkeys(sorted(available_transports()))  # the network stands in for all of them
-
-
 _latest_run: ContextVar[_Run] = ContextVar("_latest_run")
 
 
@@ -120,7 +114,7 @@ class _Run:
             on_control=self._on_control,
             on_line=lambda name, line: None,
             worker=worker,
-            available=_available(),
+            unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
         config = _config_of(graph.model.path)
         self._gateway = Gateway(

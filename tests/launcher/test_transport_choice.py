@@ -1,12 +1,24 @@
 """Which process hosts each worker, and which transport carries each edge."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from flowrt.errors import GraphError
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node
-from flowrt.launcher.transport_choice import choose_transports, host_name, num_threads, pack
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, num_threads, pack
+from flowrt.transports.errors import AddressError
 
-ALL = {"inproc": None, "shm": None, "zmq": None}
+ALL: dict[str, str | None] = {"inproc": None, "shm": None, "zmq": None}
+
+
+def reasons(available: Mapping[str, str | None]) -> UnavailableReason:
+    def reason(scheme: str) -> str | None:
+        if scheme not in available:
+            raise AddressError(f"unknown transport {scheme!r}; known: {', '.join(available)}")
+        return available[scheme]
+
+    return reason
 
 
 def graph_of(*transports: str, processes: str | int = "many", line: int = 0) -> Graph:
@@ -58,52 +70,47 @@ def test_processes_that_take_turns_do_not_share_the_cores(shape: dict[str, int],
     [
         ("many", ALL, ["shm", "shm", "zmq"]),
         ("many", ALL | {"shm": "no compiler"}, ["zmq", "zmq", "zmq"]),
-        ("many", {"inproc": None, "zmq": None}, ["zmq", "zmq", "zmq"]),
         (3, ALL, ["shm", "shm", "zmq"]),
         ("one", ALL | {"shm": "no compiler"}, ["inproc", "inproc", "zmq"]),
         (1, ALL, ["inproc", "inproc", "zmq"]),
     ],
 )
 def test_transports(processes: str | int, available: dict[str, str | None], chosen: list[str]) -> None:
-    graph = choose_transports(graph_of("auto", "auto", "zmq", processes=processes), available)
+    graph = choose_transports(graph_of("auto", "auto", "zmq", processes=processes), reasons(available))
     assert [edge.transport for edge in graph.edges.values()] == ["local"] * 4 + chosen
 
 
 def test_edges_of_the_gateway() -> None:
     nodes = {"input": Node("input", "input", GATEWAY), "a": Node("a", "nothing", "a")}
     edges = (Edge("input", "x", "a", "x"), Edge("a", "y", "output", "y"))
-    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges), ALL).edges.values()] == ["shm", "shm"]
-    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges, processes="one"), ALL).edges.values()] == [
-        "inproc",
-        "inproc",
-    ]
-    assert [edge.transport for edge in choose_transports(Graph.of(nodes.values(), edges, processes=1), ALL).edges.values()] == [
-        "shm",
-        "shm",
-    ]
+    for processes, scheme in (("many", "shm"), ("one", "inproc"), (1, "shm")):
+        graph = choose_transports(Graph.of(nodes.values(), edges, processes=processes), reasons(ALL))
+        assert [edge.transport for edge in graph.edges.values()] == [scheme, scheme]
 
 
 @pytest.mark.parametrize(
     ("transport", "available", "text"),
     [
         ("inproc", ALL, "line 7: edge a1.out -> b0.in: inproc reaches only inside one OS process, and a and b are two"),
-        ("smoke", ALL, "line 7: edge a1.out -> b0.in: unknown transport 'smoke'; known here: auto, inproc, shm, zmq"),
+        ("smoke", ALL, "line 7: edge a1.out -> b0.in: unknown transport 'smoke'; known: inproc, shm, zmq"),
         ("shm", ALL | {"shm": "no compiler"}, "line 7: edge a1.out -> b0.in: transport shm cannot be used here: no compiler"),
-        ("auto", {"inproc": None, "shm": "no compiler"}, "(shm: no compiler; zmq: not installed)"),
+        ("auto", {"inproc": None, "shm": "no compiler", "zmq": "not installed"}, "(shm: no compiler; zmq: not installed)"),
     ],
 )
 def test_an_edge_without_a_transport_is_the_users(transport: str, available: dict[str, str | None], text: str) -> None:
     with pytest.raises(GraphError) as caught:
-        choose_transports(graph_of(transport, line=7), available)
+        choose_transports(graph_of(transport, line=7), reasons(available))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_auto_keeps_the_others_as_fallbacks_and_says_why() -> None:
-    both, zmq_only = {"shm": None, "zmq": None}, {"shm": "no atomics", "zmq": None}
-    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), both).edges.values() if edge.transport == "shm"]
-    assert edges
-    assert {edge.fallbacks for edge in edges} == {("zmq",)}
-    assert {edge.why for edge in edges} == {"shm, the fastest that both ends have; when it breaks, zmq carries on"}
-    edges = [edge for edge in choose_transports(graph_of("auto", "auto", "auto"), zmq_only).edges.values() if edge.transport == "zmq"]
-    assert {(edge.fallbacks, edge.why) for edge in edges} == {((), "zmq, the fastest that both ends have; not shm: no atomics")}
+    both: dict[str, str | None] = {"shm": None, "zmq": None}
+    edges = choose_transports(graph_of("auto", "auto", "auto"), reasons(both)).edges.values()
+    links = [edge for edge in edges if edge.transport != "local"]
+    assert {(edge.transport, edge.fallbacks) for edge in links} == {("shm", ("zmq",))}
+    assert {edge.why for edge in links} == {"shm, the fastest that both ends have; when it breaks, zmq carries on"}
+    edges = choose_transports(graph_of("auto", "auto", "auto"), reasons(both | {"shm": "no atomics"})).edges.values()
+    links = [edge for edge in edges if edge.transport != "local"]
+    assert {(edge.transport, edge.fallbacks) for edge in links} == {("zmq", ())}
+    assert {edge.why for edge in links} == {"zmq, the fastest that both ends have; not shm: no atomics"}

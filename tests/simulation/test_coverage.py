@@ -17,7 +17,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS = range(160)
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
-_REGISTRY = "asks the registry whether a transport works on this machine; under simulation every scheme is the network"
 # File, or "file:function": why it does not run.
 EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
@@ -34,12 +33,6 @@ EXCEPTIONS = {
     "flowrt/launcher/restarts.py:Revival.blame": "for an expert server that sends Failed; none of the faults makes one",
     "flowrt/launcher/restarts.py:Revival._tell_unless": "needs a fork server that stands still for 15 s after a death; at some seeds only",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
-    "flowrt/launcher/transport_choice.py:available_transports": _REGISTRY,
-    "flowrt/launcher/transport_choice.py:_Available.__init__": _REGISTRY,
-    "flowrt/launcher/transport_choice.py:_Available.__iter__": _REGISTRY,
-    "flowrt/launcher/transport_choice.py:_Available.__getitem__": _REGISTRY,
-    "flowrt/launcher/transport_choice.py:_Available.__contains__": _REGISTRY,
-    "flowrt/launcher/transport_choice.py:_Available.__len__": _REGISTRY,
     "flowrt/gateway/gateway.py:Gateway.place_again": "for a recovery that moves requests to another group; no caller yet",
     "flowrt/gateway/gateway.py:Gateway._no_group": "needs all groups fenced when a request comes; at some seeds only",
 }
