@@ -64,8 +64,11 @@ class Revival:
         self._num_restarts: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Survive deaths from now on: the run is up. `run` must be running."""
+        """Survive deaths from now on: the run is up. Restarts also what was reaped since it loaded, whose exit notice came too early."""
         self._has_begun = True
+        for host, exited in self._hosts.exits.items():
+            if exited.done() and self.outlives(host):
+                self.on_exit(host, exited.result())
 
     def bring(self, host: str) -> None:
         """Start a planned host outside the graph. Returns at once."""

@@ -334,7 +334,7 @@ def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
     """A process stops or hangs for good; only the detector notices."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
     names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a server that cannot be killed is waited for
-    if graph.processes != "many" or not is_watched(graph):
+    if graph.processes != "many" or not is_watched(graph) or not names:
         return []
     kind = chance.choice((Pause, Stall, Hang))
     name = chance.choice([*names, MONITOR]) if kind is not Hang else chance.choice(names)

@@ -22,7 +22,9 @@ from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
+from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.served import Served, SimulatedRequest
+from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import Outcome, run
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"
@@ -54,6 +56,22 @@ def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
     assert outcome.result.failure is None
     assert outcome.result.finish_reasons == ("length",) * len(asked)
     assert outcome.num_faults["crash"] == outcome.num_faults["restarted"] == 1
+
+
+@pytest.mark.parametrize(("seed", "at_seconds"), [(6, 0.085), (8, 0.05)])
+def test_server_is_restarted_when_its_exit_is_reported_just_before_the_run_is_ready(seed: int, at_seconds: float) -> None:
+    """The server dies after it has connected. Its exit notice comes before Ready, the end of its control connection after Ready."""
+    graph = load("2x3.yaml")
+    scenario = Scenario(faults=(Crash(process="experts.1", at_seconds=at_seconds),))
+    outcome = run(
+        seed,
+        lambda world: serve(
+            world, graph, requests(3), scenario=scenario, exact=True, conditions=ProcessConditions(unseen_one_in=1), faults_from_launch=True
+        ),
+        conditions=NetworkConditions(max_delay_seconds=5e-3, tick_seconds=1e-3),
+    )
+    assert outcome.result.finish_reasons == ("length",) * 3
+    assert outcome.num_faults["restarted"] == 1
 
 
 def test_servers_that_die_one_after_another_cost_no_token() -> None:

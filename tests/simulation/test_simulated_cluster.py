@@ -52,7 +52,7 @@ from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from flowrt.transports.contract import Identity
 
-NUM_SEEDS, NUM_TWICE = 160, 40  # seed 168 fails: docs/simulation.md, "Open"
+NUM_SEEDS, NUM_TWICE = 200, 40
 VOCABULARY = 64
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRAPHS = Path(__file__).resolve().parent / "graphs"
