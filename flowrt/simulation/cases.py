@@ -134,6 +134,7 @@ def run_case(case: Case) -> Outcome[Served]:
     may_not_start = frozenset[str]()
     if case.faults_from_launch:  # a process that dies while it loads may be out of its restart budget
         may_not_start |= with_cohosted(case.graph, {name for fault in case.scenario.faults for name in fault.processes})
+        may_not_start |= {""} if case.processes.no_descriptor_one_in else set()  # the error names no process
     if case.processes.refuses_first:
         may_not_start |= {FORK_SERVER, "", *case.graph.process_names(), *map(host_name, pack(case.graph))}
     check(case.graph, case.scenario, case.requests, outcome.result, references, may_not_start, case.max_requests)

@@ -73,7 +73,7 @@ class ServerChecks:
         for inside in insides:
             for name in inside.servers:
                 incarnation = self._launcher.incarnations[name]
-                if name in self.mortal and inside.holds_for_dead(name, incarnation):
+                if inside.holds_for_dead(name, incarnation):
                     self._outages.down(name, now, inside.name)
                     if self._is_alive(name) and not self._is_faulty(name):
                         self._wrong.append(f"{inside.name} takes {name} for dead, which lives and which no fault met")
