@@ -24,7 +24,6 @@ from flowrt.processes.fork_server import shown_name
 from flowrt.processes.leftover import marked_processes, processes_marked
 
 WORKER = "launcher.fake_workers:run_worker"
-AVAILABLE = {"inproc": None, "zmq": None}
 
 
 def graph_of(*names: str, processes: str | int = "many") -> Graph:
@@ -39,7 +38,7 @@ class Run:
         self.words: list[tuple[str, Control]] = []
         self.lines: list[tuple[str, str]] = []
         defaults: dict[str, object] = {"on_line": lambda name, line: self.lines.append((name, line))}
-        defaults |= {"worker": WORKER, "preload": ("launcher.fake_workers",), "available": AVAILABLE, "answer_seconds": 20.0}
+        defaults |= {"worker": WORKER, "preload": ("launcher.fake_workers",), "answer_seconds": 20.0}
         defaults |= {"on_event": self.events.append, "on_control": lambda name, control: self.words.append((name, control))}
         self.launcher = Launcher(
             graph_of(*names, processes=processes),

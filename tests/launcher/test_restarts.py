@@ -45,7 +45,6 @@ class Run:
         defaults: dict[str, object] = {"worker": WORKER, "preload": ("launcher.mortal_workers",), "answer_seconds": 20.0}
         self.launcher = Launcher(
             graph,
-            unavailable_reason=lambda scheme: None if scheme in ("inproc", "zmq") else "not for this test",
             on_event=self._note,
             on_control=self._hear,
             on_line=lambda name, line: self.lines.append((name, line)),
