@@ -30,7 +30,7 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 
 
 @dataclass(frozen=True)
-class _LayerWeights:
+class _GroupedWeights:
     input_norm_H: Tensor
     qkv: Product  # [(N + 2K) * D, H]
     qkv_bias: Tensor | None
@@ -118,12 +118,12 @@ class AttentionBlock:
         _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)
         return out_TC
 
-    def _project(self, weights: _LayerWeights, x_TH: Tensor) -> Tensor:
+    def _project(self, weights: _GroupedWeights, x_TH: Tensor) -> Tensor:
         """Queries, keys and values of each row, head by head: [T, (N + 2K) * D]."""
         qkv_TC = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
         return qkv_TC if self.config.clip_qkv is None else qkv_TC.clamp_(-self.config.clip_qkv, self.config.clip_qkv)
 
-    def _project_and_turn(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_and_turn(self, weights: _GroupedWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_TND, k_TKD, v_TKD); queries and keys are rotated to their positions."""
         config = self.config
         turning = config.num_heads + config.num_kv_heads
@@ -134,7 +134,7 @@ class AttentionBlock:
         q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
         return q_TND, k_TKD, v_TKD
 
-    def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, weights: _GroupedWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
@@ -183,7 +183,7 @@ def _attend_chunks(
         out_TC[rows_of].view(-1, num_kv_heads, q_TKND.shape[2], head_dim).copy_(mixed.permute(2, 0, 1, 3))
 
 
-def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _LayerWeights:
+def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _GroupedWeights:
     def read(part: str, *shape: int) -> Tensor:
         return checkpoint.read_part(config, part, shape, layer=layer, device=device)
 
@@ -193,7 +193,7 @@ def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device:
         query_norm, key_norm = read("query_norm", head_dim), read("key_norm", head_dim)
         qk_norm = torch.cat((query_norm.expand(num_heads, head_dim), key_norm.expand(num_kv_heads, head_dim)))
     qkv_rows = (num_heads + 2 * num_kv_heads) * head_dim
-    return _LayerWeights(
+    return _GroupedWeights(
         input_norm_H=read("attention_norm", hidden),
         qkv=lay_out(read("qkv", qkv_rows, hidden)),
         qkv_bias=read("qkv_bias", qkv_rows) if config.attention_bias else None,

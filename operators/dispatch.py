@@ -13,31 +13,31 @@ from torch import Tensor
 
 from flowrt.operators.kernels.choice import kernels_for
 
-NOWHERE = -1  # the server number of an unavailable expert
+UNAVAILABLE = -1  # the server number of an unavailable expert
 
 
 @dataclass(frozen=True, eq=False)
-class CopyTable:
-    """The servers that hold a replica of each expert of a layer: servers_EB (int64, unused places repeat the first), num_copies_E.
+class ReplicaTable:
+    """The servers that hold a replica of each expert of a layer: servers_EB (int64, unused places repeat the first), num_replicas_E.
 
-    An unavailable expert has the server NOWHERE. Its pairs form a part of that server, which cannot be sent."""
+    An unavailable expert has the server UNAVAILABLE. Its pairs form a part of that server, which cannot be sent."""
 
     servers_EB: Tensor
-    num_copies_E: Tensor
+    num_replicas_E: Tensor
     num_servers: int
-    everywhere: bool = True  # every expert has a replica
+    is_complete: bool = True  # every expert has a replica
 
     @classmethod
-    def from_lists(cls, copies: Sequence[Sequence[int]], num_servers: int, device: torch.device | str = "cpu") -> CopyTable:
-        """`copies[e]` are the servers that hold expert e, in turn order. Raises ValueError for a server number that does not exist."""
-        for expert, servers in enumerate(copies):
+    def from_lists(cls, replicas: Sequence[Sequence[int]], num_servers: int, device: torch.device | str = "cpu") -> ReplicaTable:
+        """`replicas[e]` are the servers that hold expert e, in turn order. Raises ValueError for a server number that does not exist."""
+        for expert, servers in enumerate(replicas):
             if not all(0 <= server < num_servers for server in servers):
-                raise ValueError(f"expert {expert} has copies on servers {list(servers)}; there are servers 0 to {num_servers - 1}")
-        everywhere = all(copies)
-        copies = [servers or (NOWHERE,) for servers in copies]
-        width = max(len(servers) for servers in copies)
-        table = torch.tensor([[*servers, *[servers[0]] * (width - len(servers))] for servers in copies])
-        return cls(table.to(device), torch.tensor([len(servers) for servers in copies], device=device), num_servers, everywhere)
+                raise ValueError(f"expert {expert} has replicas on servers {list(servers)}; there are servers 0 to {num_servers - 1}")
+        is_complete = all(replicas)
+        replicas = [servers or (UNAVAILABLE,) for servers in replicas]
+        width = max(len(servers) for servers in replicas)
+        table = torch.tensor([[*servers, *[servers[0]] * (width - len(servers))] for servers in replicas])
+        return cls(table.to(device), torch.tensor([len(servers) for servers in replicas], device=device), num_servers, is_complete)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,29 +57,29 @@ class Part:
     pair_P: Tensor
 
 
-def cut(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, copies: CopyTable) -> list[Part]:
+def partition(expert_ids_TA: Tensor, weights_TA: Tensor, positions_T: Tensor, replicas: ReplicaTable) -> list[Part]:
     """Partitions the pairs of a step, by ascending server; a server without pairs gets no part.
 
     The position of the row in its sequence selects one replica of an expert in turn. This spreads load and does not depend on the batch.
     """
     num_rows, num_active = expert_ids_TA.shape
     expert_P, weight_P = expert_ids_TA.flatten(), weights_TA.flatten()
-    if copies.num_servers == 1 and copies.everywhere:  # one part with all pairs: no sort, and no count that the host would wait for
+    if replicas.num_servers == 1 and replicas.is_complete:  # one part with all pairs: no sort, and no count that the host would wait for
         pair_P = torch.arange(num_rows * num_active, device=expert_P.device)
         rows_R = torch.arange(num_rows, device=expert_P.device)
         return [Part(0, rows_R, pair_P // num_active, expert_P, weight_P, pair_P)] if num_rows else []
-    return _by_server(None, expert_P, weight_P, positions_T, num_active, copies)
+    return _by_server(None, expert_P, weight_P, positions_T, num_active, replicas)
 
 
-def cut_again(part: Part, positions_T: Tensor, num_active: int, copies: CopyTable) -> list[Part]:
+def repartition(part: Part, positions_T: Tensor, num_active: int, replicas: ReplicaTable) -> list[Part]:
     """Partitions the pairs of `part` by another table, to redispatch them when its server is lost or late."""
-    return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, copies)
+    return _by_server(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, replicas)
 
 
 def _by_server(
-    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, copies: CopyTable
+    pair_P: Tensor | None, expert_P: Tensor, weight_P: Tensor, positions_T: Tensor, num_active: int, replicas: ReplicaTable
 ) -> list[Part]:
     """Parts of the pairs `pair_P` of the step; None: all pairs, in order."""
     kernels = kernels_for(torch.float32, expert_P.device)  # the kernels only move the weights, whatever their dtype
-    table = copies.servers_EB, copies.num_copies_E, copies.num_servers
+    table = replicas.servers_EB, replicas.num_replicas_E, replicas.num_servers
     return [Part(*fields) for fields in kernels.partition_by_server(pair_P, expert_P, weight_P, positions_T, num_active, *table)]

@@ -32,7 +32,7 @@ Form = Literal["cheaper", "absorbed", "expanded"]
 
 
 @dataclass(frozen=True)
-class _LayerWeights:
+class _LatentWeights:
     input_norm_H: Tensor
     down: Product  # [query rows + rank + rope, H]: query latent (or queries, where they have none), latent, rotary key
     down_bias: Tensor | None
@@ -81,7 +81,7 @@ class LatentAttentionBlock:
         mixed = self._attend(layer, q_nope, q_rope, kept_T1D, plan, pages)
         return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
 
-    def _project(self, weights: _LayerWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, weights: _LatentWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without and with position [T, N, D], and the page entry of each token [T, 1, rank + rope]."""
         latent = self._latent
         down = weights.down(self._norm(x_TH, weights.input_norm_H), weights.down_bias)
@@ -100,7 +100,7 @@ class LatentAttentionBlock:
         )
         return q_nope, q_rope, kept_T1D
 
-    def _finish(self, weights: _LayerWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, weights: _LatentWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
 
     def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
@@ -183,7 +183,9 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _read_layer(config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _LayerWeights:
+def _read_layer(
+    config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str
+) -> _LatentWeights:
     def read(part: str, *shape: int) -> Tensor:
         return checkpoint.read_part(config, part, shape, layer=layer, device=device)
 
@@ -206,7 +208,7 @@ def _read_layer(config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoin
             pairs_to_halves_(down_bias[query_rows:, None], latent.rope_width)
         queries = down[:query_rows] if query_up is None else query_up
         pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
-    return _LayerWeights(
+    return _LatentWeights(
         input_norm_H=read("attention_norm", hidden),
         down=lay_out(down),
         down_bias=down_bias,

@@ -141,7 +141,7 @@ def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # --- the proof ----------------------------------------------------------------------------------------------------------------
 
 
-class _Watch(TorchFunctionMode):
+class _Recorder(TorchFunctionMode):
     """Records every intermediate result of a function, because bfloat16 rounding may hide a difference in the final result."""
 
     def __init__(self, num_rows: int) -> None:
@@ -207,7 +207,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
 
     The results of these products are rounding errors alone, so another order of additions changes every number, not one of ten thousand.
     """
-    watch = _Watch(PROOF_ROWS)
+    watch = _Recorder(PROOF_ROWS)
     with watch:
         function(*(x.clone() for x in rows))
     generator = torch.Generator().manual_seed(1)
@@ -255,7 +255,7 @@ def _bits_in_blocks(function: Function, rows: Sequence[Tensor], size: int, num_r
 def _bits(function: Function, rows: Sequence[Tensor]) -> Tensor:
     """All results for each row, intermediate ones included, as bytes [T, n]. Inputs are copied, since it may overwrite them."""
     copies = [x.clone(memory_format=torch.contiguous_format) for x in rows]
-    watch = _Watch(rows[0].shape[0])
+    watch = _Recorder(rows[0].shape[0])
     with watch:
         result = function(*copies)
     watch.note(_as_tuple(result))

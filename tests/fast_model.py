@@ -10,7 +10,7 @@ import torch
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
-from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.dispatch import ReplicaTable, partition
 from flowrt.operators.embedding import Embedding
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
@@ -35,9 +35,9 @@ class FastModel:
         self.gate = Gate(config, checkpoint, config.moe_layers, device)
         self.dense = DenseMlp(config, checkpoint, config.dense_layers, device)
         self.shared = SharedExperts(config, checkpoint, config.moe_layers, device) if config.shared_expert_width else None
-        copies = [sorted({expert % num_servers, (expert // 2) % num_servers}) for expert in range(config.num_experts)]
-        self.copies = CopyTable.from_lists(copies, num_servers, device)
-        held = [[expert for expert, servers in enumerate(copies) if server in servers] for server in range(num_servers)]
+        replicas = [sorted({expert % num_servers, (expert // 2) % num_servers}) for expert in range(config.num_experts)]
+        self.replicas = ReplicaTable.from_lists(replicas, num_servers, device)
+        held = [[expert for expert, servers in enumerate(replicas) if server in servers] for server in range(num_servers)]
         self.servers = [Experts(config, checkpoint, dict.fromkeys(config.moe_layers, experts), device) for experts in held]
         self.head = Head(config, checkpoint, device, self.embedding)
         self.pages = KvPages.for_model(config, num_pages, PAGE_TOKENS, device)
@@ -56,7 +56,7 @@ class FastModel:
         for layer in range(self.config.num_layers):
             residual, normed = self.attention.forward(layer, x, layout, self.pages)
             if layer in self.config.moe_layers:
-                parts = cut(*self.gate.forward(layer, normed), layout.positions_T, self.copies)
+                parts = partition(*self.gate.forward(layer, normed), layout.positions_T, self.replicas)
                 answers = [
                     (
                         part.rows_R,

@@ -15,7 +15,7 @@ from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.operators.combine import combine, combine_pairs
-from flowrt.operators.dispatch import cut
+from flowrt.operators.dispatch import partition
 
 
 class Dispatch:
@@ -36,7 +36,7 @@ class Dispatch:
         tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = self.client.parts_to_ask(tag, cut(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer)))
+        parts = self.client.parts_to_ask(tag, partition(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer)))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan goes first: a response may arrive as soon as its part is sent.

@@ -3,7 +3,7 @@
 The dispatch and combine nodes of a group share one ExpertClient.
 
 A lost part is split again over the remaining replicas, under new ids, and the first complete cover of a tag counts (DESIGN section 1;
-EaaS section 3.4). Pairs of an expert without a replica form a part of NOWHERE: it is not sent, and is split again when a replica
+EaaS section 3.4). Pairs of an expert without a replica form a part of UNAVAILABLE: it is not sent, and is split again when a replica
 returns. Pairs of experts that are given up are left out when a tag is split (without.py).
 
 Nodes call `begin`, `ask`, `parts` and `forget` from the compute thread; all other calls come from the loop. Each call is one step on a
@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.without import Without
-from flowrt.operators.dispatch import NOWHERE, CopyTable, Part, cut_again
+from flowrt.operators.dispatch import UNAVAILABLE, Part, ReplicaTable, repartition
 from flowrt.reliability.expert_map import Copies, ExpertMap
 from flowrt.reliability.hedging import OVERDUE_SECONDS, Steering
 from flowrt.transports.wire.message import Tag
@@ -43,7 +43,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Again:
-    """What is to be sent in the place of a part, by output port, and the ids that cover its pairs (some may be of NOWHERE)."""
+    """What is to be sent in the place of a part, by output port, and the ids that cover its pairs (some may be of UNAVAILABLE)."""
 
     part: int
     by: tuple[int, ...]
@@ -55,10 +55,10 @@ class Tables:
 
     def __init__(self, expert_map: ExpertMap, avoided: frozenset[int], num_servers: int, device: torch.device | str) -> None:
         self._map, self._avoided, self._num_servers, self._device = expert_map, avoided, num_servers, device
-        self._by_layer: dict[int, CopyTable] = {}
-        self._made: dict[Copies, CopyTable] = {}
+        self._by_layer: dict[int, ReplicaTable] = {}
+        self._made: dict[Copies, ReplicaTable] = {}
 
-    def of(self, layer: int) -> CopyTable:
+    def of(self, layer: int) -> ReplicaTable:
         table = self._by_layer.get(layer)
         if table is None:
             copies = self._map.table(layer)
@@ -66,7 +66,7 @@ class Tables:
                 copies = tuple(tuple(server for server in servers if server not in self._avoided) or servers for servers in copies)
             table = self._made.get(copies)
             if table is None:
-                table = self._made[copies] = CopyTable.from_lists(copies, self._num_servers, self._device)
+                table = self._made[copies] = ReplicaTable.from_lists(copies, self._num_servers, self._device)
             self._by_layer[layer] = table
         return table
 
@@ -96,7 +96,7 @@ class ExpertClient:
     def map(self) -> ExpertMap:
         return self._map
 
-    def begin(self, layer: int) -> CopyTable:
+    def begin(self, layer: int) -> ReplicaTable:
         """The replica table for splitting a new tag. It avoids slow servers where another server holds a replica. `ask` must follow."""
         avoided = self._owing if self.steering.avoided and self.steering.probes() else self._avoided
         tables = self._cutting = self._without(avoided)
@@ -134,7 +134,7 @@ class ExpertClient:
             self._asked.pop(tag, None)
             self.without.roll_back(tag.source, self._epochs[tag.source])
         self._cutting = None
-        return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != NOWHERE}
+        return {f"server{part.server}": _request(x_TH, number, part) for number, part in enumerate(parts) if part.server != UNAVAILABLE}
 
     def parts(self, tag: Tag, numbers: Sequence[int]) -> list[Part] | None:
         """The parts with these ids. None for a tag that was rolled back meanwhile."""
@@ -147,7 +147,7 @@ class ExpertClient:
         cutting = self._cutting
         if cutting is not None and cutting not in list(self._tables.values()):
             return True
-        return any(part.server == NOWHERE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
+        return any(part.server == UNAVAILABLE for tag in self.tags if (asked := self._asked.get(tag)) is not None for part in asked.parts)
 
     def forget(self, tag: Tag) -> None:
         """Delete a tag that is complete, possibly without unavailable experts."""
@@ -173,7 +173,7 @@ class ExpertClient:
         return list(self._asked)
 
     def at(self, servers: Collection[int], tag: Tag, numbers: Sequence[int]) -> list[int]:
-        """Which of these parts of a tag lie at one of `servers`; of those at NOWHERE, which have a pair that somebody can answer now."""
+        """Which of these parts of a tag lie at one of `servers`; of UNAVAILABLE ones, those with a pair that a server can compute now."""
         asked = self._asked.get(tag)
         if asked is None:
             return []
@@ -181,7 +181,7 @@ class ExpertClient:
         first_E = self._without(self._avoided).of(tag.layer).servers_EB[:, 0]
 
         def can_be_asked(part: Part) -> bool:
-            return part.server != NOWHERE or bool((first_E[part.expert_P] != NOWHERE).any())
+            return part.server != UNAVAILABLE or bool((first_E[part.expert_P] != UNAVAILABLE).any())
 
         return [number for number in here if can_be_asked(asked.parts[number])]
 
@@ -201,13 +201,15 @@ class ExpertClient:
         self.num_again += 1
         return self._cut(asked, number, self._without(self._avoided).of(tag.layer))
 
-    def _cut(self, asked: Asked, number: int, table: CopyTable) -> Again:
-        new = cut_again(asked.parts[number], asked.positions_T, asked.num_active, table)
+    def _cut(self, asked: Asked, number: int, table: ReplicaTable) -> Again:
+        new = repartition(asked.parts[number], asked.positions_T, asked.num_active, table)
         first = len(asked.parts)
         asked.parts.extend(new)
         if losses := asked.losses.get(number):
             asked.losses.update(dict.fromkeys(range(first, first + len(new)), losses))
-        outputs = {f"server{part.server}": _request(asked.x_TH, first + at, part) for at, part in enumerate(new) if part.server != NOWHERE}
+        outputs = {
+            f"server{part.server}": _request(asked.x_TH, first + at, part) for at, part in enumerate(new) if part.server != UNAVAILABLE
+        }
         return Again(number, tuple(range(first, first + len(new))), outputs)
 
     def answered(self, server: int, tag: Tag) -> None:
@@ -232,7 +234,7 @@ class ExpertClient:
         age, found = self._now() - asked.since_seconds, []
         for number in missing:
             part = asked.parts[number]
-            if number in asked.hedged or part.server == NOWHERE or not self.steering.may_spend:
+            if number in asked.hedged or part.server == UNAVAILABLE or not self.steering.may_spend:
                 continue
             if age < self.steering.late_after(part.server, len(part.rows_R)):
                 continue
@@ -254,7 +256,7 @@ class ExpertClient:
         found = {}
         for number in missing():
             part = asked.parts[number]
-            if number >= asked.num_first or part.server == NOWHERE or part.server in self._lost:
+            if number >= asked.num_first or part.server == UNAVAILABLE or part.server in self._lost:
                 continue
             usual = self.steering.late_after(part.server, len(part.rows_R))
             overdue = self.steering.overdue_after(part.server, len(part.rows_R))

@@ -15,7 +15,7 @@ from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
 from flowrt.exchange.expert_client import Again, ExpertClient
 from flowrt.graph.model import Graph, ReliabilitySettings
-from flowrt.operators.dispatch import NOWHERE
+from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.transports.wire.message import Tag
 
 
@@ -78,7 +78,7 @@ class Failover:
         self._runner.open_edges(self._edges.get(process, []))
         for server in self._servers.get(process, []):
             self._client.regain(server)
-        self._ask_again(frozenset({NOWHERE}))
+        self._ask_again(frozenset({UNAVAILABLE}))
 
     @property
     def waits(self) -> bool:
@@ -87,7 +87,7 @@ class Failover:
 
     def look_again(self) -> None:
         """For parts that were cut, by the map of before, while `joined` looked: they wait for a copy that is back."""
-        self._ask_again(frozenset({NOWHERE}))
+        self._ask_again(frozenset({UNAVAILABLE}))
 
     def on_answer(self, edge: int, tag: Tag) -> None:
         """Record the response of a server. The runner calls this before it matches the response."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from flowrt.operators.dispatch import NOWHERE, Part
+from flowrt.operators.dispatch import UNAVAILABLE, Part
 from flowrt.transports.wire.message import Tag
 
 Layer = int | None  # None: all of them are alike
@@ -64,7 +64,7 @@ class Without:
             return list(parts)
         kept: list[Part] = []
         for part in parts:
-            if part.server != NOWHERE:
+            if part.server != UNAVAILABLE:
                 kept.append(part)
                 continue
             is_given_up_P = torch.isin(part.expert_P, torch.tensor(experts, device=part.expert_P.device))

@@ -50,7 +50,7 @@ class ExpertMap:
         return self.table(layer)[expert]
 
     def table(self, layer: int | None = None) -> Copies:
-        """The table of a whole layer: expert -> servers, as flowrt.operators.dispatch.CopyTable.from_lists takes it."""
+        """The table of a whole layer: expert -> servers, as flowrt.operators.dispatch.ReplicaTable.from_lists takes it."""
         return self.copies if layer is None else self.by_layer.get(layer, self.copies)
 
     def missing(self, layer: int | None = None) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ class Inside:
         failover, runner = self._worker._failover, self._worker._runner
         if failover is None or runner is None:
             return set()
-        client, nowhere = failover._client, frozenset({import_module(CUT).NOWHERE})
+        client, nowhere = failover._client, frozenset({import_module(CUT).UNAVAILABLE})
         return {
             (tag, part) for tag in client.tags for part in client.at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
         }

@@ -30,7 +30,7 @@ class Kernels(Protocol):
         positions_T: Tensor,
         num_active: int,
         servers_EB: Tensor,
-        num_copies_E: Tensor,
+        num_replicas_E: Tensor,
         num_servers: int,
         /,
     ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]: ...

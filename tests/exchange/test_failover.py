@@ -13,7 +13,7 @@ from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
-from flowrt.operators.dispatch import NOWHERE
+from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Tag
@@ -333,7 +333,7 @@ def test_pairs_without_a_replica_form_a_part_without_server(client):
     client.die(1)
     client.begin()
     tag = Tag("s@1")
-    assert NOWHERE in {part.server for part in client.client.parts(tag, client.runner.missing("combine", "parts", tag))}
+    assert UNAVAILABLE in {part.server for part in client.client.parts(tag, client.runner.missing("combine", "parts", tag))}
 
 
 def timed(*answer_seconds):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowrt.operators import expert_products
 from flowrt.operators.combine import combine
-from flowrt.operators.dispatch import NOWHERE, CopyTable, cut, cut_again
+from flowrt.operators.dispatch import UNAVAILABLE, ReplicaTable, partition, repartition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.weights import Checkpoint
@@ -24,16 +24,16 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     num_rows, num_active = draw(st.integers(0, 12)), draw(st.integers(1, min(4, num_experts)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     ids = torch.rand(num_rows, num_experts, generator=generator).topk(num_active, dim=1).indices
-    copies = [draw(st.lists(st.integers(0, num_servers - 1), min_size=1, max_size=3, unique=True)) for _ in range(num_experts)]
+    replicas = [draw(st.lists(st.integers(0, num_servers - 1), min_size=1, max_size=3, unique=True)) for _ in range(num_experts)]
     positions = torch.randint(0, 1000, (num_rows,), generator=generator)
-    return ids, torch.rand(num_rows, num_active, generator=generator), positions, copies, num_servers
+    return ids, torch.rand(num_rows, num_active, generator=generator), positions, replicas, num_servers
 
 
 @settings(max_examples=60, deadline=None)
 @given(routings())
 def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]], int]) -> None:
-    ids, weights, positions, copies, num_servers = routing
-    parts = cut(ids, weights, positions, CopyTable.from_lists(copies, num_servers))
+    ids, weights, positions, replicas, num_servers = routing
+    parts = partition(ids, weights, positions, ReplicaTable.from_lists(replicas, num_servers))
     assert [part.server for part in parts] == sorted({part.server for part in parts})
     covered: list[int] = []
     for part in parts:
@@ -46,25 +46,25 @@ def test_parts_cover_every_pair_once(routing: tuple[torch.Tensor, torch.Tensor, 
             assert rows[row] == token
             assert expert == ids[token, slot]
             assert weight == weights[token, slot]
-            servers = copies[int(expert)]
+            servers = replicas[int(expert)]
             assert part.server == servers[int(positions[token]) % len(servers)]
             covered.append(pair)
     assert sorted(covered) == list(range(ids.numel()))
 
 
 def test_replica_table_refuses_unknown_servers() -> None:
-    for copies in ([[0], [2]], [[0], [-1]]):
-        with pytest.raises(ValueError, match="expert 1 has copies on servers"):
-            CopyTable.from_lists(copies, 2)
+    for replicas in ([[0], [2]], [[0], [-1]]):
+        with pytest.raises(ValueError, match="expert 1 has replicas on servers"):
+            ReplicaTable.from_lists(replicas, 2)
 
 
 def test_pairs_of_an_unavailable_expert_form_a_part_without_server_and_are_partitioned_again() -> None:
     expert_ids_TA, weights_TA = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     positions_T = torch.tensor([0, 1])
-    nowhere, there = cut(expert_ids_TA, weights_TA, positions_T, CopyTable.from_lists([[0], [], [0]], 2))
-    assert (nowhere.server, nowhere.pair_P.tolist(), nowhere.expert_P.tolist()) == (NOWHERE, [1, 2], [1, 1])
+    nowhere, there = partition(expert_ids_TA, weights_TA, positions_T, ReplicaTable.from_lists([[0], [], [0]], 2))
+    assert (nowhere.server, nowhere.pair_P.tolist(), nowhere.expert_P.tolist()) == (UNAVAILABLE, [1, 2], [1, 1])
     assert (there.server, there.pair_P.tolist()) == (0, [0, 3])
-    (again,) = cut_again(nowhere, positions_T, 2, CopyTable.from_lists([[0], [1], [0]], 2))
+    (again,) = repartition(nowhere, positions_T, 2, ReplicaTable.from_lists([[0], [1], [0]], 2))
     assert (again.server, again.pair_P.tolist(), again.rows_R.tolist(), again.row_P.tolist()) == (1, [1, 2], [0, 1], [0, 1])
     assert torch.equal(again.weight_P, torch.tensor([0.2, 0.3]))
 

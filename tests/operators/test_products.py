@@ -25,7 +25,7 @@ from flowrt.operators.expert_products import (
     take_profile,
 )
 from flowrt.operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
-from flowrt.operators.row_blocks import _Watch
+from flowrt.operators.row_blocks import _Recorder
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
 
@@ -235,7 +235,7 @@ def test_a_profile_is_taken_within_its_time(seconds_per_look: float, num_loads: 
 
 @pytest.mark.parametrize("dtype", OWN)
 def test_a_proof_sees_products_in_panels(dtype: torch.dtype) -> None:
-    matrix, x, watch = lay_out(torch.randn(16, 32).to(dtype), "panels"), torch.randn(5, 32).to(dtype), _Watch(5)
+    matrix, x, watch = lay_out(torch.randn(16, 32).to(dtype), "panels"), torch.randn(5, 32).to(dtype), _Recorder(5)
     with watch:
         matrix(x)
     assert watch.bits().shape == (5, 16 * dtype.itemsize)

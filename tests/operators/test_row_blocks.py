@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine_pairs
-from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.dispatch import ReplicaTable, partition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
@@ -170,11 +170,11 @@ def test_experts_and_combine_do_not_show_who_computed_what(models: Any, dtype: s
 
     def answer(placement: list[list[int]], rows: slice) -> Tensor:
         num_servers = len(placement)
-        copies = [[server for server in range(num_servers) if expert in placement[server]] for expert in range(8)]
+        replicas = [[server for server in range(num_servers) if expert in placement[server]] for expert in range(8)]
         servers = [Experts(config, checkpoint, {0: held}, blocks=blocks) for held in placement]
         servers[0].prove()
-        table = CopyTable.from_lists(copies, num_servers)
-        parts = cut(expert_ids_TA[rows], weights_TA[rows], torch.arange(40)[rows], table)
+        table = ReplicaTable.from_lists(replicas, num_servers)
+        parts = partition(expert_ids_TA[rows], weights_TA[rows], torch.arange(40)[rows], table)
         found = [(each.pair_P, servers[each.server].forward_pairs(0, x_TH[rows][each.rows_R], each.row_P, each.expert_P)) for each in parts]
         return combine_pairs(residual_TH[rows], weights_TA[rows], reversed(found))
 

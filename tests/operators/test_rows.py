@@ -22,7 +22,7 @@ from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import RotaryConfig
 from flowrt.operators.rotary import RotaryTable
-from flowrt.operators.row_blocks import _Watch
+from flowrt.operators.row_blocks import _Recorder
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
@@ -288,7 +288,7 @@ def test_a_proof_watches_what_is_computed() -> None:
         (lambda: rows.add_rms_norm(x, x, weight, 1e-6), 32),
         (lambda: rows.topk_softmax(x, 3, 1.0, torch.float32), 9),  # 3 ids of 8 bytes, 3 weights of 4
     ):
-        watch = _Watch(8)
+        watch = _Recorder(8)
         with watch:
             call()
         assert watch.bits().shape == (8, 4 * count)

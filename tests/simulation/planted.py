@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     bug("answer-to-everybody", "an answer is sent along every answering edge", (
         REGION, "Region.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
-        CUT, "CopyTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
+        CUT, "ReplicaTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
@@ -154,10 +154,10 @@ BUGS: tuple[Bug, ...] = (
     bug("unsent-forgotten", "a part cut for a server that died before it was sent is forgotten", (
         FAILOVER, "Failover.on_unsent", "self._again(output.tag, part)", "pass")),
     bug("parked-forgotten", "parts that wait for an expert are not asked when it is back", (
-        FAILOVER, "Failover.joined", "self._ask_again(frozenset({NOWHERE}))", "pass"), (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+        FAILOVER, "Failover.joined", "self._ask_again(frozenset({UNAVAILABLE}))", "pass"), (
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
     bug("parked-while-cut", "parts cut by the map of before, while the server came back, wait for ever", (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
     bug("window-not-renewed", "a new life begins with the credits that the old one left", (
         CREDITS, "Window.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
     bug("pending-survives", "what waited for a credit of a dead server waits for its next life", (
@@ -171,7 +171,7 @@ BUGS: tuple[Bug, ...] = (
     bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
         CLIENT, "ExpertClient.parts", "asked.parts[number]", "asked.parts[min(number, asked.num_first - 1)]")),
     bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
-        CUT, "cut_again", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
+        CUT, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
     bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-regained", "with one server back, others that are down are in the map again", (
@@ -180,7 +180,7 @@ BUGS: tuple[Bug, ...] = (
         CLIENT, "Tables.of", "or servers for servers in copies", "for servers in copies")),
     bug("hedge-to-nowhere", "a late part is asked of others although they do not hold all that it needs", (
         CLIENT, "ExpertClient.hedge", "self._without(self._avoided | {part.server})", "Tables(self._map.without(part.server), frozenset(), self._num_servers, self._device)"), (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({NOWHERE}))", "pass")),
+        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
     bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (

@@ -14,7 +14,7 @@ from flowrt.gateway.gateway import ClientEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
-from flowrt.operators.dispatch import NOWHERE
+from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import AnyFault, Crash, Fault, Hang, Pause, Reset, Scenario, Slow, Stall
 from flowrt.sampling_params import SamplingParams
@@ -224,7 +224,7 @@ def test_process_with_heartbeats_is_not_suspected() -> None:
 
 def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_again = Failover._ask_again
-    monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if NOWHERE in servers else ask_again(self, servers))
+    monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if UNAVAILABLE in servers else ask_again(self, servers))
 
     def serve_until_it_fails() -> None:
         for seed in range(20):  # whether a part waits at all is the seed's choice

@@ -15,7 +15,7 @@ from flowrt.bench.cases.random_weights import CountingCheckpoint
 from flowrt.operators.attention import attention_for
 from flowrt.operators.combine import combine
 from flowrt.operators.dense import DenseMlp, SharedExperts
-from flowrt.operators.dispatch import CopyTable, cut
+from flowrt.operators.dispatch import ReplicaTable, partition
 from flowrt.operators.embedding import Embedding
 from flowrt.operators.experts import Experts
 from flowrt.operators.gate import Gate
@@ -179,14 +179,14 @@ def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_le
 def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> Iterator[OperatorCase]:
     """Dispatch, with the rows that are sent, and combine, over servers that hold equal shares."""
     rows, num_active = expert_ids_TA.shape
-    copies = CopyTable.from_lists([[expert % NUM_SERVERS] for expert in range(model.config.num_experts)], NUM_SERVERS)
+    replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(model.config.num_experts)], NUM_SERVERS)
     positions_T = torch.arange(rows)
     row_bytes = model.config.hidden_size * model.itemsize
 
     def dispatch() -> list[Tensor]:
-        return [x_TH.index_select(0, part.rows_R) for part in cut(expert_ids_TA, weights_TA, positions_T, copies)]
+        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, positions_T, replicas)]
 
-    parts = cut(expert_ids_TA, weights_TA, positions_T, copies)
+    parts = partition(expert_ids_TA, weights_TA, positions_T, replicas)
     sent = sum(len(part.rows_R) for part in parts)
     pair_bytes = rows * num_active * (8 + model.itemsize)
     yield OperatorCase("dispatch", rows, 2 * sent * row_bytes + 4 * pair_bytes, 0, [dispatch])
@@ -198,19 +198,19 @@ def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: f
     """From normed rows to the parts that are sent: as the operators do it, and as one textbook call of torch per step, to compare
     (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one kernel)."""
     num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
-    copies = CopyTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
+    replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
     positions_T = torch.arange(len(x_TH))
 
     def together(layer: int) -> list[Tensor]:
         expert_ids_TA, weights_TA = model.gate.forward(layer, x_TH)
-        return [x_TH.index_select(0, part.rows_R) for part in cut(expert_ids_TA, weights_TA, positions_T, copies)]
+        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, positions_T, replicas)]
 
     def apart(weight_EH: Tensor) -> list[Tensor]:
         scores_TE = torch.softmax(x_TH @ weight_EH.T, dim=-1, dtype=torch.float32)
         best_TA, expert_ids_TA = scores_TE.topk(num_active, dim=-1)
         weight_P = (best_TA / best_TA.sum(dim=-1, keepdim=True)).to(x_TH.dtype).flatten()
         expert_P = expert_ids_TA.flatten()
-        server_P = copies.servers_EB[expert_P, 0]
+        server_P = replicas.servers_EB[expert_P, 0]
         order_P = server_P.argsort(stable=True)
         parts = []
         for pair_P in order_P.split(server_P.bincount(minlength=NUM_SERVERS).tolist()):

@@ -170,20 +170,20 @@ def partition_by_server(
     positions_T: Tensor,
     num_active: int,
     servers_EB: Tensor,
-    num_copies_E: Tensor,
+    num_replicas_E: Tensor,
     num_servers: int,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The fields of each dispatch.Part. Raises IndexError for a pair whose expert or server does not exist."""
-    expert_P, positions_T, servers_EB, num_copies_E = _indices(expert_P, positions_T, servers_EB, num_copies_E)
+    expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, servers_EB, num_replicas_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
     num_pairs, places = len(expert_P), num_servers + 1
     num_named = len(positions_T) * num_active if pair_P is None else len(pair_P)
-    if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or len(num_copies_E) != num_experts:
+    if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or len(num_replicas_E) != num_experts:
         raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
     out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
-    table = positions_T.data_ptr(), servers_EB.data_ptr(), num_copies_E.data_ptr(), num_experts, width, num_servers
+    table = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
     _rows.partition_by_server(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
     sizes: list[int] = counts.tolist()
     found = [(place - 1, sizes[2 * place], sizes[2 * place + 1]) for place in range(places) if sizes[2 * place]]

@@ -50,7 +50,7 @@ def partition_by_server(
     positions_T: Tensor,
     num_active: int,
     servers_EB: Tensor,
-    num_copies_E: Tensor,
+    num_replicas_E: Tensor,
     num_servers: int,
 ) -> list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The pairs of each server, by ascending server: the fields of dispatch.Part.
@@ -61,7 +61,7 @@ def partition_by_server(
         server_P = servers_EB[:, 0].index_select(0, expert_P)
     else:
         all_rows = positions_T.repeat_interleave(num_active) if pair_P is None else positions_T.index_select(0, pair_P // num_active)
-        server_P = servers_EB[expert_P, all_rows % num_copies_E[expert_P]]
+        server_P = servers_EB[expert_P, all_rows % num_replicas_E[expert_P]]
     # numpy counts and sorts these few dozen integers in a third of torch's time, and the host waits for a device only once.
     device = server_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
