@@ -256,7 +256,8 @@ class Launcher:
             own.append(tasks.create_task(self.follow(line), name=f"line of {line.name}"))
             await self._introduction.start(line)
 
-        if not (await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))):
+        connected = await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))
+        if not connected or self._verdict.any_accused:  # a worker may have died after it had connected
             await own[0]  # raises the root cause once it is known
         self._on_event(events.Ready(self._now() - begun))
 

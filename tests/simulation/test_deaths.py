@@ -61,17 +61,29 @@ def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
 @pytest.mark.parametrize(("seed", "at_seconds"), [(6, 0.085), (8, 0.05)])
 def test_server_is_restarted_when_its_exit_is_reported_just_before_the_run_is_ready(seed: int, at_seconds: float) -> None:
     """The server dies after it has connected. Its exit notice comes before Ready, the end of its control connection after Ready."""
-    graph = load("2x3.yaml")
-    scenario = Scenario(faults=(Crash(process="experts.1", at_seconds=at_seconds),))
-    outcome = run(
-        seed,
-        lambda world: serve(
-            world, graph, requests(3), scenario=scenario, exact=True, conditions=ProcessConditions(unseen_one_in=1), faults_from_launch=True
-        ),
-        conditions=NetworkConditions(max_delay_seconds=5e-3, tick_seconds=1e-3),
-    )
+    outcome = crash_while_starting(seed, at_seconds)
     assert outcome.result.finish_reasons == ("length",) * 3
     assert outcome.num_faults["restarted"] == 1
+
+
+@pytest.mark.parametrize(("seed", "at_seconds"), [(0, 0.065), (3, 0.104)])
+def test_run_is_not_ready_after_a_death_that_ends_it(seed: int, at_seconds: float) -> None:
+    """The control connection of a connected server ends, and its exit is reported, before the last worker has connected."""
+    outcome = crash_while_starting(seed, at_seconds)
+    assert outcome.result.failed == "experts.1"
+    assert outcome.result.clients == ()
+
+
+def crash_while_starting(seed: int, at_seconds: float) -> Outcome[Served]:
+    """Crash a server so many seconds after the launch. Its death is noticed by its exit and the end of its control connection only."""
+    graph = load("2x3.yaml")
+    scenario = Scenario(faults=(Crash(process="experts.1", at_seconds=at_seconds),))
+    conditions = ProcessConditions(unseen_one_in=1)
+    return run(
+        seed,
+        lambda world: serve(world, graph, requests(3), scenario=scenario, exact=True, conditions=conditions, faults_from_launch=True),
+        conditions=NetworkConditions(max_delay_seconds=5e-3, tick_seconds=1e-3),
+    )
 
 
 def test_servers_that_die_one_after_another_cost_no_token() -> None:
