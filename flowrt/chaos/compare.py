@@ -25,8 +25,8 @@ class ReceivedToken(NamedTuple):
 
 
 @dataclass
-class Answer:
-    """One answer at the client. `number`: of the request, which is sent again and again."""
+class ReceivedAnswer:
+    """One answer, as a client received it. `number` is that of its request, which is sent again and again."""
 
     number: int
     submitted: float
@@ -49,10 +49,9 @@ class Answer:
         return max((end - begin for begin, end in self.gaps()), default=0.0)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Counts of tokens: expected and never received; received twice; with another id, or beyond the expected end; after a later token;
-    after the end."""
+    after the end. The tokens are right when `any(difference)` is false."""
 
     lost: int = 0
     doubled: int = 0
@@ -60,22 +59,9 @@ class Difference:
     swapped: int = 0
     late: int = 0
 
-    @property
-    def any(self) -> bool:
-        return bool(self.lost or self.doubled or self.changed or self.swapped or self.late)
 
-    def __add__(self, other: Difference) -> Difference:
-        return Difference(
-            self.lost + other.lost,
-            self.doubled + other.doubled,
-            self.changed + other.changed,
-            self.swapped + other.swapped,
-            self.late + other.late,
-        )
-
-
-def difference_of(expected: Sequence[int], answer: Answer) -> Difference:
-    """Tokens behind the end of a request that failed are not lost: its error says so."""
+def difference_of(expected: Sequence[int], answer: ReceivedAnswer) -> Difference:
+    """Compare an answer with the expected token ids. Tokens that a failed request did not reach are not lost: its error reports them."""
     seen: dict[int, int] = {}
     doubled = swapped = 0
     furthest = -1
@@ -92,41 +78,38 @@ def difference_of(expected: Sequence[int], answer: Answer) -> Difference:
     return Difference(lost, doubled, changed, swapped, answer.num_late)
 
 
-def expected_of(undisturbed: Iterable[Answer]) -> tuple[dict[int, tuple[int, ...]], int]:
-    """(number -> token ids, how many later answers to a number differ from its first). The latter must be 0 with strict numerics."""
+def expected_of(undisturbed: Iterable[ReceivedAnswer]) -> tuple[dict[int, tuple[int, ...]], int]:
+    """(number -> token ids, how many answers differ from the first to the same request). The latter must be 0 with strict numerics."""
     expected: dict[int, tuple[int, ...]] = {}
     num_different = 0
     for answer in undisturbed:
         if answer.failed:
             continue
         first = expected.setdefault(answer.number, tuple(received.token_id for received in answer.tokens))
-        num_different += difference_of(first, answer).any
+        num_different += any(difference_of(first, answer))
     return expected, num_different
 
 
-class Tally:
-    """Counts the answers so far that failed or differ from the expected one. `answers` may grow; each counts once, when it has ended."""
+@dataclass
+class AnswerCounts:
+    """Counts the answers so far that failed, and those that differ from the expected one."""
 
-    def __init__(self, expected: Mapping[int, Sequence[int]], answer: Sequence[Answer]) -> None:
-        self._expected, self._answers = expected, answer
-        self._num_taken = 0
-        self._open: list[Answer] = []
-        self.num_ended = self.num_failed = self.num_wrong = 0
+    expected: Mapping[int, Sequence[int]]
+    num_ended: int = 0
+    num_failed: int = 0
+    num_wrong: int = 0
+
+    def add(self, answer: ReceivedAnswer) -> None:
+        """Count an answer that has ended."""
+        self.num_ended += 1
+        self.num_failed += answer.failed
+        self.num_wrong += answer.number in self.expected and any(difference_of(self.expected[answer.number], answer))
 
     def __str__(self) -> str:
-        self._open += self._answers[self._num_taken :]
-        self._num_taken = len(self._answers)
-        ended = [answer for answer in self._open if answer.finish_reason is not None or answer.error is not None]
-        self._open = [answer for answer in self._open if answer.finish_reason is None and answer.error is None]
-        self.num_ended += len(ended)
-        self.num_failed += sum(answer.failed for answer in ended)
-        self.num_wrong += sum(
-            difference_of(self._expected[answer.number], answer).any for answer in ended if answer.number in self._expected
-        )
         return f"{self.num_failed} of {self.num_ended} requests failed, {self.num_wrong} answered wrongly"
 
 
-def usual_gaps(undisturbed: Iterable[Answer]) -> dict[int, float]:
+def usual_gaps(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, float]:
     """number -> the median of the longest gaps of its answers."""
     gaps: dict[int, list[float]] = {}
     for answer in undisturbed:
@@ -135,14 +118,14 @@ def usual_gaps(undisturbed: Iterable[Answer]) -> dict[int, float]:
     return {number: statistics.median(each) for number, each in gaps.items()}
 
 
-def extra_stalls(answers: Iterable[Answer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
+def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
     """For each request that was being answered within STALL_SECONDS after a fault: its longest gap in that time, less its usual longest
     gap; at least 0. `faults` None: for all requests and all their gaps, which shows the noise."""
     stalls = []
     for answer in answers:
-        met = [end - begin for begin, end in answer.gaps() if faults is None or _overlaps(begin, end, faults)]
-        if met and answer.number in usual:
-            stalls.append(max(0.0, max(met) - usual[answer.number]))
+        gaps = [end - begin for begin, end in answer.gaps() if faults is None or _overlaps(begin, end, faults)]
+        if gaps and answer.number in usual:
+            stalls.append(max(0.0, max(gaps) - usual[answer.number]))
     return stalls
 
 
@@ -150,20 +133,13 @@ def _overlaps(begin: float, end: float, faults: Sequence[float]) -> bool:
     return any(end >= at and begin <= at + STALL_SECONDS for at in faults)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; nan for none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def throughput(answers: Iterable[Answer], begin: float, end: float) -> float:
+def throughput(answers: Iterable[ReceivedAnswer], begin: float, end: float) -> float:
     """Tokens per second received in [begin, end)."""
     count = sum(begin <= received.at < end for answer in answers for received in answer.tokens)
     return count / (end - begin) if end > begin else math.nan
 
 
-def curve(answers: Iterable[Answer], begin: float, end: float, width: float = BIN_SECONDS) -> list[float]:
+def curve(answers: Iterable[ReceivedAnswer], begin: float, end: float, width: float = BIN_SECONDS) -> list[float]:
     """Tokens per second in bins of `width` seconds; a last bin that is not full is left out."""
     num_bins = int((end - begin) / width + 1e-9)
     counts = Counter(int((received.at - begin) / width) for answer in answers for received in answer.tokens if received.at >= begin)
@@ -178,16 +154,16 @@ class ThroughputWindow(NamedTuple):
     before: float
 
 
-def windows(answers: Sequence[Answer], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[ThroughputWindow]:
+def windows(answers: Sequence[ReceivedAnswer], faults: Sequence[tuple[float, float]], begun: float, end: float) -> list[ThroughputWindow]:
     """`faults`: (time, time of recovery) in order. `after` ends at the next fault or at `end`; `before` begins at the recovery from the
     fault before. Both take at most WINDOW_SECONDS; a fault with too little time after it is left out."""
     found = []
-    well = begun
-    for number, (at, whole) in enumerate(faults):
+    recovered = begun
+    for number, (at, recovery) in enumerate(faults):
         following = faults[number + 1][0] if number + 1 < len(faults) else math.inf
         until = min(at + WINDOW_SECONDS, following, end)
-        since = max(well, at - WINDOW_SECONDS)
-        well = max(well, at, whole if math.isfinite(whole) else at)
+        since = max(recovered, at - WINDOW_SECONDS)
+        recovered = max(recovered, at, recovery if math.isfinite(recovery) else at)
         if until - at >= MIN_WINDOW_SECONDS:
             before = throughput(answers, since, at) if at - since >= MIN_WINDOW_SECONDS else math.nan
             found.append(ThroughputWindow(until - at, throughput(answers, at, until), before))

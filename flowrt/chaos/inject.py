@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from flowrt.api import RunningGraph
 from flowrt.chaos.leaks import is_alive
+from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.orders import WORKER, Order
 from flowrt.chaos.plan import fault_text
-from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.errors import WorkerDiedError
 from flowrt.launcher.launcher import NotRunningError
 from flowrt.observe import duration_text
@@ -24,14 +24,16 @@ from flowrt.seams import Clock
 
 BACK_SECONDS = 60.0  # in which a process that was killed must be back
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Injector:
-    """Faults for one run. Made before the graph is entered: with `obedient` it makes the graph start workers that take orders."""
+    """Faults for one run. Create it before the graph is entered: with `takes_orders` it makes the graph start workers that take orders."""
 
-    def __init__(self, graph: RunningGraph, watch: Watch, clock: Clock, say: Say = lambda text: None, takes_orders: bool = True) -> None:
-        self._graph, self._watch, self._clock, self._say = graph, watch, clock, say
+    def __init__(
+        self, graph: RunningGraph, observer: RunObserver, clock: Clock, log: Log = lambda text: None, takes_orders: bool = True
+    ) -> None:
+        self._graph, self._observer, self._clock, self._log = graph, observer, clock, log
         self._num_pauses: Counter[int] = Counter()  # by pid: the end of the last pause wakes the process
         self._killed: set[tuple[str, int, str]] = set()  # incarnations
         self.so_far: Callable[[], str] = lambda: ""  # the state of the load, reported with every fault
@@ -42,51 +44,51 @@ class Injector:
         """Inject the scenario, whose times count from `begun`; returns when the last fault is over. When cancelled, it ends the faults
         that it has begun."""
         faults = sorted(scenario.faults, key=lambda fault: fault.at_seconds)
-        several = len(faults) > 1
-        if several:
-            self._say(f"{len(faults)} faults, the first at {faults[0].at_seconds:g} s, the last at {faults[-1].at_seconds:g} s")
+        if len(faults) > 1:
+            self._log(f"{len(faults)} faults, the first at {faults[0].at_seconds:g} s, the last at {faults[-1].at_seconds:g} s")
         async with asyncio.TaskGroup() as tasks:
-            for number, fault in enumerate(faults):
-                following = faults[number + 1].at_seconds if number + 1 < len(faults) else None
-                then = f"next at {following:g} s" if following is not None else "the last"
-                place, then = (f" ({number + 1} of {len(faults)})", then) if several else ("", "")
+            for number, fault in enumerate(faults, 1):
+                place = then = ""
+                if len(faults) > 1:
+                    place = f" ({number} of {len(faults)})"
+                    then = f"next at {faults[number].at_seconds:g} s" if number < len(faults) else "the last"
                 tasks.create_task(self._inject_at(fault, begun, place, then), name=fault_text(fault))
 
     async def kill_randomly(self, names: Sequence[str], num: int, seed: int, apart_seconds: float) -> bool:
         """Kill one of `names` after another, each when the one before is back and `apart_seconds` have passed. Stops and returns False
         when one was not back in time or the run has failed."""
-        chance = random.Random(seed)
+        generator = random.Random(seed)
         for number in range(num):
-            injected = await self._do(Crash(process=chance.choice(sorted(names))), f" ({number + 1} of {num})")
+            injected = await self._inject(Crash(process=generator.choice(sorted(names))), f" ({number + 1} of {num})")
             if injected.missed or not await self._is_back(injected):
                 return False
             then = f"next kill in {apart_seconds:g} s" if number + 1 < num else "no more kills"
-            self._say(f"{injected.process} is back after {duration_text(self._watch.back_seconds(injected))}; {then}")
-            await self._watch.wait_failed(apart_seconds)
+            self._log(f"{injected.process} is back after {duration_text(self._observer.back_seconds(injected))}; {then}")
+            await self._observer.wait_failed(apart_seconds)
         return True
 
     async def collect_held(self, names: Sequence[str], seconds: float = 5.0) -> None:
-        """Make these workers report what they hold (`Watch.held`)."""
-        self._watch.held.clear()
+        """Make these workers report what they hold (`RunObserver.held`)."""
+        self._observer.held.clear()
         for name in names:
             with contextlib.suppress(NotRunningError, WorkerDiedError):
                 await self._graph.launcher.send(name, Order("look"))
-        await self._watch.wait_until(lambda: self._watch.held.keys() >= set(names), seconds)
+        await self._observer.wait_until(lambda: self._observer.held.keys() >= set(names), seconds)
 
     async def _is_back(self, injected: InjectedFault) -> bool:
-        watch = self._watch
-        await watch.wait_until(lambda: watch.back_seconds(injected) < math.inf or watch.is_given_up(injected), BACK_SECONDS)
-        is_back = watch.back_seconds(injected) < math.inf
-        if not is_back and not watch.failed:
-            self._say(f"{injected.process} {'stays down' if watch.is_given_up(injected) else f'is not back after {BACK_SECONDS:g} s'}")
+        observer = self._observer
+        await observer.wait_until(lambda: observer.is_back_or_given_up(injected), BACK_SECONDS)
+        is_back = observer.back_seconds(injected) < math.inf
+        if not is_back and not observer.failed:
+            self._log(f"{injected.process} {'stays down' if observer.is_given_up(injected) else f'is not back after {BACK_SECONDS:g} s'}")
         return is_back
 
     async def _inject_at(self, fault: AnyFault, begun: float, place: str, then: str) -> None:
-        await self._watch.wait_failed(begun + fault.at_seconds - self._clock.now())
-        await self._do(fault, place, then)
+        await self._observer.wait_failed(begun + fault.at_seconds - self._clock.now())
+        await self._inject(fault, place, then)
 
-    async def _do(self, fault: AnyFault, place: str, then: str = "") -> InjectedFault:
-        """Inject one fault, wait until it is over, and end it. `place` and `then` are for the report: which of how many, what next."""
+    async def _inject(self, fault: AnyFault, place: str, then: str = "") -> InjectedFault:
+        """Inject one fault, wait until it is over, and end it. `place` and `then` are for the log: which of how many, what next."""
         name = fault.processes[0]
         pid = self._graph.pids.get(name, 0)
         incarnation = self._graph.launcher.incarnations.get(name, "")
@@ -94,8 +96,8 @@ class Injector:
         injected = InjectedFault(
             fault_text(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:])
         )
-        self._watch.injected_faults.append(injected)
-        if self._watch.failed:
+        self._observer.injected_faults.append(injected)
+        if self._observer.failed:
             injected.missed = "the run had ended"
             return injected
         try:
@@ -106,7 +108,7 @@ class Injector:
                 injected.missed = f"{name} cannot be reached: {error.strerror}"
         if descriptor is None:
             injected.missed = injected.missed or f"{name} is not running"
-            self._say(self._progress(f"{injected.text}{place}: {injected.missed}", then))
+            self._log(self._progress(f"{injected.text}{place}: {injected.missed}", then))
             return injected
         try:
             injected.at = self._clock.now()
@@ -123,8 +125,8 @@ class Injector:
                     await self._order(injected, Order(fault.kind, seconds, factor))
                 case Reset(between=(_, other)):
                     await self._order(injected, Order(fault.kind, pid=self._graph.pids.get(other, 0)))
-            self._say(self._progress(f"{injected.text}{place}, pid {pid}" + (f": {injected.missed}" if injected.missed else ""), then))
-            await self._watch.wait_failed(injected.at + seconds - self._clock.now())
+            self._log(self._progress(f"{injected.text}{place}, pid {pid}" + (f": {injected.missed}" if injected.missed else ""), then))
+            await self._observer.wait_failed(injected.at + seconds - self._clock.now())
         finally:
             if isinstance(fault, Pause):
                 self._wake(pid, descriptor)

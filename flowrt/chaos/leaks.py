@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-_OURS = ("flowrt", "torch_", "psm_", "sem.")  # prefixes of our names of shared memory
+_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # of the names of shared memory that flowrt and its libraries create
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,9 @@ class Holding:
     threads: int = 0
     resident_bytes: int = 0
 
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
-
 
 def holding_of(pid: int) -> Holding:
-    """Zeros for a process that is gone."""
+    """All zero for a process that has ended."""
     folder = Path("/proc") / str(pid)
     descriptors = maps = threads = resident = 0
     with contextlib.suppress(OSError):
@@ -40,7 +37,7 @@ def holding_of(pid: int) -> Holding:
 
 
 def children_of(pid: int) -> set[int]:
-    """All living descendants."""
+    """The living descendants of a process."""
     found: set[int] = set()
     todo = [pid]
     while todo:
@@ -64,19 +61,21 @@ def is_alive(pid: int) -> bool:
 
 
 def named_memory() -> set[str]:
-    """Names of shared memory that may be ours."""
+    """Names of shared memory that flowrt may have created."""
     with contextlib.suppress(OSError):
-        return {name for name in os.listdir("/dev/shm") if name.startswith(_OURS)}
+        return {name for name in os.listdir("/dev/shm") if name.startswith(_PREFIXES)}
     return set()
 
 
 def leaks_between(before: Mapping[str, Holding], after: Mapping[str, Holding]) -> list[str]:
     """A line for each thing that a process holds more of than before. New processes are not compared."""
     lines = []
-    for name, now in after.items():
-        if (then := before.get(name)) is None:
-            continue
-        for what, one, other in (("descriptors", then.descriptors, now.descriptors), ("maps of memory", then.memory_maps, now.memory_maps)):
-            if other > one:
-                lines.append(f"{name}: {other} {what}, {one} before")
+    for name in [name for name in after if name in before]:
+        then, now = before[name], after[name]
+        for what, num_then, num_now in (
+            ("descriptors", then.descriptors, now.descriptors),
+            ("maps of memory", then.memory_maps, now.memory_maps),
+        ):
+            if num_now > num_then:
+                lines.append(f"{name}: {num_now} {what}, {num_then} before")
     return lines

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from flowrt.api import RunningGraph
-from flowrt.chaos.compare import Answer, ReceivedToken
+from flowrt.chaos.compare import ReceivedAnswer, ReceivedToken
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import GraphLimits
@@ -43,43 +43,51 @@ def requests_of(num: int, prompt_tokens: int, new_tokens: int, vocab_size: int, 
 class Load:
     """A closed loop: `concurrency` clients, each of which sends the next request when its last has ended. `answers` grows meanwhile."""
 
-    def __init__(self, graph: RunningGraph, requests: Sequence[LoadRequest], concurrency: int, clock: Clock) -> None:
-        self._graph, self._asked, self._concurrency, self._clock = graph, requests, concurrency, clock
-        self._num_asked = 0
-        self._enough = False
-        self.answers: list[Answer] = []
+    def __init__(
+        self,
+        graph: RunningGraph,
+        requests: Sequence[LoadRequest],
+        concurrency: int,
+        clock: Clock,
+        on_end: Callable[[ReceivedAnswer], None] = lambda answer: None,
+    ) -> None:
+        self._graph, self._requests, self._concurrency, self._clock, self._on_end = graph, requests, concurrency, clock, on_end
+        self._num_sent = 0
+        self._is_stopped = False
+        self.answers: list[ReceivedAnswer] = []
         self.failure: Exception | None = None
         self.begun = asyncio.Event()  # the first request is submitted
 
     def stop(self) -> None:
         """Send no more requests; those that are open finish."""
-        self._enough = True
+        self._is_stopped = True
 
-    async def run(self, at_least: int = 0) -> None:
-        """Send until `stop`, at least `at_least` requests; or until the run fails, then `failure` is set."""
+    async def run(self, min_requests: int = 0) -> None:
+        """Send until `stop`, and at least `min_requests`; or until the run fails, then `failure` is set."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._concurrency):
-                tasks.create_task(self._ask(at_least), name=f"client {number}")
+                tasks.create_task(self._run_client(min_requests), name=f"client {number}")
 
-    async def _ask(self, at_least: int) -> None:
+    async def _run_client(self, min_requests: int) -> None:
         now = self._clock.now
-        while self.failure is None and (not self._enough or self._num_asked < at_least):
-            number = self._num_asked % len(self._asked)
-            self._num_asked += 1
-            answer = Answer(number, now())
+        while self.failure is None and (not self._is_stopped or self._num_sent < min_requests):
+            number = self._num_sent % len(self._requests)
+            self._num_sent += 1
+            answer = ReceivedAnswer(number, now())
             self.answers.append(answer)
             try:
-                index = await self._graph.submit(self._asked[number].prompt, self._asked[number].params)
+                index = await self._graph.submit(self._requests[number].prompt, self._requests[number].params)
                 self.begun.set()
                 await self._follow(index, answer)
             except (UserError, WorkerDiedError, NotRunningError) as error:
                 answer.error = answer.error or str(error)
                 self.failure = self.failure or error
                 self.begun.set()
+            self._on_end(answer)
             if answer.failed and self.failure is None:
                 await self._clock.sleep(0.01)  # a refusal comes at once; without a wait this loop would spin
 
-    async def _follow(self, index: int, answer: Answer) -> None:
+    async def _follow(self, index: int, answer: ReceivedAnswer) -> None:
         now = self._clock.now
         async for event in self._graph.follow(index):
             if isinstance(event, TokenEvent):

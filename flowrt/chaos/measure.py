@@ -7,17 +7,18 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.chaos.compare import Answer, Tally, expected_of
+from flowrt.chaos.compare import AnswerCounts, ReceivedAnswer, expected_of
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, holding_of, leaks_between, named_memory
 from flowrt.chaos.load import Load, LoadRequest, requests_of
-from flowrt.chaos.plan import load_plan
-from flowrt.chaos.watch import InjectedFault, Watch
+from flowrt.chaos.observer import InjectedFault, RunObserver
+from flowrt.chaos.options import ChaosOptions
+from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import Account, judge
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
@@ -28,31 +29,23 @@ from flowrt.seams import Clock, Seams
 
 QUIET_SECONDS = 1.0  # between the end of the last request and the first look at what is left
 END_SECONDS, LOOK_SECONDS = 10.0, 0.1  # what ends within the first was not left behind; it is looked at again after the second
-MAX_KILLS = 999  # one less than a graph's `reliability.restarts` may be
 AFTER_SECONDS = 10.0  # of load behind the last fault, at most as long as without any
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChaosOptions:
-    """The command line. Either a plan, or `kills` of expert servers drawn from `seed`, each `apart_seconds` after the last one was back.
+@dataclass(frozen=True)
+class PreparedRun:
+    """The inputs of a chaos run, checked. `scenario` None: random kills."""
 
-    The load takes `seconds` without faults, and at least as many with them.
-    """
+    options: ChaosOptions
+    graph: Graph
+    scenario: Scenario | None
+    requests: list[LoadRequest]
 
-    graph: Path
-    plan: Path | None = None
-    kills: int = 0
-    seed: int = 0
-    apart_seconds: float = 1.0
-    num_requests: int = 16
-    concurrency: int = 8
-    seconds: float = 10.0
-    prompt_tokens: int = 16
-    new_tokens: int = 32
-    model: Path | None = None
-    overrides: Sequence[str] = ()
-    spare: bool = False  # the remaining servers have the capacity for all the work
+    @property
+    def tolerates_errors(self) -> bool:
+        """Whether the plan allows requests to end with an error."""
+        return self.scenario is not None and self.scenario.expect == "tokens_or_error"
 
 
 @dataclass
@@ -61,15 +54,14 @@ class ChaosResult:
 
     graph: Graph
     num_servers: int
-    watch: Watch
+    observer: RunObserver
     num_faults: int = 0  # planned
     has_spare: bool = False
-    undisturbed: list[Answer] = field(default_factory=list)
+    undisturbed: list[ReceivedAnswer] = field(default_factory=list)
     undisturbed_span: tuple[float, float] = (0.0, 0.0)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ReceivedAnswer] = field(default_factory=list)
     begun: float = 0.0
     ended: float = 0.0
-    injected_faults: list[InjectedFault] = field(default_factory=list)
     before: dict[str, Holding] = field(default_factory=dict)
     after: dict[str, Holding] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
@@ -77,6 +69,10 @@ class ChaosResult:
     not_back: bool = False
     interrupted: bool = False
     emulation: Account | None = None  # of an emulated run: whether its figures hold
+
+    @property
+    def injected_faults(self) -> list[InjectedFault]:
+        return self.observer.injected_faults
 
 
 def expert_servers(graph: Graph) -> list[str]:
@@ -95,77 +91,56 @@ def clients_of(graph: Graph) -> dict[str, set[str]]:
     return clients
 
 
-def prepared(options: ChaosOptions) -> tuple[Graph, Scenario | None, list[LoadRequest]]:
-    """The graph, the plan, the requests. Raises UserError for what cannot be measured, before anything starts."""
+def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
+    """Read graph and plan, and generate the requests. Raises UserError for what cannot be measured, before anything starts."""
     if (options.plan is None) == (not options.kills):
         raise UserError("either --plan FILE or --kills N is needed, and not both")
-    for option in ("kills", "apart_seconds", "seconds"):
-        if not 0 <= (value := getattr(options, option)) < math.inf:
-            raise UserError(f"--{option.removesuffix('_seconds')} is {value:g}; give a number of 0 or more")
-    if options.kills > MAX_KILLS:
-        raise UserError(f"--kills is {options.kills}; give {MAX_KILLS} or less: no process is restarted more often in one run")
-    for option in ("num_requests", "concurrency", "prompt_tokens", "new_tokens"):
-        if (number := getattr(options, option)) < 1:
-            raise UserError(f"--{option.removeprefix('num_').replace('_', '-')} is {number}; give a number of 1 or more")
     overrides = list(options.overrides)
     if options.kills:  # the restart budget is for unplanned crashes
         overrides.insert(0, f"reliability.restarts={options.kills + 1}")
-    graph = read_graph(options.graph, overrides, options.model)
+    graph = read_graph(path, overrides, options.model)
     if graph.model is None:
-        raise UserError(f"{options.graph}: this graph serves no model, and chaos needs one to send requests to")
-    if graph.processes != "many":
-        raise UserError(
-            f"{options.graph}: workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many"
-        )
+        raise UserError(f"{path}: this graph serves no model, and chaos needs one to send requests to")
+    check_processes(graph, f"{path}: ")
     if options.kills and not may_die(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
-        raise UserError(f"{options.graph}: the run survives the death of none of its processes, so there is none to kill; {hint}")
-    vocab_size = read_model_config(Path(graph.model.path)).vocab_size
-    most = min(read_model_config(Path(graph.model.path)).max_position_embeddings, graph.group_limits().kv_pages * graph.limits.page_size)
-    if options.new_tokens <= graph.limits.max_tokens and options.prompt_tokens + options.new_tokens > most:
+        raise UserError(f"{path}: the run survives the death of none of its processes, so there is none to kill; {hint}")
+    config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
+    max_tokens = min(config.max_position_embeddings, limits.kv_pages * limits.page_size)
+    if options.new_tokens <= limits.max_tokens and options.prompt_tokens + options.new_tokens > max_tokens:
         raise UserError(
-            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {most} (the model's "
-            "context, or limits.kv_pages x page_size); ask for fewer"
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {max_tokens} (the "
+            "model's context, or limits.kv_pages x page_size); use smaller numbers"
         )
-    requests = requests_of(options.num_requests, options.prompt_tokens, options.new_tokens, vocab_size, graph.group_limits())
-    return graph, load_plan(options.plan, graph) if options.plan is not None else None, requests
+    requests = requests_of(options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, limits)
+    return PreparedRun(options, graph, load_plan(options.plan, graph) if options.plan is not None else None, requests)
 
 
-async def measure(options: ChaosOptions, say: Say) -> ChaosResult:
+async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
     """Run all parts. The effect of a fault is recorded, not raised; UserError for what is wrong before the first fault. When cancelled,
     it ends the graph and returns the measurement so far."""
-    graph, scenario, requests = prepared(options)
-    seams = Seams()
-    watch = Watch(seams.clock, clients_of(graph))
+    graph, options, seams = prepared.graph, prepared.options, Seams()
+    observer = RunObserver(seams.clock, clients_of(graph))
 
     def on_line(process: str, line: str) -> None:
-        if not watch.take_line(process, line):
-            say(f"[{process}] {line}")
+        if not observer.take_line(process, line):
+            log(f"[{process}] {line}")
 
-    num_faults = options.kills if scenario is None else len(scenario.faults)
-    found = ChaosResult(graph, len(expert_servers(graph)), watch, num_faults, options.spare, injected_faults=watch.injected_faults)
+    num_faults = options.kills if prepared.scenario is None else len(prepared.scenario.faults)
+    found = ChaosResult(graph, len(expert_servers(graph)), observer, num_faults, options.spare)
     gc.collect()
     outside = holding_of(os.getpid()), children_of(os.getpid()), named_memory()
     try:
-        running = open_graph(graph, seams=seams, on_event=watch.on_event, on_line=on_line)
-        injector = Injector(running, watch, seams.clock, say)
+        running = open_graph(graph, seams=seams, on_event=observer.on_event, on_line=on_line)
+        measurement = _Measurement(prepared, found, running, Injector(running, observer, seams.clock, log), seams.clock, log)
         async with running:
-            await _undisturbed(found, running, requests, options, seams, say)
+            await measurement.run_undisturbed()
             await seams.clock.sleep(QUIET_SECONDS)
-            found.before = await _look(found, running, injector)
-            await _disturbed(found, running, injector, requests, scenario, options, seams, say)
+            found.before = await measurement.holdings()
+            await measurement.run_under_faults()
             if found.failure is None:
-                relinked = {
-                    name for injected in found.injected_faults if injected.kind == "reset" for name in (injected.process, injected.other)
-                }
-                before = {name: holding for name, holding in found.before.items() if name not in relinked}  # these use other sockets now
-
-                async def look() -> list[str]:
-                    found.after = await _look(found, running, injector)
-                    return leaks_between(before, found.after) + unreturned(watch.held)
-
                 await seams.clock.sleep(QUIET_SECONDS)
-                found.leaks += await once_settled(look, seams.clock)
+                found.leaks += await once_settled(measurement.leaks, seams.clock)
     except WorkerDiedError as error:
         found.failure = found.failure or str(error)
     except asyncio.CancelledError:  # keep what was measured so far
@@ -176,72 +151,79 @@ async def measure(options: ChaosOptions, say: Say) -> ChaosResult:
         each = [worker.emulation for worker in running.final_statistics.values() if worker.emulation is not None]
         found.emulation = judge(graph.emulation.dilation, each)
     with contextlib.suppress(asyncio.CancelledError):  # an interrupt: it ends anyway
-        found.leaks += await once_settled(lambda: _left(outside), seams.clock)
+        found.leaks += await once_settled(lambda: _left_behind(outside), seams.clock)
     return found
 
 
-async def _undisturbed(
-    found: ChaosResult, running: RunningGraph, requests: Sequence[LoadRequest], options: ChaosOptions, seams: Seams, say: Say
-) -> None:
-    """The first round only warms up. Raises UserError when a request fails: then nothing can be compared."""
-    say(f"undisturbed: {options.concurrency} requests at a time, once each, and then for {options.seconds:g} s")
-    for seconds in (0.0, options.seconds):
-        load = Load(running, requests, options.concurrency, seams.clock)
-        begun = seams.clock.now()
+@dataclass(frozen=True)
+class _Measurement:
+    """The parts of a run while its graph is open. They fill `found`."""
+
+    prepared: PreparedRun
+    found: ChaosResult
+    running: RunningGraph
+    injector: Injector
+    clock: Clock
+    log: Log
+
+    async def run_undisturbed(self) -> None:
+        """The first round only warms up. Raises UserError when a request fails: then nothing can be compared."""
+        found, requests, options = self.found, self.prepared.requests, self.prepared.options
+        self.log(f"undisturbed: {options.concurrency} requests at a time, once each, and then for {options.seconds:g} s")
+        for seconds in (0.0, options.seconds):
+            load = Load(self.running, requests, options.concurrency, self.clock)
+            begun = self.clock.now()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(load.run(len(requests)), name="load")
+                await self.clock.sleep(seconds)
+                until = self.clock.now()
+                load.stop()
+            found.undisturbed = load.answers
+            found.undisturbed_span = (begun, max(until, begun + 0.1))
+            for answer in load.answers:
+                if answer.failed:
+                    raise UserError(f"request {answer.number} failed before any fault: {answer.error}; nothing can be compared with it")
+        num_tokens = sum(len(answer.tokens) for answer in found.undisturbed)
+        self.log(f"undisturbed: {len(found.undisturbed)} requests, {num_tokens} tokens")
+
+    async def run_under_faults(self) -> None:
+        found, options, scenario = self.found, self.prepared.options, self.prepared.scenario
+        counts = AnswerCounts(expected_of(found.undisturbed)[0])
+        load = Load(self.running, self.prepared.requests, options.concurrency, self.clock, counts.add)
+        found.answers = load.answers
+        self.injector.so_far = lambda: f"so far {counts}"
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(load.run(len(requests)), name="load")
-            await seams.clock.sleep(seconds)
-            until = seams.clock.now()
+            tasks.create_task(load.run(len(self.prepared.requests)), name="load")
+            await load.begun.wait()
+            found.begun = self.clock.now()
+            if scenario is not None:
+                await self.injector.run(scenario, found.begun)
+            else:
+                found.not_back = not await self.injector.kill_randomly(
+                    sorted(may_die(found.graph)), options.kills, options.seed, options.apart
+                )
+            rest = max(found.begun + options.seconds - self.clock.now(), min(AFTER_SECONDS, options.seconds))
+            if not found.observer.failed:
+                self.log(f"no more faults; {rest:.0f} s of load follow; so far {counts}")
+            await found.observer.wait_failed(rest)
+            found.ended = self.clock.now()
             load.stop()
-        found.undisturbed = load.answers
-        found.undisturbed_span = (begun, max(until, begun + 0.1))
-        for answer in load.answers:
-            if answer.failed:
-                raise UserError(f"request {answer.number} failed before any fault: {answer.error}; nothing can be compared with it")
-    num_tokens = sum(len(answer.tokens) for answer in found.undisturbed)
-    say(f"undisturbed: {len(found.undisturbed)} requests, {num_tokens} tokens")
+        if load.failure is not None:
+            found.failure = str(load.failure)
+            self.log(f"the run has failed: {found.failure}")
 
+    async def holdings(self) -> dict[str, Holding]:
+        """What each process holds while it has no requests."""
+        await self.injector.collect_held(self.found.graph.process_names())
+        gc.collect()
+        return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in self.running.pids.items()}
 
-async def _disturbed(
-    found: ChaosResult,
-    running: RunningGraph,
-    injector: Injector,
-    requests: Sequence[LoadRequest],
-    scenario: Scenario | None,
-    options: ChaosOptions,
-    seams: Seams,
-    say: Say,
-) -> None:
-    load = Load(running, requests, options.concurrency, seams.clock)
-    found.answers = load.answers
-    tally = Tally(expected_of(found.undisturbed)[0], load.answers)
-    injector.so_far = lambda: f"so far {tally}"
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(load.run(len(requests)), name="load")
-        await load.begun.wait()
-        found.begun = seams.clock.now()
-        if scenario is not None:
-            await injector.run(scenario, found.begun)
-        else:
-            found.not_back = not await injector.kill_randomly(
-                sorted(may_die(found.graph)), options.kills, options.seed, options.apart_seconds
-            )
-        rest = max(found.begun + options.seconds - seams.clock.now(), min(AFTER_SECONDS, options.seconds))
-        if not found.watch.failed:
-            say(f"no more faults; {rest:.0f} s of load follow; so far {tally}")
-        await found.watch.wait_failed(rest)
-        found.ended = seams.clock.now()
-        load.stop()
-    if load.failure is not None:
-        found.failure = str(load.failure)
-        say(f"the run has failed: {found.failure}")
-
-
-async def _look(found: ChaosResult, running: RunningGraph, injector: Injector) -> dict[str, Holding]:
-    """What each process holds while it has no requests."""
-    await injector.collect_held(found.graph.process_names())
-    gc.collect()
-    return {"launcher": holding_of(os.getpid())} | {name: holding_of(pid) for name, pid in running.pids.items()}
+    async def leaks(self) -> list[str]:
+        self.found.after = await self.holdings()
+        resets = [injected for injected in self.found.injected_faults if injected.kind == "reset"]
+        relinked = {name for injected in resets for name in (injected.process, injected.other)}  # these use other sockets now
+        before = {name: holding for name, holding in self.found.before.items() if name not in relinked}
+        return leaks_between(before, self.found.after) + unreturned(self.found.observer.held)
 
 
 def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -249,21 +231,21 @@ def unreturned(held: Mapping[str, Mapping[str, int]]) -> list[str]:
     lines = []
     for name, counts in held.items():
         lines += [f"{name}: {counts[what]} {what} left" for what in ("rows", "waiting", "sequences", "pages held") if counts.get(what)]
-    away, kept = (sum(counts.get(what, 0) for counts in held.values()) for what in ("credits away", "credits kept back"))
-    if away != kept:
-        lines.append(f"{away} credits are outstanding, {kept} of them wait to be returned")
+    outstanding, unsent = (sum(counts.get(what, 0) for counts in held.values()) for what in ("credits outstanding", "credits unsent"))
+    if outstanding != unsent:
+        lines.append(f"{outstanding} credits are outstanding, {unsent} of them wait to be returned")
     return lines
 
 
 async def once_settled(look: Callable[[], Awaitable[list[str]]], clock: Clock) -> list[str]:
-    """What `look` finds, again and again until it finds nothing or END_SECONDS have passed: what is about to end is not left behind."""
+    """Call `look` until it finds nothing or END_SECONDS have passed; return its last result. What is about to end is not left behind."""
     deadline = clock.now() + END_SECONDS
     while (lines := await look()) and clock.now() < deadline:
         await clock.sleep(LOOK_SECONDS)
     return lines
 
 
-async def _left(outside: tuple[Holding, set[int], set[str]]) -> list[str]:
+async def _left_behind(outside: tuple[Holding, set[int], set[str]]) -> list[str]:
     """What a closed run has left behind."""
     gc.collect()
     before, children, memory = outside

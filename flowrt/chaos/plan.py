@@ -24,22 +24,23 @@ _SUCH_AS = {
     "reset": "reset:attention.0-experts.1@1s",
 }
 EXAMPLE = ", ".join(_SUCH_AS[kind] for kind in ("crash", "pause", "slow", "reset"))
-_KINDS = {"kill": "crash", "crash": "crash", "pause": "pause", "stall": "stall", "hang": "hang", "slow": "slow", "reset": "reset"}
-_WORD = re.compile(r"(?P<kind>[a-z_]+):(?P<who>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for>[^+@x]+))?(?:x(?P<factor>[^+@x]+))?")
+_FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in INJECTABLE}
+_KINDS = {"kill": "crash"} | {kind: kind for kind in _FIELDS}
+_FAULT = re.compile(r"(?P<kind>[a-z_]+):(?P<process>[^@]+)@(?P<at>[^+@]+)(?:\+(?P<for>[^+@x]+))?(?:x(?P<factor>[^+@x]+))?")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s)?")
 
 
 def parse_faults(text: str, graph: Graph) -> Scenario:
-    """The scenario of a --chaos option: faults with commas between, KIND:WHO@WHEN, then +HOW LONG, then xFACTOR where the kind has them.
+    """The scenario of a --chaos option: faults with commas between, KIND:PROCESS@TIME, then +DURATION and xFACTOR where the kind has them.
 
     Raises UserError, one line.
     """
-    words = [word.strip() for word in text.split(",")]
-    values = {"scenario": 1, "faults": [_values_of(word) for word in words]}
+    parts = [part.strip() for part in text.split(",")]
+    values = {"scenario": 1, "faults": [_values_of(part) for part in parts]}
 
     def where(place: Place) -> str:
         number = next((step for step in place if isinstance(step, int)), None)
-        return f"--chaos {shortened(words[number] if number is not None else text)}"
+        return f"--chaos {shortened(parts[number] if number is not None else text)}"
 
     return _checked(values, where, graph, lambda kind: f"such as {_SUCH_AS[kind]}")
 
@@ -50,6 +51,12 @@ def load_plan(path: Path, graph: Graph) -> Scenario:
         raise UserError(f"{path}: no such file; give the path of a scenario file")
     document = read_document(path)
     return _checked(document.value, document.where, graph)
+
+
+def check_processes(graph: Graph, where: str) -> None:
+    """Raises UserError for a graph whose workers share processes."""
+    if graph.processes != "many":
+        raise UserError(f"{where}workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many")
 
 
 def fault_targets(graph: Graph) -> frozenset[str]:
@@ -65,24 +72,21 @@ def needs_fault_worker(scenario: Scenario) -> bool:
 
 def fault_text(fault: AnyFault) -> str:
     """The fault in words: "kill experts.1", "pause experts.0 for 0.5 s"."""
-    match fault:
-        case Crash(process=name):
-            return f"kill {name}"
-        case Slow(process=name, for_seconds=seconds, factor=factor):
-            return f"slow {name} {factor:g} times for {seconds:g} s"
-        case Pause(process=name, for_seconds=seconds) | Stall(process=name, for_seconds=seconds) | Hang(process=name, for_seconds=seconds):
-            return f"{fault.kind} {name} for {seconds:g} s"
-    return f"{fault.kind} {' - '.join(fault.processes)}"
+    text = f"{'kill' if isinstance(fault, Crash) else fault.kind} {' - '.join(fault.processes)}"
+    if isinstance(fault, Slow):
+        text += f" {fault.factor:g} times"
+    return f"{text} for {fault.for_seconds:g} s" if isinstance(fault, Pause | Stall | Hang | Slow) else text
 
 
 def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written) -> Scenario:
     scenario = scenario_of(value, where, {GATEWAY, *fault_targets(graph)}, example, tuple(_FIELDS))
+    if scenario.faults:
+        check_processes(graph, f"{where(('faults', 0))}: ")
     linked = neighbours(graph)
     for number, fault in enumerate(scenario.faults):
         place = f"{where(('faults', number))}: "
         if not isinstance(fault, INJECTABLE):
-            kinds = ", ".join(str(kind.__struct_config__.tag) for kind in INJECTABLE)
-            raise UserError(f"{place}{fault.kind} is for simulation only; real processes take {kinds}")
+            raise UserError(f"{place}{fault.kind} is for simulation only; real processes take {', '.join(_FIELDS)}")
         if GATEWAY in fault.processes:
             raise UserError(f"{place}the gateway is this command itself; name another process")
         if isinstance(fault, Reset) and fault.between[1] not in (others := linked.get(fault.between[0], ())):
@@ -91,44 +95,41 @@ def _checked(value: Any, where: Callable[[Place], str], graph: Graph, example: C
             raise UserError(f"{place}{one} has no link to {other}, so there is none to reset; it has links to {peers}")
         if isinstance(fault, BY_WORKER) and fault.processes[0] == MONITOR:
             raise UserError(f"{place}the monitor takes crash and pause only; for {fault.kind} name another process")
-        if graph.processes != "many":
-            raise UserError(f"{place}workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many")
     return scenario
 
 
-def _values_of(word: str) -> dict[str, Any]:
+def _values_of(part: str) -> dict[str, Any]:
     """A fault's plain values, as in a file."""
-    found = _WORD.fullmatch(word)
+    found = _FAULT.fullmatch(part)
     if found is None:
-        raise UserError(f"--chaos {shortened(word) or '(nothing)'}: not of the form KIND:WHO@WHEN[+HOW LONG][xFACTOR]; such as {EXAMPLE}")
+        raise UserError(
+            f"--chaos {shortened(part) or '(nothing)'}: not of the form KIND:PROCESS@TIME[+DURATION][xFACTOR]; such as {EXAMPLE}"
+        )
     if found["kind"] not in _KINDS:
-        raise UserError(f"--chaos {shortened(word)}: {found['kind']} is unknown; one of: {', '.join(_KINDS)}")
+        raise UserError(f"--chaos {shortened(part)}: {found['kind']} is unknown; one of: {', '.join(_KINDS)}")
     kind = _KINDS[found["kind"]]
-    values: dict[str, Any] = {"fault": kind, "at_seconds": _seconds(found["at"], word)}
-    values |= {"between": found["who"].split("-")} if kind == "reset" else {"process": found["who"]}
-    if found["for"] is not None:
-        values["for_seconds"] = _seconds(found["for"], word)
-    if found["factor"] is not None:
-        values["factor"] = _number(found["factor"], word)
-    for name, is_given in (("for_seconds", found["for"] is not None), ("factor", found["factor"] is not None)):
-        if is_given != (name in _FIELDS[kind]):
-            sign = {"for_seconds": "+HOW LONG, as +500ms", "factor": "xFACTOR, as x5"}[name]
-            raise UserError(f"--chaos {shortened(word)}: {found['kind']} {'takes no' if is_given else 'needs'} {sign}")
+    values: dict[str, Any] = {"fault": kind, "at_seconds": _seconds(found["at"], part)}
+    values |= {"between": found["process"].split("-")} if kind == "reset" else {"process": found["process"]}
+    for name, text, form, read in (
+        ("for_seconds", found["for"], "+DURATION, as +500ms", _seconds),
+        ("factor", found["factor"], "xFACTOR, as x5", _number),
+    ):
+        if (text is not None) != (name in _FIELDS[kind]):
+            raise UserError(f"--chaos {shortened(part)}: {found['kind']} {'takes no' if text is not None else 'needs'} {form}")
+        if text is not None:
+            values[name] = read(text, part)
     return values
 
 
-_FIELDS = {str(kind.__struct_config__.tag): kind.__struct_fields__ for kind in INJECTABLE}
-
-
-def _seconds(text: str, word: str) -> float:
+def _seconds(text: str, part: str) -> float:
     found = _SECONDS.fullmatch(text)
     if found is None:
-        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is not a time; for example 2s, 1.5s, 500ms")
+        raise UserError(f"--chaos {shortened(part)}: {shortened(text)!r} is not a time; for example 2s, 1.5s, 500ms")
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
-def _number(text: str, word: str) -> float:
+def _number(text: str, part: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"--chaos {shortened(word)}: {shortened(text)!r} is not a factor; for example x5") from None
+        raise UserError(f"--chaos {shortened(part)}: {shortened(text)!r} is not a factor; for example x5") from None

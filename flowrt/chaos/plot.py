@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flowrt.bench.report.plots import new_picture, save_picture
-from flowrt.chaos.report import Report
+from flowrt.chaos.report import ChaosReport
 
 _SMOOTH_BINS = 5
 _MAX_LABELS = 12
 
 
-def plot_chaos(report: Report, path: str) -> None:
+def plot_chaos(report: ChaosReport, path: str) -> None:
     """Raises UserError when the file cannot be written."""
     details = report.details
     width, rates = details["bin_seconds"], details["tokens_per_second"]
@@ -42,7 +43,7 @@ def smoothed(rates: list[float], num: int = _SMOOTH_BINS) -> list[float]:
 def _mark(axes: Any, fault: dict[str, Any], top: float, with_label: bool, first: bool) -> None:
     at, back = fault["seconds"], fault["back_seconds"]
     axes.axvline(at, color="#b5443a", linewidth=1.0, label="fault" if first else None)
-    if back is not None:
+    if math.isfinite(back):
         axes.axvspan(at, at + back, color="#b5443a", alpha=0.10, linewidth=0, label="until it was back" if first else None)
     if with_label:
         axes.text(at, top, f" {fault['fault']}", rotation=90, verticalalignment="top", fontsize="x-small", color="#b5443a")

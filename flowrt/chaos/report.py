@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 
-from flowrt.bench.report.figures import Target, Verdict, judge, median_interval, quantile_interval
-from flowrt.bench.report.report import Machine
+from flowrt.bench.report.figures import Target, Verdict, judge, median_interval, nearest_rank, quantile_interval
+from flowrt.bench.report.report import Machine, new_table
 from flowrt.chaos import compare
-from flowrt.chaos.compare import Answer, Difference
+from flowrt.chaos.compare import Difference, ReceivedAnswer
 from flowrt.chaos.measure import ChaosResult, expert_servers
-from flowrt.chaos.watch import InjectedFault, Watch
+from flowrt.chaos.observer import InjectedFault
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
 from flowrt.observe import duration_text
@@ -30,7 +29,7 @@ MAX_LINES = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A figure with its target, where it has one. `verdict` "": no target, or no value to compare with it."""
 
     name: str
@@ -41,30 +40,26 @@ class Row:
 
 
 @dataclass
-class Report:
-    """`answers_right`: no token lost, doubled, changed or late, and no request failed that had to succeed."""
+class ChaosReport:
+    """`is_success`: no token is lost, doubled, changed or late, no request failed that had to succeed, and all faults were injected."""
 
     machine: Machine
-    rows: list[Row]
+    rows: list[ReportRow]
     notes: list[str]
-    answers_right: bool
+    is_success: bool
     details: dict[str, Any]
 
-    def as_json(self) -> dict[str, Any]:
-        rows = [
-            {"name": row.name, "shown": row.shown, "target": row.target, "verdict": row.verdict, **_finite(row.values)} for row in self.rows
-        ]
-        return {"benchmark": "chaos", "machine": vars(self.machine), "figures": rows, "notes": self.notes, "details": self.details}
+    def record(self) -> dict[str, Any]:
+        """The report for `json_text`, which writes numbers that are not finite as null."""
+        rows = [{"name": row.name, "shown": row.shown, "target": row.target, "verdict": row.verdict, **row.values} for row in self.rows]
+        return {"benchmark": "chaos", "machine": self.machine, "figures": rows, "notes": self.notes, "details": self.details}
 
 
-def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = False) -> Report:
+def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = False) -> ChaosReport:
     """`tolerates_errors`: the plan allows requests to end with an error."""
-    watch = found.watch
     expected, num_unsteady = compare.expected_of(found.undisturbed)
-    difference = Difference()
-    for answer in found.answers:
-        if answer.number in expected:
-            difference += compare.difference_of(expected[answer.number], answer)
+    differences = [compare.difference_of(expected[answer.number], answer) for answer in found.answers if answer.number in expected]
+    difference = Difference(*map(sum, zip(*differences, strict=True)))
     num_failed = sum(answer.failed for answer in found.answers)
     done = [injected for injected in found.injected_faults if not injected.missed]
     is_tried = bool(done and any(answer.tokens for answer in found.answers))
@@ -82,19 +77,26 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
         _count("processes lost without cause", len(lost_without_cause(found))),
         _count("left behind", len(found.leaks)),
     ]
-    notes = [f"left behind: {line}" for line in found.leaks[:MAX_LINES]]
+    fails = any(difference) or found.failure or found.not_back or (num_failed and not tolerates_errors)
+    is_success = not (found.interrupted or fails or len(done) < max(found.num_faults, len(found.injected_faults)))
+    return ChaosReport(machine, rows, _notes(found, num_unsteady), is_success, _details(found))
+
+
+def _notes(found: ChaosResult, num_unsteady: int) -> list[str]:
     missed = Counter(f"{injected.text}: {injected.missed}" for injected in found.injected_faults if injected.missed)
-    notes += [f"not injected: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES]
+    errors = dict.fromkeys(answer.error or "never ended" for answer in found.answers if answer.failed)
     down: dict[str, str] = {}
-    for _, event in watch.seen:
+    for _, event in found.observer.seen:
         if isinstance(event, events.WorkerGivenUp):
             down[event.name] = event.why
         elif isinstance(event, events.WorkerRestarted):
             down.pop(event.name, None)
     more = "; use --set reliability.restarts=N"
-    notes += [f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()]
-    notes += [f"failed: {line}" for line in dict.fromkeys(answer.error or "never ended" for answer in found.answers if answer.failed)][
-        :MAX_LINES
+    notes = [
+        *[f"left behind: {line}" for line in found.leaks[:MAX_LINES]],
+        *[f"not injected: {line}" + (f" ({num} times)" if num > 1 else "") for line, num in missed.items()][:MAX_LINES],
+        *[f"{name} stayed down: {why}{more if 'was started again' in why else ''}" for name, why in down.items()],
+        *[f"failed: {line}" for line in errors][:MAX_LINES],
     ]
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
@@ -103,14 +105,13 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
     if found.interrupted:
         notes.append("interrupted: this is the report so far")
     elif not found.num_faults:
-        notes.append("no fault was planned: this says nothing about faults")
+        notes.append("no fault was planned")
     if (emulated := found.emulation) is not None:
         notes.append(f"emulated at dilation {emulated.dilation:g}: {emulated.num_computed} computations in modelled time")
         notes += emulated.sentences
     if found.failure is not None:
         notes.append(f"the run ended early: {found.failure}")
-    right = not (found.interrupted or difference.any or found.failure or found.not_back or (num_failed and not tolerates_errors))
-    return Report(machine, rows, notes, right, _details(found, watch))
+    return notes
 
 
 def lost_without_cause(found: ChaosResult) -> list[str]:
@@ -118,7 +119,7 @@ def lost_without_cause(found: ChaosResult) -> list[str]:
     dead_seconds = found.graph.reliability.dead_seconds
     last: dict[str, float] = {}
     names = []
-    for at, event in found.watch.seen:
+    for at, event in found.observer.seen:
         if isinstance(event, events.WorkerLost):
             since = last.get(event.name, -math.inf)
             if not any(injected.at > since and injected.explains(event.name, at, dead_seconds) for injected in found.injected_faults):
@@ -127,25 +128,25 @@ def lost_without_cause(found: ChaosResult) -> list[str]:
     return names
 
 
-def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> Row:
+def _count(name: str, count: int, more: str = "", is_tried: bool = True) -> ReportRow:
     """A count that must be 0. Without any fault, a 0 says nothing."""
     verdict: Verdict = "not met" if count else "met" if is_tried else "open"
-    return Row(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
+    return ReportRow(name, f"{count} {more}".strip(), "0", verdict, {"count": count})
 
 
-def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+def _done(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     """How many of the planned faults were injected, and how many of the killed processes are back."""
     killed = [injected for injected in done if injected.kind == "crash"]
-    num_back = sum(found.watch.back_seconds(injected) < math.inf for injected in killed)
+    num_back = sum(found.observer.back_seconds(injected) < math.inf for injected in killed)
     wanted = max(found.num_faults, len(found.injected_faults))
-    rows = [Row("faults injected", f"{len(done)} of {wanted}", values={"count": len(done)})]
+    rows = [ReportRow("faults injected", f"{len(done)} of {wanted}", values={"count": len(done)})]
     if killed:
         verdict: Verdict = "met" if num_back == len(killed) else "open" if found.interrupted else "not met"
-        rows.append(Row("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
+        rows.append(ReportRow("killed processes back", f"{num_back} of {len(killed)}", "all", verdict, {"count": num_back}))
     return rows
 
 
-def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     usual = compare.usual_gaps(found.undisturbed)
     stalls = compare.extra_stalls(found.answers, usual, [injected.at for injected in done])
     noise = compare.extra_stalls(found.undisturbed, usual)
@@ -156,26 +157,27 @@ def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
     ]
 
 
-def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     """Standstills shorter than dead_seconds are left out: they have no consequence."""
-    watch, rows = found.watch, []
+    observer, rows = found.observer, []
     servers = set(expert_servers(found.graph))  # the death of any other process but the monitor's ends the run
     kills = [injected for injected in done if injected.kind == "crash" and injected.process in servers]
     monitors = [injected for injected in done if injected.kind == "crash" and injected.process == MONITOR]
     long = [injected for injected in done if injected.kind in STANDSTILLS and injected.for_seconds >= found.graph.reliability.dead_seconds]
     for injected_faults, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
         if injected_faults:
-            rows.append(_durations(f"{name} to no client using it", [watch.left_seconds(injected) for injected in injected_faults], bound))
-            rows.append(
-                _durations(f"{name} to the launcher's notice", [watch.lost_seconds(injected) for injected in injected_faults], None)
-            )
-            rows.append(_durations(f"{name} to its return", [watch.back_seconds(injected) for injected in injected_faults], None))
+            for what, seconds_of, target in (
+                ("no client using it", observer.left_seconds, bound),
+                ("the launcher's notice", observer.lost_seconds, None),
+                ("its return", observer.back_seconds, None),
+            ):
+                rows.append(_durations(f"{name} to {what}", list(map(seconds_of, injected_faults)), target))
     if monitors:
-        rows.append(_durations("the monitor's death to its return", [watch.back_seconds(injected) for injected in monitors], None))
+        rows.append(_durations("the monitor's death to its return", list(map(observer.back_seconds, monitors)), None))
     return rows
 
 
-def _durations(name: str, seconds: Sequence[float], bound: float | None, num_faults: int | None = None) -> Row:
+def _durations(name: str, seconds: Sequence[float], bound: float | None, num_faults: int | None = None) -> ReportRow:
     """p50, p99 and the worst, as far as there are enough values. A target holds for the p99 and is decided by its interval.
 
     What never happened took infinitely long. `num_faults` when several values come of one fault.
@@ -186,35 +188,37 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     low, high = quantile_interval(seconds, 0.99) if enough else (-math.inf, math.inf)
     verdict: Verdict | Literal[""] = judge(low, high, Target(bound)) if bound is not None and seconds else ""
     if not finite:
-        return Row(name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)})
+        return ReportRow(
+            name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)}
+        )
     values = {"num": float(len(finite)), "num_never": float(len(seconds) - len(finite)), "max_seconds": max(finite)}
     parts = []
     if len(finite) > 1:
-        values["p50_seconds"] = compare.percentile(finite, 0.5)
+        values["p50_seconds"] = nearest_rank(finite, 0.5)
         parts.append(f"p50 {duration_text(values['p50_seconds'])}")
     if len(finite) >= MIN_OF_P99:
-        values |= {"p99_seconds": compare.percentile(finite, 0.99), "p99_low_seconds": low, "p99_high_seconds": high}
+        values |= {"p99_seconds": nearest_rank(finite, 0.99), "p99_low_seconds": low, "p99_high_seconds": high}
         parts.append(f"p99 {duration_text(values['p99_seconds'])}")
     parts.append(f"worst {duration_text(max(finite))} of {len(finite)}" if len(finite) > 1 else f"{duration_text(finite[0])} (one value)")
     shown = ", ".join(parts) + (f"; {len(seconds) - len(finite)} never" if len(finite) < len(seconds) else "")
-    return Row(name, shown, target, verdict, values)
+    return ReportRow(name, shown, target, verdict, values)
 
 
-def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
+def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     usual = compare.throughput(found.undisturbed, *found.undisturbed_span)
     under = compare.throughput(found.answers, found.begun, found.ended)
     if not usual > 0 or not under > 0:  # interrupted before there was anything to compare
         return []
     ratio = under / usual
     rows = [
-        Row("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
-        Row("tokens per second, with faults", f"{under:.1f} ({ratio:.3f})", values={"tokens_per_second": under, "ratio": ratio}),
+        ReportRow("tokens per second, undisturbed", f"{usual:.1f}", values={"tokens_per_second": usual}),
+        ReportRow("tokens per second, with faults", f"{under:.1f} ({ratio:.3f})", values={"tokens_per_second": under, "ratio": ratio}),
     ]
-    faults = sorted((injected.at, injected.at + found.watch.back_seconds(injected)) for injected in done)
+    faults = sorted((injected.at, injected.at + found.observer.back_seconds(injected)) for injected in done)
     windows = compare.windows(found.answers, faults, found.begun, found.ended)
     if not windows:
         return rows
-    seconds = compare.percentile([window.seconds for window in windows], 0.5)
+    seconds = nearest_rank([window.seconds for window in windows], 0.5)
     to_before = [window.after / window.before for window in windows if window.before > 0]
     if 2 * len(to_before) < len(windows):
         to_before = []  # of too few to speak for all
@@ -225,7 +229,7 @@ def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
     why = "with spare capacity" if found.has_spare else f"of {found.num_servers} servers without spare capacity"
     for name, ratios in named:
         if ratios:
-            median, least = compare.percentile(ratios, 0.5), min(ratios)
+            median, least = nearest_rank(ratios, 0.5), min(ratios)
             low, high = median_interval(ratios)
             between = f" ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""
             shown = f"median {median:.3f}{between}, least {least:.3f} of {len(ratios)}" if len(ratios) > 1 else f"{median:.3f} (one value)"
@@ -234,67 +238,38 @@ def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Row]:
             target = f">= {bound:.3f}, {why}" if held else ""
             void = found.emulation is not None and found.emulation.void
             verdict: Verdict = "open" if void else judge(low, high, Target(bound, at_most=False))
-            rows.append(Row(name, shown, target, verdict if held else "", answer))
+            rows.append(ReportRow(name, shown, target, verdict if held else "", answer))
     return rows
 
 
-def _details(found: ChaosResult, watch: Watch) -> dict[str, Any]:
-    def since(at: float) -> float | None:
-        return round(at - found.begun, 4) if math.isfinite(at) else None
+def _details(found: ChaosResult) -> dict[str, Any]:
+    def since(at: float) -> float:
+        return round(at - found.begun, 4)
 
-    faults = [
-        {
-            "fault": injected.text,
-            "seconds": since(injected.at),
-            "pid": injected.pid,
-            "missed": injected.missed or None,
-            "left_seconds": _number(watch.left_seconds(injected)),
-            "lost_seconds": _number(watch.lost_seconds(injected)),
-            "back_seconds": _number(watch.back_seconds(injected)),
-        }
-        for injected in found.injected_faults
-    ]
+    def request(answer: ReceivedAnswer) -> dict[str, Any]:
+        return {"number": answer.number, "submitted": since(answer.submitted), "tokens": len(answer.tokens), "error": answer.error}
+
+    seen = found.observer.seen
     return {
         "interrupted": found.interrupted,
         "numerics": found.graph.numerics,
         "expert_servers": found.num_servers,
         "seconds": since(found.ended),
-        "faults": faults,
+        "faults": found.observer.as_json(found.begun),
         "bin_seconds": compare.BIN_SECONDS,
         "tokens_per_second": [round(rate, 1) for rate in compare.curve(found.answers, found.begun, found.ended)],
         "undisturbed_tokens_per_second": [round(rate, 1) for rate in compare.curve(found.undisturbed, *found.undisturbed_span)],
-        "events": [{"at_seconds": since(at), "event": type(event).__name__, **_plain(event)} for at, event in watch.seen],
-        "requests": [_request(answer, found.begun) for answer in found.answers if answer.failed],
-        "before": {name: holding.as_json() for name, holding in found.before.items()},
-        "after": {name: holding.as_json() for name, holding in found.after.items()},
+        "events": [{"at_seconds": since(at), "event": type(event).__name__, **asdict(event)} for at, event in seen],
+        "requests": [request(answer) for answer in found.answers if answer.failed],
+        "before": found.before,
+        "after": found.after,
         "leaks": found.leaks,
         "failure": found.failure,
     }
 
 
-def _request(answer: Answer, begun: float) -> dict[str, Any]:
-    return {"number": answer.number, "submitted": round(answer.submitted - begun, 4), "tokens": len(answer.tokens), "error": answer.error}
-
-
-def _plain(event: Any) -> dict[str, Any]:
-    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in asdict(event).items()}
-
-
-def _number(seconds: float) -> float | None:
-    return round(seconds, 5) if math.isfinite(seconds) else None
-
-
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def print_report(report: Report, console: Console) -> None:
-    table = Table(title="flowrt chaos", title_justify="left", box=None, pad_edge=False)
-    for heading in ("figure", "found", "target", "verdict"):
-        table.add_column(heading, overflow="fold")
-    for row in report.rows:
-        table.add_row(row.name, row.shown, row.target, row.verdict)
-    console.print(table)
-    for note in report.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(str(report.machine), markup=False)
+def print_report(report: ChaosReport, console: Console) -> None:
+    rows = [(row.name, row.shown, row.target, row.verdict) for row in report.rows]
+    console.print(new_table("flowrt chaos", "figure", "found", "target", "verdict", rows=rows))
+    for line in (*(f"note: {note}" for note in report.notes), str(report.machine)):
+        console.print(line, markup=False)

@@ -220,7 +220,7 @@ class _Running:
 
     def _on_event(self, event: events.Event) -> None:
         if self._chaos is not None:
-            self._chaos.watch.on_event(event)
+            self._chaos.observer.on_event(event)
         match event:
             case events.WorkerListening(name=name, resident_bytes=resident_bytes):
                 self._loaded_bytes[name] = resident_bytes
@@ -230,7 +230,7 @@ class _Running:
             self._view.on_event(event)
 
     def _on_line(self, process: str, line: str) -> None:
-        if self._chaos is not None and self._chaos.watch.take_line(process, line):
+        if self._chaos is not None and self._chaos.observer.take_line(process, line):
             return
         if self._view is not None:
             self._view.on_line(process, line)

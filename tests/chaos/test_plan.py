@@ -51,8 +51,8 @@ def test_description_states_the_planned_faults(graph: Graph) -> None:
 
 
 BAD = {
-    "": "--chaos (nothing): not of the form KIND:WHO@WHEN",
-    "kill": "--chaos kill: not of the form KIND:WHO@WHEN",
+    "": "--chaos (nothing): not of the form KIND:PROCESS@TIME",
+    "kill": "--chaos kill: not of the form KIND:PROCESS@TIME",
     "kill:experts.1": "--chaos kill:experts.1: not of the form",
     "kill:experts.1@2s,": "--chaos (nothing): not of the form",
     "murder:experts.1@2s": "--chaos murder:experts.1@2s: murder is unknown; one of: kill, crash, pause",
@@ -61,8 +61,8 @@ BAD = {
     "kill:experts.1@soon": "--chaos kill:experts.1@soon: 'soon' is not a time; for example 2s",
     "kill:experts.1@-2s": "'-2s' is not a time",
     "kill:experts.1@9999999s": "at_seconds: expected a number <= 86400.0; such as kill:experts.1@2s",
-    "kill:experts.1@2s+1s": "kill takes no +HOW LONG",
-    "pause:experts.1@2s": "pause needs +HOW LONG, as +500ms",
+    "kill:experts.1@2s+1s": "kill takes no +DURATION",
+    "pause:experts.1@2s": "pause needs +DURATION, as +500ms",
     "pause:experts.1@2s+0s": "for_seconds: expected a number > 0.0; such as pause:experts.0@1s+500ms",
     "slow:experts.1@2s+1s": "slow needs xFACTOR, as x5",
     "slow:experts.1@2s+1sxfast": "'fast' is not a factor",

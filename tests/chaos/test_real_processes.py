@@ -13,11 +13,12 @@ from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
 from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import is_alive
-from flowrt.chaos.measure import ChaosOptions, ChaosResult, measure
+from flowrt.chaos.measure import ChaosResult, measure, prepare
+from flowrt.chaos.observer import RunObserver
+from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plan import parse_faults
 from flowrt.chaos.report import report_of
 from flowrt.chaos.run_faults import RunFaults
-from flowrt.chaos.watch import Watch
 from flowrt.launcher import events
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
@@ -32,22 +33,21 @@ async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float 
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
     options = ChaosOptions(
-        graph=QUICKSTART,
         plan=plan,
         overrides=(*SMALL, *overrides),
-        num_requests=4,
+        requests=4,
         concurrency=4,
         seconds=seconds,
         prompt_tokens=8,
         new_tokens=12,
     )
     async with asyncio.timeout(PLENTY_SECONDS):
-        return await measure(options, print)
+        return await measure(prepare(QUICKSTART, options), print)
 
 
 def assert_right(found: ChaosResult) -> None:
     report = report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0))
-    assert report.answers_right, report.notes
+    assert report.is_success, report.notes
     assert found.leaks == []
     assert found.failure is None
     assert len(found.answers) >= 4
@@ -63,56 +63,54 @@ async def test_short_standstills_change_no_token_and_end_no_process(tmp_path: Pa
     )
     found = await found_of(tmp_path, faults)
     assert_right(found)
-    assert found.watch is not None
     assert [injected.missed for injected in found.injected_faults] == [""] * 5
-    said = {note.what for _, note in found.watch.notes}
-    assert {"stall", "hang", "slow"} <= said
-    assert not any(isinstance(event, events.WorkerLost) for _, event in found.watch.seen)
+    logged = {note.what for _, note in found.observer.notes}
+    assert {"stall", "hang", "slow"} <= logged
+    assert not any(isinstance(event, events.WorkerLost) for _, event in found.observer.seen)
 
 
 async def test_a_killed_server_is_replaced_and_no_token_changes(tmp_path: Path) -> None:
     found = await found_of(tmp_path, "{fault: crash, process: experts.1, at_seconds: 0.3}", seconds=2.0)
     assert_right(found)
-    assert found.watch is not None
     (injected,) = found.injected_faults
-    assert found.watch.lost_seconds(injected) < math.inf
-    assert found.watch.left_seconds(injected) < math.inf
-    assert found.watch.back_seconds(injected) < math.inf
+    assert found.observer.lost_seconds(injected) < math.inf
+    assert found.observer.left_seconds(injected) < math.inf
+    assert found.observer.back_seconds(injected) < math.inf
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[RunningGraph, Injector, Watch, list[str]]]:
+async def running() -> AsyncIterator[tuple[RunningGraph, Injector, RunObserver, list[str]]]:
     """A small graph, its fault injector, and the other output of its workers."""
     seams = Seams()
-    watch = Watch(seams.clock)
+    observer = RunObserver(seams.clock)
     lines: list[str] = []
 
     def on_line(process: str, line: str) -> None:
-        if not watch.take_line(process, line):
+        if not observer.take_line(process, line):
             lines.append(f"{process}: {line}")
 
-    graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_event=watch.on_event, on_line=on_line)
-    injector = Injector(graph, watch, seams.clock)
+    graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_event=observer.on_event, on_line=on_line)
+    injector = Injector(graph, observer, seams.clock)
     async with asyncio.timeout(PLENTY_SECONDS), graph:
-        yield graph, injector, watch, lines
+        yield graph, injector, observer, lines
 
 
-async def test_a_pause_is_taken_back_when_it_is_cancelled() -> None:
-    async with running() as (graph, injector, watch, _):
+async def test_cancelled_pause_wakes_its_process() -> None:
+    async with running() as (graph, injector, observer, _):
         pid = graph.pids["experts.1"]
         task = asyncio.create_task(injector.run(parse_faults("pause:experts.1@0s+60s", graph.graph), Seams().clock.now()))
         await until_state(pid, "T")
         task.cancel()
         await asyncio.wait([task])
         assert state(pid) != "T"
-        assert [injected.text for injected in watch.injected_faults] == ["pause experts.1 for 60 s"]
+        assert [injected.text for injected in observer.injected_faults] == ["pause experts.1 for 60 s"]
 
 
 async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
     async with running() as (graph, injector, _, _):
         pid = graph.pids["experts.1"]
-        words = parse_faults("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
-        task = asyncio.create_task(injector.run(words, Seams().clock.now()))
+        scenario = parse_faults("pause:experts.1@0s+100ms,pause:experts.1@0s+60s", graph.graph)
+        task = asyncio.create_task(injector.run(scenario, Seams().clock.now()))
         await until_state(pid, "T")
         later = parse_faults("pause:experts.0@0s+200ms", graph.graph)
         await injector.run(later, Seams().clock.now())  # it ends after the first of the two
@@ -123,24 +121,24 @@ async def test_of_two_pauses_of_one_process_the_later_end_wakes_it() -> None:
 
 
 async def test_progress_shows_the_fault_the_next_one_and_the_load() -> None:
-    async with running() as (graph, _, watch, _):
-        said: list[str] = []
-        injector = Injector(graph, watch, Seams().clock, said.append)
+    async with running() as (graph, _, observer, _):
+        logged: list[str] = []
+        injector = Injector(graph, observer, Seams().clock, logged.append)
         injector.so_far = lambda: "so far all is well"
         await injector.run(parse_faults("pause:experts.1@50ms+10ms,kill:experts.0@0s", graph.graph), Seams().clock.now())
-        pids = [injected.pid for injected in watch.injected_faults]
-        assert said == [
+        pids = [injected.pid for injected in observer.injected_faults]
+        assert logged == [
             "2 faults, the first at 0 s, the last at 0.05 s",
             f"kill experts.0 (1 of 2), pid {pids[0]}; next at 0.05 s; so far all is well",
             f"pause experts.1 for 0.01 s (2 of 2), pid {pids[1]}; the last; so far all is well",
         ]
-        assert await watch.wait_until(lambda: watch.back_seconds(watch.injected_faults[0]) < math.inf, PLENTY_SECONDS)
-        said.clear()
+        assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
+        logged.clear()
         assert await injector.kill_randomly(["experts.1"], 2, 0, 0.01)
-        assert [line.partition(", pid")[0] for line in said[::2]] == ["kill experts.1 (1 of 2)", "kill experts.1 (2 of 2)"]
-        assert said[1].startswith("experts.1 is back after ")
-        assert said[1].endswith("; next kill in 0.01 s")
-        assert said[3].endswith("; no more kills")
+        assert [line.partition(", pid")[0] for line in logged[::2]] == ["kill experts.1 (1 of 2)", "kill experts.1 (2 of 2)"]
+        assert logged[1].startswith("experts.1 is back after ")
+        assert logged[1].endswith("; next kill in 0.01 s")
+        assert logged[3].endswith("; no more kills")
 
 
 async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path: Path) -> None:
@@ -150,15 +148,13 @@ async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path:
     )
     killed = asyncio.Event()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if line.startswith("kill experts.1"):
             killed.set()
 
-    options = ChaosOptions(
-        graph=QUICKSTART, plan=plan, overrides=SMALL, num_requests=4, concurrency=4, seconds=0.1, prompt_tokens=8, new_tokens=12
-    )
+    options = ChaosOptions(plan=plan, overrides=SMALL, requests=4, concurrency=4, seconds=0.1, prompt_tokens=8, new_tokens=12)
     async with asyncio.timeout(PLENTY_SECONDS):
-        task = asyncio.create_task(measure(options, say))
+        task = asyncio.create_task(measure(prepare(QUICKSTART, options), log))
         await killed.wait()
         task.cancel()
         found = await task
@@ -167,7 +163,7 @@ async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path:
     assert found.ended > found.begun > 0
     assert not any(answer.ended == math.inf for answer in found.answers)
     found.interrupted = True
-    assert not report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0)).answers_right
+    assert not report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0)).is_success
 
 
 async def until_state(pid: int, letter: str) -> None:
@@ -180,11 +176,11 @@ def state(pid: int) -> str:
 
 
 async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None:
-    async with running() as (graph, injector, watch, lines):
+    async with running() as (graph, injector, observer, lines):
         before = dict(graph.pids)
         await graph.complete([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))  # links open when they have something to carry
         await injector.run(parse_faults("reset:attention.0-experts.0@0s", graph.graph), Seams().clock.now())
-        assert await watch.wait_until(lambda: any(note.what == "reset" for _, note in watch.notes), PLENTY_SECONDS)
+        assert await observer.wait_until(lambda: any(note.what == "reset" for _, note in observer.notes), PLENTY_SECONDS)
         completion = await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(completion.token_ids) == 8
         assert {name: graph.pids[name] for name in before} == before
@@ -193,51 +189,52 @@ async def test_a_reset_ends_connections_between_the_two_and_no_process() -> None
     assert not any("experts.1" in line for line in lines), lines
 
 
-async def test_workers_say_what_they_hold_and_idle_ones_hold_nothing() -> None:
-    async with running() as (graph, injector, watch, _):
+async def test_idle_workers_report_that_they_hold_nothing() -> None:
+    async with running() as (graph, injector, observer, _):
         await graph.complete([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         await injector.collect_held(graph.graph.process_names())
-        assert watch.held.keys() == set(graph.graph.process_names())
-        assert watch.held["attention.0"]["pages held"] == 0
-        assert all(counts["rows"] == 0 for counts in watch.held.values())
+        assert observer.held.keys() == set(graph.graph.process_names())
+        assert observer.held["attention.0"]["pages held"] == 0
+        assert all(counts["rows"] == 0 for counts in observer.held.values())
 
 
 async def test_missing_targets_are_reported() -> None:
-    async with running() as (graph, injector, watch, _):
-        words = parse_faults("kill:experts.1@0s", graph.graph)
+    async with running() as (graph, injector, observer, _):
+        scenario = parse_faults("kill:experts.1@0s", graph.graph)
         graph.launcher.pids["experts.1"] = 1 << 22
-        await injector.run(words, Seams().clock.now())
-        assert watch.injected_faults[0].missed == "experts.1 is not running"
+        await injector.run(scenario, Seams().clock.now())
+        assert observer.injected_faults[0].missed == "experts.1 is not running"
 
 
 async def test_incarnation_is_killed_once_even_if_it_dies_slowly() -> None:
-    async with running() as (graph, injector, watch, _):
+    async with running() as (graph, injector, observer, _):
         await injector.run(parse_faults("kill:experts.1@0s,kill:experts.1@0s,pause:experts.1@0s+60s", graph.graph), Seams().clock.now())
-        assert [injected.missed for injected in watch.injected_faults] == ["", *["experts.1 is not running"] * 2]
-        assert await watch.wait_until(lambda: watch.back_seconds(watch.injected_faults[0]) < math.inf, PLENTY_SECONDS)
+        assert [injected.missed for injected in observer.injected_faults] == ["", *["experts.1 is not running"] * 2]
+        assert await observer.wait_until(lambda: observer.back_seconds(observer.injected_faults[0]) < math.inf, PLENTY_SECONDS)
 
 
-async def test_beside_a_run_faults_after_the_last_answer_are_left_out() -> None:
+async def test_faults_of_a_run_after_the_last_answer_are_left_out() -> None:
     seams = Seams()
     graph = open_graph(QUICKSTART, overrides=SMALL, seams=seams, on_line=lambda name, line: None)
     paused = asyncio.Event()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if "pid" in line:
             paused.set()
 
-    beside = RunFaults("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, say)
+    run_faults = RunFaults("pause:experts.1@0s+50ms,kill:experts.0@1000s", graph, seams.clock, log)
     async with asyncio.timeout(PLENTY_SECONDS), graph:
         pid = graph.pids["experts.0"]
         answered = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(beside.run(answered))
+            tasks.create_task(run_faults.run(answered))
             await paused.wait()
             answered.set()
         assert is_alive(pid)
-    lines = beside.sentences(8, 8)
+    lines = run_faults.sentences(8, 8)
     assert lines[0].startswith("chaos: pause experts.1 for 0.05 s (pid ")
+    assert not run_faults.all_injected
     assert lines[1:] == ["chaos: 1 of 2 faults left out: all answers had ended before their time", "chaos: all 8 answers are complete"]
-    assert beside.sentences(8, 7)[-1] == "chaos: 7 of 8 answers are complete"
+    assert run_faults.sentences(8, 7)[-1] == "chaos: 7 of 8 answers are complete"
     assert not is_alive(pid)
     assert os.getpid() not in graph.pids.values()

@@ -11,48 +11,36 @@ import pytest
 
 from flowrt.actors.control import Ask, Left, as_message
 from flowrt.chaos.orders import Note, Order, note_of
-from flowrt.chaos.worker import FaultEffects, OrderChannel
+from flowrt.chaos.worker import FaultEffects
 from flowrt.seams import ThreadCompute
-from flowrt.transports.contract import Identity, Limits
-from flowrt.transports.inproc import InprocChannel
-
-LIMITS = Limits(max_header_bytes=1 << 16, max_tensors=0, max_message_bytes=0, capacity_messages=8)
-
-
-async def test_orders_take_effect_in_order_and_other_messages_pass() -> None:
-    ours, theirs = InprocChannel.pair(LIMITS, Identity("gateway"), Identity("experts.0"))
-    heard: list[str] = []
-    channel = OrderChannel(theirs, lambda order: heard.append(order.what))
-    async with ours, channel:
-        for control in (Order("slow"), Ask(), Order("look"), Order("hang"), Ask()):
-            await ours.send(as_message(control))
-        assert (await channel.recv()).kind == Ask.kind
-        assert heard == ["slow"]
-        message = channel.recv_nowait()
-        assert message is not None
-        assert message.kind == Ask.kind
-        assert heard == ["slow", "look", "hang"]
-        assert channel.recv_nowait() is None
-        await channel.send(as_message(Ask()))
-        assert (await ours.recv()).kind == Ask.kind
+from flowrt.transports.contract import Identity
 
 
 class FakeWorker(SimpleNamespace):
-    """As much of a worker as obedience touches."""
+    """As much of a worker as fault effects touch."""
 
     def __init__(self) -> None:
         self.acted: list[str] = []
         super().__init__(
-            _compute=ThreadCompute("obedient"),
+            _compute=ThreadCompute("fake"),
             _act=lambda message: self.acted.append(message.kind),
             _on_lost=lambda peer, reason: self.acted.append(f"lost {peer.name}"),
         )
 
 
-def takes_orders() -> tuple[Any, FaultEffects]:
-    worker, obedience = FakeWorker(), FaultEffects()
-    obedience.begin(worker)  # type: ignore[arg-type]
-    return worker, obedience
+def new_worker() -> tuple[Any, FaultEffects]:
+    worker = FakeWorker()
+    return worker, FaultEffects(worker)  # type: ignore[arg-type]
+
+
+async def test_orders_take_effect_in_order_and_other_messages_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    worker, _ = new_worker()
+    for control in (Order("slow"), Ask(), Order("reset"), Order("hang"), Ask()):
+        worker._act(as_message(control))
+    assert worker.acted == [Ask.kind, Ask.kind]
+    notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
+    assert [note.what for note in notes if note is not None] == ["slow", "reset", "hang"]
+    await worker._compute.aclose()
 
 
 class FakeTime:
@@ -77,12 +65,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, obedience = takes_orders()
+    worker, effects = new_worker()
     compute: ThreadCompute = worker._compute
     for _ in range(5):
         await compute.run("short", lambda: None)
     assert compute.is_short("short")
-    obedience.carry_out(Order("hang", 60.0))
+    effects.carry_out(Order("hang", 60.0))
     assert not compute.is_short("short")  # it must not be the loop that stands still
     loop = asyncio.get_running_loop()
     holds, go_on, slept = asyncio.Event(), threading.Event(), []
@@ -104,9 +92,9 @@ async def test_a_hang_holds_the_next_call_and_not_the_loop(clock: FakeTime, monk
 
 
 async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -> None:
-    worker, obedience = takes_orders()
+    worker, effects = new_worker()
     compute: ThreadCompute = worker._compute
-    obedience.carry_out(Order("slow", 60.0, factor=4.0))
+    effects.carry_out(Order("slow", 60.0, factor=4.0))
     for run in (compute.run("long", lambda: clock.sleep(0.02)), None):
         begun = clock.now
         if run is not None:
@@ -118,21 +106,21 @@ async def test_slow_calls_take_their_factor_wherever_they_run(clock: FakeTime) -
 
 
 async def test_slow_fault_ends_after_its_duration(clock: FakeTime) -> None:
-    worker, obedience = takes_orders()
-    obedience.carry_out(Order("slow", 0.1, factor=1e6))
+    worker, effects = new_worker()
+    effects.carry_out(Order("slow", 0.1, factor=1e6))
     await worker._compute.run("long", lambda: clock.sleep(0.01))
     assert clock.now == pytest.approx(0.1, abs=2e-3)
     await worker._compute.aclose()
 
 
 async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
-    _, obedience = takes_orders()
-    obedience.carry_out(Order("stall", 0.05))
+    _, effects = new_worker()
+    effects.carry_out(Order("stall", 0.05))
     assert clock.now == pytest.approx(0.05, abs=2e-3)
 
 
 async def test_lost_servers_are_noted_by_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    worker, _ = takes_orders()
+    worker, _ = new_worker()
     worker._act(as_message(Ask()))
     worker._act(as_message(Left("experts.1", "one", "was killed")))
     worker._on_lost(Identity("experts.2", "two"), "its channel ended")

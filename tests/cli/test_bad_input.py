@@ -48,7 +48,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--seed", "1", "--seed", "2"), "--seed"),
         ((graph_file, "--prompts", wrong), f"{wrong}:2: is not JSON"),
         ((graph_file, "--prompts", tmp_path / "none"), "none: no such file"),
-        ((graph_file, "--chaos", "kill"), "--chaos kill: not of the form KIND:WHO@WHEN"),
+        ((graph_file, "--chaos", "kill"), "--chaos kill: not of the form KIND:PROCESS@TIME"),
         ((graph_file, "--chaos", "kill:experts.0@1s"), "workers share processes"),
         ((graph_file, "--json", "--chat"), "--json is followed by --chat"),
         ((graph_file, "--json", tmp_path), "is a folder"),

@@ -17,6 +17,8 @@ OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
 LEAVES = (
     "flowrt.config",
     "flowrt.errors",
+    "flowrt.output_file",
+    "flowrt.signals",
     "flowrt.sampling_params",
     "flowrt.seams",
     "flowrt.observe",

@@ -14,8 +14,8 @@ import pytest
 from flowrt.api import read_graph
 from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks_between
 from flowrt.chaos.measure import END_SECONDS, LOOK_SECONDS, clients_of, once_settled, unreturned
+from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.orders import Note, note_of
-from flowrt.chaos.watch import InjectedFault, Watch
 from flowrt.launcher import events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,64 +35,64 @@ class HandClock:
 def test_a_note_is_read_back_and_other_lines_are_not_taken() -> None:
     note = Note("left", 12.5, "experts.1", "a1b2")
     assert note_of(note.as_line()) == note
-    watch = Watch(HandClock())
+    observer = RunObserver(HandClock())
     for line in ("Traceback (most recent call last):", "@chaos ", "@chaos {}", '@chaos {"what": 1, "why": 2}', "@chaos [1]"):
         assert note_of(line) is None
-        assert not watch.take_line("experts.0", line)
-    assert watch.take_line("attention.0", note.as_line())
-    assert watch.notes == [("attention.0", note)]
+        assert not observer.take_line("experts.0", line)
+    assert observer.take_line("attention.0", note.as_line())
+    assert observer.notes == [("attention.0", note)]
 
 
 def test_times_belong_to_the_ended_incarnation() -> None:
     """The last of the clients counts, each with its first word; words of another life do not."""
     clock = HandClock()
-    watch = Watch(clock, {"experts.1": {"attention.0", "attention.1"}})
+    observer = RunObserver(clock, {"experts.1": {"attention.0", "attention.1"}})
     first, second = (
         InjectedFault("kill experts.1", "crash", "experts.1", 1.0, 10, "one"),
         InjectedFault("kill experts.1", "crash", "experts.1", 5.0, 11, "two"),
     )
-    watch.injected_faults += [first, second]
+    observer.injected_faults += [first, second]
     for process, at, incarnation in (
         ("attention.0", 1.002, "one"),
         ("attention.1", 1.005, "one"),
         ("attention.1", 1.500, "one"),
         ("attention.0", 5.003, "two"),
     ):
-        watch.take_line(process, Note("left", at, "experts.1", incarnation).as_line())
+        observer.take_line(process, Note("left", at, "experts.1", incarnation).as_line())
     for at, event in (
         (1.001, events.WorkerLost("experts.1", "was killed by SIGKILL")),
         (2.0, events.WorkerRestarted("experts.1", 11, 1.0)),
         (5.001, events.WorkerLost("experts.1", "was killed by SIGKILL")),
     ):
         clock.seconds = at
-        watch.on_event(event)
-    assert watch.left_seconds(first) == pytest.approx(0.005)
-    assert watch.lost_seconds(first) == pytest.approx(0.001)
-    assert watch.back_seconds(first) == pytest.approx(1.0)
-    assert watch.left_seconds(second) == math.inf  # attention.1 may use it still
-    assert watch.back_seconds(second) == math.inf
+        observer.on_event(event)
+    assert observer.left_seconds(first) == pytest.approx(0.005)
+    assert observer.lost_seconds(first) == pytest.approx(0.001)
+    assert observer.back_seconds(first) == pytest.approx(1.0)
+    assert observer.left_seconds(second) == math.inf  # attention.1 may use it still
+    assert observer.back_seconds(second) == math.inf
 
 
 def test_order_begins_when_the_worker_reports_it() -> None:
-    watch = Watch(HandClock())
-    watch.injected_faults += [InjectedFault("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
-    watch.take_line("experts.0", Note("stall", 1.25).as_line())
-    watch.take_line("experts.0", Note("stall", 4.5).as_line())
-    assert [injected.at for injected in watch.injected_faults] == [1.25, 4.5]
+    observer = RunObserver(HandClock())
+    observer.injected_faults += [InjectedFault("stall experts.0 for 1 s", "stall", "experts.0", at, for_seconds=1.0) for at in (1.0, 4.0)]
+    observer.take_line("experts.0", Note("stall", 1.25).as_line())
+    observer.take_line("experts.0", Note("stall", 4.5).as_line())
+    assert [injected.at for injected in observer.injected_faults] == [1.25, 4.5]
 
 
 def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     clock = HandClock()
-    watch = Watch(clock)
+    observer = RunObserver(clock)
     short, long = (
         InjectedFault("pause experts.0", "pause", "experts.0", at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0))
     )
-    watch.injected_faults += [short, long]
-    watch.take_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
+    observer.injected_faults += [short, long]
+    observer.take_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
     clock.seconds = 6.1
-    watch.on_event(events.WorkerLost("experts.0", "was held for dead"))
-    assert (watch.left_seconds(short), watch.lost_seconds(short)) == (math.inf, math.inf)
-    assert (watch.left_seconds(long), watch.lost_seconds(long)) == (pytest.approx(1.0), pytest.approx(1.1))
+    observer.on_event(events.WorkerLost("experts.0", "was held for dead"))
+    assert (observer.left_seconds(short), observer.lost_seconds(short)) == (math.inf, math.inf)
+    assert (observer.left_seconds(long), observer.lost_seconds(long)) == (pytest.approx(1.0), pytest.approx(1.1))
 
 
 @pytest.mark.parametrize(
@@ -114,19 +114,19 @@ def test_losses_with_and_without_cause_are_distinguished(injected: InjectedFault
 
 
 def test_a_reset_that_found_no_connection_did_nothing() -> None:
-    watch = Watch(HandClock())
+    observer = RunObserver(HandClock())
     for at, num in ((1.0, 0), (2.0, 2)):
-        watch.injected_faults.append(InjectedFault("reset", "reset", "attention.0", at, other="experts.1"))
-        watch.take_line("attention.0", Note("reset", at + 0.1, counts={"connections": num}).as_line())
-    assert [injected.missed for injected in watch.injected_faults] == ["no connection to experts.1 was open", ""]
+        observer.injected_faults.append(InjectedFault("reset", "reset", "attention.0", at, other="experts.1"))
+        observer.take_line("attention.0", Note("reset", at + 0.1, counts={"connections": num}).as_line())
+    assert [injected.missed for injected in observer.injected_faults] == ["no connection to experts.1 was open", ""]
 
 
 async def test_waiting_ends_with_what_is_waited_for_with_time_and_with_the_run() -> None:
-    watch = Watch(HandClock())
-    assert await watch.wait_until(lambda: True, 60.0)
-    assert not await watch.wait_until(lambda: False, 0.0)
-    watch.on_event(events.RunFailed(RuntimeError("over")))
-    assert not await watch.wait_until(lambda: False, 60.0)
+    observer = RunObserver(HandClock())
+    assert await observer.wait_until(lambda: True, 60.0)
+    assert not await observer.wait_until(lambda: False, 0.0)
+    observer.on_event(events.RunFailed(RuntimeError("over")))
+    assert not await observer.wait_until(lambda: False, 60.0)
 
 
 def test_what_a_process_holds_is_counted() -> None:
@@ -184,9 +184,9 @@ async def test_what_does_not_end_in_time_is_left_behind() -> None:
 
 
 def test_slots_and_credits_not_returned_are_reported() -> None:
-    whole = {"attention.0": {"credits away": 3, "rows": 0, "sequences": 0}, "experts.0": {"credits kept back": 3, "rows": 0}}
+    whole = {"attention.0": {"credits outstanding": 3, "rows": 0, "sequences": 0}, "experts.0": {"credits unsent": 3, "rows": 0}}
     assert unreturned(whole) == []
-    lost = {"attention.0": {"credits away": 4, "rows": 1, "pages held": 2}, "experts.0": {"credits kept back": 3}}
+    lost = {"attention.0": {"credits outstanding": 4, "rows": 1, "pages held": 2}, "experts.0": {"credits unsent": 3}}
     assert unreturned(lost) == [
         "attention.0: 1 rows left",
         "attention.0: 2 pages held left",

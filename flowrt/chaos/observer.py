@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from flowrt.chaos.orders import Note, note_of
 from flowrt.launcher import events
@@ -44,8 +45,8 @@ class InjectedFault:
 
 
 @dataclass
-class Watch:
-    """Give it every event (`on_event`), and every line of a worker (`take_line`)."""
+class RunObserver:
+    """Receives every event (`on_event`) and every line of a worker (`take_line`)."""
 
     clock: Clock
     clients: Mapping[str, Set[str]] = field(default_factory=dict)  # process -> its clients, where known
@@ -59,10 +60,10 @@ class Watch:
     def on_event(self, event: events.Event) -> None:
         if isinstance(event, ProcessEvent):
             self.seen.append((self.clock.now(), event))
-            self._ring()
+            self._notify()
         if isinstance(event, events.RunFailed):
             self.failed = True
-            self._ring()
+            self._notify()
 
     def take_line(self, process: str, line: str) -> bool:
         """Records the line and returns True if it is a note."""
@@ -74,19 +75,19 @@ class Watch:
         else:
             self.notes.append((process, note))
             self._correct(process, note)
-        self._ring()
+        self._notify()
         return True
 
-    async def wait_until(self, come: Callable[[], bool], seconds: float) -> bool:
-        """Wait until `come()`, the timeout, or the failure of the run; returns `come()`. It is evaluated after each event and note."""
+    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition()`, the timeout, or the failure of the run; returns `condition()`. Each event and note evaluates it."""
         try:
             async with asyncio.timeout(max(0.0, seconds)):
-                while not come() and not self.failed:
+                while not condition() and not self.failed:
                     changed = self._changed  # others wait too: each round has an event of its own
                     await changed.wait()
         except TimeoutError:
             pass
-        return come()
+        return condition()
 
     async def wait_failed(self, seconds: float) -> None:
         """Wait for `seconds`, or until the run fails."""
@@ -104,6 +105,9 @@ class Watch:
         """Whether the process will not be restarted."""
         return self._first(events.WorkerGivenUp, injected) < math.inf
 
+    def is_back_or_given_up(self, injected: InjectedFault) -> bool:
+        return self.back_seconds(injected) < math.inf or self.is_given_up(injected)
+
     def left_seconds(self, injected: InjectedFault) -> float:
         """From the fault until the last client stopped using the process; inf when a client never reported that."""
         left: dict[str, float] = {}
@@ -113,7 +117,22 @@ class Watch:
                 left[process] = min(left.get(process, math.inf), note.at)
         return max(left.values()) - injected.at if left and left.keys() >= self.clients.get(injected.process, set()) else math.inf
 
-    def _ring(self) -> None:
+    def as_json(self, begun: float) -> list[dict[str, Any]]:
+        """The faults and their effects; `seconds` count from `begun`. Values that are not finite become null in JSON."""
+        return [
+            {
+                "fault": injected.text,
+                "pid": injected.pid,
+                "seconds": round(injected.at - begun, 5),
+                "missed": injected.missed or None,
+                "left_seconds": round(self.left_seconds(injected), 5),
+                "lost_seconds": round(self.lost_seconds(injected), 5),
+                "back_seconds": round(self.back_seconds(injected), 5),
+            }
+            for injected in self.injected_faults
+        ]
+
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

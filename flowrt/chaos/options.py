@@ -1,0 +1,41 @@
+"""Options of `flowrt chaos`, with their help, defaults and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from flowrt.bench.cases.options import Positive
+from flowrt.reliability.scenario import MAX_SECONDS
+
+MAX_KILLS = 999  # one less than a graph's `reliability.restarts` may be
+_SECONDS = Number(gte=0, lte=MAX_SECONDS)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions:
+    """The faults and the load of a chaos run. Exactly one of `plan` and `kills` is given."""
+
+    plan: Annotated[Path | None, Parameter(help="Inject the faults of this scenario file (the format of the simulation).")] = None
+    kills: Annotated[
+        int,
+        Parameter(
+            validator=Number(gte=0, lte=MAX_KILLS),
+            help="Instead of a plan: kill this many expert servers, each when the one before is back.",
+        ),
+    ] = 0
+    seed: Annotated[int, Parameter(help="Seed that chooses the servers to kill.")] = 0
+    apart: Annotated[float, Parameter(validator=_SECONDS, help="Seconds from a server's return to the next kill.")] = 1.0
+    spare: Annotated[bool, Parameter(negative=(), help="Judge throughput against servers with spare capacity.", show_default=False)] = False
+    requests: Annotated[Positive, Parameter(help="Number of different requests, sent in a loop; every other one samples.")] = 16
+    concurrency: Annotated[Positive, Parameter(help="Requests at a time.")] = 8
+    seconds: Annotated[float, Parameter(validator=_SECONDS, help="Seconds of load without faults, and at least as many with them.")] = 10.0
+    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
+    new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
+    model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for the graph.")] = ()

@@ -1,0 +1,69 @@
+"""Writes the file of a --json option; "-" is standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from flowrt.errors import UserError, shortened
+
+STDOUT = "-"
+
+
+def check_writable(name: str) -> None:
+    """Raises UserError now rather than after the run, when the file could not be written."""
+    if name == STDOUT:
+        return
+    shown = shortened(name)
+    try:
+        path = Path(name)
+        if path.is_dir():
+            raise UserError(f"--json {shown}: is a folder; give the path of a file")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise UserError(f"--json {shown}: there is no folder {shortened(str(folder))}; make it, or give another path")
+        is_device = path.exists() and not path.is_file()
+        if not is_device:
+            _part_of(path).exists()  # a name near the longest possible leaves no room for that of the part
+        if not os.access(path if is_device else folder, os.W_OK):
+            raise UserError(f"--json {shown}: {folder} may not be written to; give another path")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(f"--json {shown}: cannot be written ({reason}); give another path") from None
+
+
+def write_file(name: str, text: str, stdout: TextIO | None = None) -> None:
+    """Write `text` to the file, or to `stdout`. A reader sees the old file or the whole new one. Raises UserError."""
+    if name == STDOUT:
+        stdout = stdout or sys.stdout
+        stdout.write(text)
+        stdout.flush()
+        return
+    path = Path(name).resolve()
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
+            path.write_text(text, encoding="utf-8")
+            return
+        part = _part_of(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+    except OSError as error:
+        raise UserError(f"--json {shortened(name)}: cannot be written ({error.strerror}); give another path") from None
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON. Numbers that are not finite become null."""
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
