@@ -17,7 +17,7 @@ from flowrt.operators.model_config import DTYPES, ModelError
 MAX_JSON_BYTES = 64 << 20
 _LAYERS, _HEADS, _EXPERTS, _WIDTH, _VOCABULARY, _OTHER = 1000, 4096, 1 << 16, 1 << 20, 1 << 24, (1 << 31) - 1
 # Upper bound of each key, far above any existing model: a damaged file is refused before anything of its size is built.
-AT_MOST: dict[str, int] = {
+MAX_VALUES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "first_k_dense_replace", "decoder_sparse_step"), _LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads", "kv_n_heads"), _HEADS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
@@ -47,54 +47,44 @@ class ConfigFile:
                 return key, self.values[key]
         return keys[0], None
 
-    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
+    def _read(self, keys: tuple[str, ...], types: tuple[type, ...], needed: str, default: Any) -> tuple[str, Any]:
+        """The key that is there, and its value, of one of these JSON types; `default` where there is none of the keys."""
         key, value = self._find(keys)
         if value is None:
             if default is None:
-                raise self.error(" or ".join(keys), "is missing; a whole number is needed")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {value!r}; a whole number is needed")
+                raise self.error(" or ".join(keys), f"is missing; {needed} is needed")
+            return key, default
+        if type(value) not in types:
+            raise self.error(key, f"is {shortened(value)}; {needed} is needed")
+        return key, value
+
+    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
+        key, value = self._read(keys, (int,), "a whole number", default)
         if value < at_least:
-            raise self.error(key, f"is {value}; at least {at_least} is needed")
-        if value > (at_most := AT_MOST.get(key, _OTHER)):
-            raise self.error(key, f"is {shortened(value)}; at most {at_most} is supported")
-        return value
+            raise self.error(key, f"is {shortened(value)}; at least {at_least} is needed")
+        if value > (maximum := MAX_VALUES.get(key, _OTHER)):
+            raise self.error(key, f"is {shortened(value)}; at most {maximum} is supported")
+        return int(value)
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        key, value = self._find(keys)
-        if value is None:
-            if default is None:
-                raise self.error(" or ".join(keys), "is missing; a positive number is needed")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+        key, value = self._read(keys, (int, float), "a positive number", default)
+        if not 0 < value < 1e300:
             raise self.error(key, f"is {shortened(value)}; a positive number is needed")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
-        key, value = self._find(keys)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, f"is {value!r}; true or false is needed")
-        return value
+        return bool(self._read(keys, (bool,), "true or false", default)[1])
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers from 0; an absent key is an empty list."""
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in value):
-            raise self.error(key, f"is {value!r}; a list of whole numbers is needed")
+        _, value = self._read((key,), (list,), "a list of whole numbers", [])
+        if any(type(item) is not int or item < 0 for item in value):
+            raise self.error(key, f"is {shortened(value)}; a list of whole numbers is needed")
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.values.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.error(key, f"is {value!r}; a mapping is needed")
-        return value
+        mapping: Mapping[str, Any] = self._read((key,), (dict,), "a mapping", {})[1]
+        return mapping
 
     def token_id(self, key: str) -> int | None:
         return self.integer(key, at_least=0) if self.has(key) else None

@@ -9,12 +9,12 @@ from __future__ import annotations
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.family import Family, Piece, stored_as
 from flowrt.operators.families.rotary_keys import read_rotary
+from flowrt.operators.families.standard import check_divides, check_top_k, read_model
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
 
 def read_config(file: ConfigFile) -> ModelConfig:
     """config.json of a DBRX model as a ModelConfig; absent keys have the defaults that transformers gives them."""
-    file.refuse_quantized()
     file.must_be("tie_word_embeddings", False, default=False)
     attention = ConfigFile(file.path, file.mapping("attn_config"))
     experts = ConfigFile(file.path, file.mapping("ffn_config"))
@@ -25,22 +25,19 @@ def read_config(file: ConfigFile) -> ModelConfig:
     num_layers = file.integer("n_layers", "num_hidden_layers")
     num_heads = file.integer("n_heads", "num_attention_heads")
     num_kv_heads = attention.integer("kv_n_heads", default=1)
-    if num_heads % num_kv_heads:
-        raise file.error("attn_config.kv_n_heads", f"is {num_kv_heads}; it must divide n_heads, {num_heads}")
+    check_divides(file, "attn_config.kv_n_heads", num_kv_heads, "n_heads", num_heads)
     if hidden_size % (2 * num_heads):
         raise file.error("n_heads", f"is {num_heads}; it must cut d_model, {hidden_size}, into heads of even width")
     num_experts = experts.integer("moe_num_experts", default=4)
     num_experts_per_token = experts.integer("moe_top_k", default=1)
-    if num_experts_per_token > num_experts:
-        raise file.error("ffn_config.moe_top_k", f"is {num_experts_per_token}; there are only {num_experts} experts")
+    check_top_k(file, "ffn_config.moe_top_k", num_experts_per_token, num_experts)
     never = "moe_normalize_expert_weights" in experts.values and experts.values["moe_normalize_expert_weights"] is None
     max_positions = file.integer("max_seq_len", "max_position_embeddings", default=2048)
     # Files of DBRX's authors have theta in attn_config; transformers 5 writes what it computes with into rope_parameters.
     theta = attention.number("rope_theta", default=10000.0)
-    return ModelConfig(
-        family="dbrx",
-        dtype=file.dtype(),
-        vocab_size=file.integer("vocab_size"),
+    return read_model(
+        file,
+        "dbrx",
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -57,8 +54,6 @@ def read_config(file: ConfigFile) -> ModelConfig:
         gate=GateConfig(normalize=None if never else experts.number("moe_normalize_expert_weights", default=1.0)),
         norm="layer",
         clip_qkv=attention.number("clip_qkv") if attention.has("clip_qkv") else None,
-        bos_token_id=file.token_id("bos_token_id"),
-        eos_token_ids=file.token_ids("eos_token_id"),
     )
 
 

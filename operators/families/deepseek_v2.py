@@ -7,7 +7,7 @@ experts are scaled and never normalized, as in transformers: `norm_topk_prob` is
 from __future__ import annotations
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.deepseek_v3 import LATENT_PARTS, ExpertKeys, read_latent_model
+from flowrt.operators.families.deepseek_v3 import LATENT_PARTS, read_latent_model
 from flowrt.operators.families.family import Family
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
@@ -21,30 +21,12 @@ def read_config(file: ConfigFile) -> ModelConfig:
     method = file.values.get("topk_method") or "greedy"
     if method not in METHODS:
         raise file.error("topk_method", f"is {method!r}; use one of {', '.join(METHODS)}")
-    limited = method == "group_limited_greedy"
-    if limited and not (file.has("n_group") and file.has("topk_group")):
+    if method == "greedy":  # such models name groups but do not use them
+        file = ConfigFile(file.path, {key: value for key, value in file.values.items() if key not in ("n_group", "topk_group")})
+    elif not (file.has("n_group") and file.has("topk_group")):
         raise file.error("n_group, topk_group", "are missing; group_limited_greedy needs both")
-    experts = ExpertKeys(file if limited else _without_groups(file), dense_layers=0, shared=2, routed=64, **_ONE_GROUP)
-    gate = GateConfig(
-        groups=experts.groups,
-        topk_groups=experts.topk_groups,
-        scale=file.number("routed_scaling_factor", default=1.0),
-        wide=True,
-    )
-    return read_latent_model(file, "deepseek_v2", experts, gate, interleaved=True)
+    gate = GateConfig(scale=file.number("routed_scaling_factor", default=1.0), wide=True)
+    return read_latent_model(file, "deepseek_v2", gate, routed=64, per_token=6, shared=2, dense_layers=0, interleaved=True)
 
 
-_ONE_GROUP = {"per_token": 6, "groups": 1, "topk_groups": 1, "group_best": 1}
-
-
-def _without_groups(file: ConfigFile) -> ConfigFile:
-    """The config without expert groups: models with greedy choice name groups but do not use them."""
-    return ConfigFile(file.path, {key: value for key, value in file.values.items() if key not in ("n_group", "topk_group")})
-
-
-FAMILY = Family(
-    name="deepseek_v2",
-    architectures=("DeepseekV2ForCausalLM",),
-    read_config=read_config,
-    parts=LATENT_PARTS,
-)
+FAMILY = Family(name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",), read_config=read_config, parts=LATENT_PARTS)

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, mixtral, qwen3_moe
 from flowrt.operators.families.config_file import ConfigFile, read_config_file
 from flowrt.operators.families.family import Family
 from flowrt.operators.model_config import ModelConfig, ModelError
 
 ENTRY_POINT_GROUP = "flowrt.models"
-BUILT_IN: dict[str, str] = {
-    name: f"flowrt.operators.families.{module}"
-    for name, module in {
-        "qwen3_moe": "qwen3_moe",
-        "mixtral": "mixtral",
-        "deepseek_v2": "deepseek_v2",
-        "deepseek_v3": "deepseek_v3",
-        "kimi_k2": "deepseek_v3",
-        "dbrx": "dbrx",
-    }.items()
-}
+_FAMILIES = (qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v2.FAMILY, deepseek_v3.FAMILY, dbrx.FAMILY)
+BUILT_IN = {name: family for family in _FAMILIES for name in (family.name, *family.also)}
 
 
 def known_families() -> tuple[str, ...]:
@@ -38,7 +29,7 @@ def known_families() -> tuple[str, ...]:
 def family_named(name: str) -> Family:
     """The family `name`; ModelError, listing the known ones, when there is none."""
     if name in BUILT_IN:
-        return _checked(import_module(BUILT_IN[name]).FAMILY, name, BUILT_IN[name])
+        return BUILT_IN[name]
     offered = _offered().get(name)
     if offered is None:
         raise ModelError(f"model family {name!r} is not known; known are: {', '.join(known_families())}")
@@ -46,7 +37,9 @@ def family_named(name: str) -> Family:
         loaded = offered.load()
     except Exception as error:  # another package's import may fail in any way; the user needs to know which one
         raise ModelError(f"model family {name!r}: entry point {offered.value!r} cannot be loaded: {error}") from error
-    return _checked(loaded, name, offered.value)
+    if not isinstance(loaded, Family) or name not in (loaded.name, *loaded.also):
+        raise ModelError(f"model family {name!r}: {offered.value} must be a Family with that name, not {loaded!r:.80}")
+    return loaded
 
 
 def find_family(file: ConfigFile) -> Family:
@@ -63,23 +56,13 @@ def find_family(file: ConfigFile) -> Family:
 
 
 def _of_architecture(names: object) -> Family | None:
-    if isinstance(names, list):
-        for module in dict.fromkeys(BUILT_IN.values()):
-            family: Family = import_module(module).FAMILY
-            if set(family.architectures) & {name for name in names if isinstance(name, str)}:
-                return family
-    return None
+    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((family for family in _FAMILIES if set(family.architectures).intersection(known)), None)
 
 
 @cache  # called once per part that is read, and a scan of all installed packages takes milliseconds
 def _offered() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _checked(loaded: object, name: str, where: str) -> Family:
-    if not isinstance(loaded, Family) or name not in (loaded.name, *loaded.also):
-        raise ModelError(f"model family {name!r}: {where} must be a Family with that name, not {loaded!r:.80}")
-    return loaded
 
 
 def read_model_config(directory: Path, dtype: str | None = None) -> ModelConfig:

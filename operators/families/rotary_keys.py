@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from flowrt.operators.families.config_file import ConfigFile
@@ -18,8 +17,7 @@ def read_rotary(file: ConfigFile, max_positions: int, *, default_theta: float = 
     """The rotary positions of a model. Newer writers put everything into `rope_parameters`; older ones have `rope_theta` beside
     `rope_scaling`. Scaled kinds are those of transformers; a kind that is not a function of the position alone is refused.
     """
-    key = "rope_scaling" if file.mapping("rope_scaling") else "rope_parameters"
-    rope = ConfigFile(file.path, file.mapping(key))
+    key, rope = rope_keys(file)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind in BY_CONTEXT:
         why = "turns keys by the length of the context, and keys in pages are turned once"
@@ -30,38 +28,15 @@ def read_rotary(file: ConfigFile, max_positions: int, *, default_theta: float = 
         factor = source.values.get("partial_rotary_factor")
         if factor is not None and factor != 1.0:
             raise file.error("partial_rotary_factor", f"is {factor!r}; only 1.0 is supported")
-    theta = rope.number("rope_theta", default=0.0) or file.number("rope_theta", default=default_theta)
-    if kind == "default":
-        return RotaryConfig(theta=theta, interleaved=interleaved)
-    if kind == "linear":
-        return RotaryConfig(theta=theta, kind="linear", factor=rope.number("factor"), interleaved=interleaved)
-    name = "original_max_position_embeddings"
-    original = (file if file.has(name) else rope).integer(name, default=max_positions)
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if low >= high:
-            raise file.error("low_freq_factor", f"is {low}; it must be less than high_freq_factor, {high}")
-        return RotaryConfig(
-            theta=theta,
-            kind="llama3",
-            factor=rope.number("factor"),
-            original_positions=original,
-            low_frequency_factor=low,
-            high_frequency_factor=high,
-            interleaved=interleaved,
-        )
-    factor = rope.number("factor", default=max_positions / original)
-    return RotaryConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        attention_factor=rope.number("attention_factor", default=_attention_factor(rope.values, factor)),
-        original_positions=original,
-        beta_fast=rope.number("beta_fast", default=32.0),
-        beta_slow=rope.number("beta_slow", default=1.0),
-        truncate=rope.flag("truncate", default=True),
-        interleaved=interleaved,
-    )
+    theta = (rope if rope.has("rope_theta") else file).number("rope_theta", default=default_theta)
+    scaling = _SCALINGS[kind](file, rope, max_positions) if kind in _SCALINGS else {}
+    return RotaryConfig(theta=theta, kind=kind, interleaved=interleaved, **scaling)
+
+
+def rope_keys(file: ConfigFile) -> tuple[str, ConfigFile]:
+    """The mapping that holds the kind of scaling and its numbers, and its key."""
+    key = "rope_scaling" if file.mapping("rope_scaling") else "rope_parameters"
+    return key, ConfigFile(file.path, file.mapping(key))
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -69,8 +44,42 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+def _linear(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
+    return {"factor": rope.number("factor")}
+
+
+def _llama3(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise file.error("low_freq_factor", f"is {low}; it must be less than high_freq_factor, {high}")
+    return {
+        "factor": rope.number("factor"),
+        "original_positions": _original_positions(file, rope, max_positions),
+        "low_frequency_factor": low,
+        "high_frequency_factor": high,
+    }
+
+
+def _yarn(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
+    original = _original_positions(file, rope, max_positions)
+    factor = rope.number("factor", default=max_positions / original)
+    mscale, mscale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
+    attention_factor = yarn_mscale(factor, 1.0)
     if mscale and mscale_all:
-        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all))
-    return yarn_mscale(factor, 1.0)
+        attention_factor = yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all))
+    return {
+        "factor": factor,
+        "attention_factor": rope.number("attention_factor", default=attention_factor),
+        "original_positions": original,
+        "beta_fast": rope.number("beta_fast", default=32.0),
+        "beta_slow": rope.number("beta_slow", default=1.0),
+        "truncate": rope.flag("truncate", default=True),
+    }
+
+
+def _original_positions(file: ConfigFile, rope: ConfigFile, max_positions: int) -> int:
+    key = "original_max_position_embeddings"
+    return (file if file.has(key) else rope).integer(key, default=max_positions)
+
+
+_SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
