@@ -52,7 +52,7 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
 
-def _nobody() -> bool:
+def _never() -> bool:
     return False
 
 
@@ -71,7 +71,7 @@ class Running:
     bound_seconds: float
     computed_seconds: float | None = None
     still_seconds: float = math.inf
-    wants_processor: Callable[[], bool] = _nobody
+    wants_processor: Callable[[], bool] = _never
     queued_seconds: float = 0.0
 
 

@@ -25,15 +25,15 @@ class Callers:
             self._changed.set_result(None)
         return replaced
 
-    def take(self, life: Identity, scheme: str) -> Channel | None:
+    def take(self, identity: Identity, scheme: str) -> Channel | None:
         """The channel of exactly this incarnation, if it has connected."""
-        key = life.name, scheme
+        key = identity.name, scheme
         channel = self._here.get(key)
-        return self._here.pop(key) if channel is not None and channel.peer == life else None
+        return self._here.pop(key) if channel is not None and channel.peer == identity else None
 
-    async def wait(self, life: Identity, scheme: str) -> Channel:
+    async def wait(self, identity: Identity, scheme: str) -> Channel:
         """The channel of exactly this incarnation, once it connects. A channel of another one stays: it may be a later incarnation."""
-        while (channel := self.take(life, scheme)) is None:
+        while (channel := self.take(identity, scheme)) is None:
             if self._changed is None or self._changed.done():
                 self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._changed])  # several tasks may wait; cancelling one does not cancel the others

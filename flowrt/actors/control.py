@@ -1,7 +1,7 @@
 """Messages on the control connection between the launcher and a worker: one msgspec struct per kind, and their conversion. No torch.
 
 Order of the messages of one incarnation: Start -> Listening -> Peers -> Connected -> (Submit, Cancel, Token, Ended ...) -> Drain or
-Stop -> Statistics -> the control connection is closed. Failed may come at any time and is the last. From Peers on, Left and Joined
+Stop -> Statistics -> the control connection is closed. Failed may come at any time and is the last. From Peers on, PeerLeft and PeerJoined
 report the incarnations of other workers.
 """
 
@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from flowrt.emulation import EmulationStatistics
+from flowrt.reliability.detector import ProcessState
 from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.transports.wire.message import Message
 
@@ -28,9 +29,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     seed: int = 0
     params: SamplingParams = SamplingParams()
-    # Of each choice (none: (), for all) what was given to the client by an earlier attempt: replayed, not emitted.
+    # By choice (none: (), for all): tokens that an earlier attempt gave to the client. They are replayed, not emitted.
     committed_token_ids: tuple[tuple[int, ...], ...] = ()
-    ended_choices: tuple[int, ...] = ()  # those that ended in an earlier attempt: not computed any more
+    ended_choices: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not computed again
 
 
 class Control(msgspec.Struct, frozen=True):
@@ -50,10 +51,10 @@ class Start(Control, frozen=True):
     log_level: str = "warning"
 
 
-class Progress(Control, frozen=True):
+class LoadProgress(Control, frozen=True):
     """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one."""
 
-    kind: ClassVar[str] = "control.progress"
+    kind: ClassVar[str] = "control.load_progress"
     text: str
     done: int
     total: int
@@ -152,10 +153,10 @@ class Drained(Control, frozen=True):
     kind: ClassVar[str] = "control.drained"
 
 
-class Ask(Control, frozen=True):
+class StatisticsRequest(Control, frozen=True):
     """Requests Statistics."""
 
-    kind: ClassVar[str] = "control.ask"
+    kind: ClassVar[str] = "control.statistics_request"
 
 
 class EdgeStatistics(msgspec.Struct, frozen=True):
@@ -178,8 +179,8 @@ class Statistics(Control, frozen=True):
     resident_bytes: int = 0
     strict_blocks: str = ""  # with strict numerics: which functions run in blocks of how many rows, for people
     emulation: EmulationStatistics | None = None
-    num_asked_again: int = 0  # parts of the exchange with expert servers that were lost, or late, and cut anew
-    fallbacks: tuple[str, ...] = ()  # links whose transport broke: which peer, what carried on, what was sent again; for people
+    num_redispatched: int = 0  # parts that were lost or late and sent to other servers
+    fallbacks: tuple[str, ...] = ()  # one sentence per link whose transport broke
     num_restarts: int = 0  # filled in by the launcher
     has_responded: bool = True  # the same; False: the worker is down or gave no response in time, its counts are older
 
@@ -198,25 +199,25 @@ class LinkLost(Control, frozen=True):
     kind: ClassVar[str] = "control.link_lost"
     peer: str
     reason: str
-    incarnation: str = ""  # the peer's; "": the life it has now
+    incarnation: str = ""  # the peer's; "": its current one
 
 
-class Left(Control, frozen=True):
+class PeerLeft(Control, frozen=True):
     """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends."""
 
-    kind: ClassVar[str] = "control.left"
+    kind: ClassVar[str] = "control.peer_left"
     process: str
     incarnation: str
     why: str
 
 
-class Joined(Control, frozen=True):
+class PeerJoined(Control, frozen=True):
     """To a worker: a new incarnation of `process` listens at these addresses (scheme -> address). The worker links with it, then uses it.
 
-    It comes after Left for every earlier incarnation. The connecting end is the same as at the start.
+    It comes after PeerLeft for every earlier incarnation. The connecting end is the same as at the start.
     """
 
-    kind: ClassVar[str] = "control.joined"
+    kind: ClassVar[str] = "control.peer_joined"
     process: str
     incarnation: str
     addresses: dict[str, str]
@@ -226,11 +227,11 @@ class Joined(Control, frozen=True):
 class Heartbeat(Control, frozen=True):
     """From the loop of a worker, at even intervals while it turns: relayed to the monitor.
 
-    `sequence` counts the beats of this life; `lag_seconds`: how late the loop made this one; `num_firings` so far. `running` names the
-    operation that computes, for how long it has and for how long at most it should (0: none is declared).
+    `sequence` counts the heartbeats of this incarnation. `lag_seconds`: how late the loop made this one. `running` names the running
+    operation, `running_seconds` its duration so far, `bound_seconds` its bound (0: none is declared).
     """
 
-    kind: ClassVar[str] = "control.beat"
+    kind: ClassVar[str] = "control.heartbeat"
     sequence: int
     lag_seconds: float
     num_firings: int
@@ -242,13 +243,13 @@ class Heartbeat(Control, frozen=True):
     pid: int = 0  # the same; 0: not on this machine, or not known
 
 
-class Late(Control, frozen=True):
-    """From a client: a server has owed it an answer for longer than is usual. Relayed to the monitor, which suspects it for a while.
+class LateResponse(Control, frozen=True):
+    """From a client: a server's response takes longer than usual. Relayed to the monitor, which suspects the server for a while.
 
-    At most one per server and second. `incarnation`: that of the life which owes it. `by`: the client; filled in by the launcher.
+    At most one per server and second. `incarnation`: the server's. `by`: the client; filled in by the launcher.
     """
 
-    kind: ClassVar[str] = "control.late"
+    kind: ClassVar[str] = "control.late_response"
     process: str
     incarnation: str
     waited_seconds: float
@@ -256,40 +257,25 @@ class Late(Control, frozen=True):
     by: str = ""
 
 
-class Suspected(Control, frozen=True):
-    """From the monitor: this incarnation shows no progress. It has no effect but a log line."""
+class DetectorReport(Control, frozen=True):
+    """From the monitor: the new state of an incarnation. SUSPECT and ALIVE have no effect but a log line. DEAD: the launcher notifies
+    its peers that it has left, then kills it, which fences it.
+    """
 
-    kind: ClassVar[str] = "control.suspected"
+    kind: ClassVar[str] = "control.detector_report"
     process: str
     incarnation: str
+    state: ProcessState
     why: str
 
 
-class Cleared(Control, frozen=True):
-    """From the monitor: a suspected incarnation shows progress again. For logs."""
-
-    kind: ClassVar[str] = "control.cleared"
-    process: str
-    incarnation: str
-    why: str
-
-
-class Condemned(Control, frozen=True):
-    """From the monitor: this incarnation is dead. The launcher notifies its peers that it has left, then kills it, which fences it."""
-
-    kind: ClassVar[str] = "control.condemned"
-    process: str
-    incarnation: str
-    why: str
-
-
-class ExpertsLost(Control, frozen=True):
+class ExpertsUnavailable(Control, frozen=True):
     """From a client of expert servers, on each change: the experts without a usable replica, as a sentence; "" when every expert has one.
 
     `follows`: the effect on requests that need them: they wait, end in an error, or continue without the experts (degrade).
     """
 
-    kind: ClassVar[str] = "control.experts_lost"
+    kind: ClassVar[str] = "control.experts_unavailable"
     text: str
     follows: Literal["wait", "error", "degrade"] = "wait"
 

@@ -1,9 +1,9 @@
 """A channel that survives its transport: when the transport breaks, both ends reconnect over the next one and lose no message.
 
-ledger.py records sent and received messages. flowrt/launcher/transport_choice.py lists the transports to fall back to.
+resend_buffer.py records sent and received messages. flowrt/launcher/transport_choice.py lists the transports to fall back to.
 
 Messages are numbered by counting: a channel keeps order and loses nothing until it breaks, so both ends count alike. Each end keeps
-the messages it sent until the other end acknowledges how many it has taken, every TOLD_EVERY messages. After a break each end sends,
+the messages it sent until the other end acknowledges how many it has taken, every ACK_EVERY messages. After a break each end sends,
 on the new channel, the number of its oldest kept message and resends from there. The receiver drops and counts the messages that it
 already has. No third process takes part: the accepting end listens under a name that only the two ends can derive (from the run's key),
 and the other end connects.
@@ -21,22 +21,22 @@ from hashlib import sha256
 
 import msgspec
 
-from flowrt.actors.ledger import Ledger
+from flowrt.actors.resend_buffer import ResendBuffer
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, TransportError
 from flowrt.transports.wire.message import Message
 
-MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; a peer that is dead is told of by the launcher meanwhile
-_AGAIN_SECONDS = 0.01
-OWN_EDGE = -17  # no edge of a graph: what two of these channels say to each other
-_TAKEN, _BEGIN, _ASK = "fallback.taken", "fallback.begin", "fallback.ask"
+MEET_SECONDS = 2.0  # how long an end waits for the other at each transport; the launcher reports a dead peer meanwhile
+_RETRY_SECONDS = 0.01
+PROTOCOL_EDGE = -17  # not an edge of a graph: protocol messages between two of these channels
+_ACKNOWLEDGE, _RESUME, _REQUEST_ACK = "fallback.acknowledge", "fallback.resume", "fallback.request_ack"
 log = logging.getLogger("flowrt.links")
 
 Reopen = Callable[[str], Awaitable[Channel]]
 
 
 class _Count(msgspec.Struct, frozen=True):
-    """_TAKEN: how many messages have been taken. _BEGIN: the number of the first message on this channel. _ASK (0): tell now."""
+    """_ACKNOWLEDGE: number of received messages. _RESUME: number of the first message on this channel. _REQUEST_ACK (0): acknowledge."""
 
     number: int
 
@@ -49,9 +49,9 @@ class FallbackChannel(Channel):
 
     def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
         self.peer = channel.peer
-        self.scheme = channel.scheme  # type: ignore[misc]  # that of the channel which carries it now
+        self.scheme = channel.scheme  # type: ignore[misc]  # of the channel in use
         self.num_fallbacks = 0
-        self.ledger = Ledger()
+        self.buffer = ResendBuffer()
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = channel
         self._schemes = deque(schemes)
@@ -62,42 +62,42 @@ class FallbackChannel(Channel):
         self._reopening: asyncio.Task[Channel] | None = None
         self._failure: str | None = None
         self._closed = self._ended = self._receiving = False
-        self._broke: list[str] = []  # schemes that others took over from
+        self._broke: list[str] = []  # schemes that broke
         self._scheme_lost = ""
         self._num_waiting = 0  # calls of `send` that wait in the channel
 
-    # Out.
+    # Sending.
 
     def send_nowait(self, message: Message) -> bool:
         channel = self._channel
         if channel is None or self._resending is not None or self._num_waiting:
-            self._raise_if_over()
+            self._raise_if_ended()
             return False
-        if self.ledger.is_time_to_tell():
-            self._tell()
+        if self.buffer.is_ack_due():
+            self._acknowledge()
         try:
             if not channel.send_nowait(message):
                 return False
         except BrokenChannelError:
             if self._ended or self._failure is not None:
                 raise
-        self.ledger.kept.append(message)
+        self.buffer.kept.append(message)
         return True
 
     async def send(self, message: Message) -> None:
         kept = False
         while not kept:
-            channel = await self._way()
+            channel = await self._usable_channel()
             before = channel.statistics().messages_sent
             self._num_waiting += 1
             try:
-                if self.ledger.is_time_to_tell():  # the way is full: `recv` could not tell
-                    self.ledger.told = self.ledger.received
-                    await channel.send(_own(_TAKEN, self.ledger.received))
+                if self.buffer.is_ack_due():  # the channel is full: `recv` could not acknowledge
+                    self.buffer.acknowledged = self.buffer.received
+                    await channel.send(_protocol_message(_ACKNOWLEDGE, self.buffer.received))
                     before += 1
-                # Before it goes: the other end may take a large one, and tell, before `send` returns; and if the channel breaks
-                # meanwhile it must be among those that go again.
-                self.ledger.kept.append(message)
+                # Before it goes: the other end may receive a large one and acknowledge it before `send` returns; and if the channel breaks
+                # meanwhile, it must be among those to resend.
+                self.buffer.kept.append(message)
                 kept = True
                 await channel.send(message)
             except BrokenChannelError:
@@ -105,15 +105,15 @@ class FallbackChannel(Channel):
                     raise
             except BaseException:
                 if kept and channel is self._channel and channel.statistics().messages_sent == before:
-                    self.ledger.forget(message)  # nothing of it was sent
+                    self.buffer.forget(message)  # no part of it was sent
                 raise
             finally:
                 self._num_waiting -= 1
 
-    async def _way(self) -> Channel:
-        """The channel, once there is one and it has carried what the last one left."""
+    async def _usable_channel(self) -> Channel:
+        """Wait for a channel that has resent the messages of the one before."""
         while True:
-            self._raise_if_over()
+            self._raise_if_ended()
             if self._resending is not None:
                 await asyncio.wait([self._resending])
             elif self._channel is None:
@@ -122,19 +122,19 @@ class FallbackChannel(Channel):
                 return self._channel
 
     async def send_acknowledged(self, message: Message) -> None:
-        number = self.ledger.first + len(self.ledger.kept) + 1
+        number = self.buffer.first + len(self.buffer.kept) + 1
         await self.send(message)
-        asked: Channel | None = None
-        while self.ledger.first < number:
-            self._raise_if_over()
+        requested: Channel | None = None
+        while self.buffer.first < number:
+            self._raise_if_ended()
             if self._ended:
                 raise BrokenChannelError(f"{self.peer.name} has closed the channel")
-            if self._channel is not None and self._channel is not asked:
+            if self._channel is not None and self._channel is not requested:
                 with contextlib.suppress(BrokenChannelError):
-                    asked = self._channel if self._channel.send_nowait(_own(_ASK, 0)) else None
-            await asyncio.sleep(_AGAIN_SECONDS)
+                    requested = self._channel if self._channel.send_nowait(_protocol_message(_REQUEST_ACK, 0)) else None
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    # In.
+    # Receiving.
 
     def recv_nowait(self) -> Message | None:
         if self._receiving:
@@ -154,7 +154,7 @@ class FallbackChannel(Channel):
             except EndOfChannel:
                 self._ended = True
                 raise
-            if message is None or self._is_for_user(message):
+            if message is None or self._is_new_message(message):
                 return message
 
     async def recv(self) -> Message:
@@ -178,38 +178,38 @@ class FallbackChannel(Channel):
                 except EndOfChannel:
                     self._ended = True
                     raise
-                if self._is_for_user(message):
+                if self._is_new_message(message):
                     return message
         finally:
             self._receiving = False
 
-    def _is_for_user(self, message: Message) -> bool:
-        ledger = self.ledger
-        if message.edge == OWN_EDGE:
+    def _is_new_message(self, message: Message) -> bool:
+        buffer = self.buffer
+        if message.edge == PROTOCOL_EDGE:
             try:
                 number = message.decode_header(_Count).number
-                if message.kind == _TAKEN:
-                    ledger.hear_taken(number)
-                elif message.kind == _BEGIN:
-                    ledger.hear_begin(number)
+                if message.kind == _ACKNOWLEDGE:
+                    buffer.acknowledge(number)
+                elif message.kind == _RESUME:
+                    buffer.resume(number)
                 else:
-                    self._tell()
+                    self._acknowledge()
             except (ValueError, msgspec.ValidationError) as error:
-                self._fail(f"{self.peer.name} spoke nonsense: {error}")
+                self._fail(f"{self.peer.name} sent a bad message: {error}")
             return False
-        if not ledger.is_new():
+        if not buffer.is_new():
             return False
-        if ledger.is_time_to_tell():
-            self._tell()
+        if buffer.is_ack_due():
+            self._acknowledge()
         return True
 
-    def _tell(self) -> None:
+    def _acknowledge(self) -> None:
         if self._channel is not None and self._resending is None:
             with contextlib.suppress(BrokenChannelError):
-                if self._channel.send_nowait(_own(_TAKEN, self.ledger.received)):
-                    self.ledger.told = self.ledger.received
+                if self._channel.send_nowait(_protocol_message(_ACKNOWLEDGE, self.buffer.received)):
+                    self.buffer.acknowledged = self.buffer.received
 
-    # From one channel to the next.
+    # Fallback.
 
     def _lose(self, error: BrokenChannelError) -> None:
         """The channel is broken, and everything that had come over it has been taken."""
@@ -220,7 +220,7 @@ class FallbackChannel(Channel):
         if self._resending is not None:
             self._resending.cancel()
         self._opened = self._loop.create_future()
-        self._reopening = self._loop.create_task(self._next_channel(broken, error), name=f"another way to {self.peer.name}")
+        self._reopening = self._loop.create_task(self._next_channel(broken, error), name=f"fall back to {self.peer.name}")
 
     async def _fall_back(self) -> None:
         """Wait for the next channel. If this call is cancelled, the next `recv` continues the wait."""
@@ -236,9 +236,13 @@ class FallbackChannel(Channel):
         self._channel, self.scheme = channel, channel.scheme  # type: ignore[misc]
         self.num_fallbacks += 1
         self._broke.append(self._scheme_lost)
-        self.ledger.told = self.ledger.received
-        messages = [_own(_TAKEN, self.ledger.received), _own(_BEGIN, self.ledger.first), *self.ledger.begin()]
-        self._resending = self._loop.create_task(self._resend(channel, messages), name=f"send again to {self.peer.name}")
+        self.buffer.acknowledged = self.buffer.received
+        messages = [
+            _protocol_message(_ACKNOWLEDGE, self.buffer.received),
+            _protocol_message(_RESUME, self.buffer.first),
+            *self.buffer.begin(),
+        ]
+        self._resending = self._loop.create_task(self._resend(channel, messages), name=f"resend to {self.peer.name}")
         self._wake()
 
     async def _next_channel(self, broken: Channel, error: BrokenChannelError) -> Channel:
@@ -250,9 +254,9 @@ class FallbackChannel(Channel):
                 async with asyncio.timeout(MEET_SECONDS):
                     channel = await self._reopen(scheme)
             except (TransportError, TimeoutError) as failure:
-                reasons.append(f"{scheme}: {str(failure) or 'the peer does not come'}")
+                reasons.append(f"{scheme}: {str(failure) or 'the peer does not connect'}")
                 continue
-            log.warning("%s broke on the way to %s (%s); %s carries on", broken.scheme, self.peer.name, error, scheme)
+            log.warning("%s broke on the link to %s (%s); %s carries on", broken.scheme, self.peer.name, error, scheme)
             return channel
         raise BrokenChannelError("; ".join(reasons))
 
@@ -260,8 +264,8 @@ class FallbackChannel(Channel):
         try:
             for message in messages:
                 await channel.send(message)
-            self.ledger.told = self.ledger.received
-            await channel.send(_own(_TAKEN, self.ledger.received))
+            self.buffer.acknowledged = self.buffer.received
+            await channel.send(_protocol_message(_ACKNOWLEDGE, self.buffer.received))
         except (BrokenChannelError, ClosedChannelError):
             return  # `recv` sees the same
         finally:
@@ -278,13 +282,13 @@ class FallbackChannel(Channel):
         if not self._opened.done():
             self._opened.set_result(None)
 
-    def _raise_if_over(self) -> None:
+    def _raise_if_ended(self) -> None:
         if self._closed:
             raise ClosedChannelError("this channel was closed")
         if self._failure is not None:
             raise BrokenChannelError(self._failure)
 
-    # Ends.
+    # Closing.
 
     async def aclose(self) -> None:
         self._closed = True
@@ -298,14 +302,14 @@ class FallbackChannel(Channel):
             await self._reopening.result().aclose()
         if self._channel is not None:
             await self._channel.aclose()
-        self.ledger.kept.clear()
+        self.buffer.kept.clear()
 
     def text(self) -> str:
         """User-readable account of the fallbacks; empty while no transport has broken."""
         if not self._broke:
             return ""
-        ledger = self.ledger
-        counts = f"{ledger.resent} messages sent again, {ledger.doubles} received twice and dropped"
+        buffer = self.buffer
+        counts = f"{buffer.num_resent} messages sent again, {buffer.num_duplicates} received twice and dropped"
         return f"{self.peer.name}: {', '.join(self._broke)} broke, {self.scheme} carried on; {counts}"
 
     @property
@@ -315,7 +319,7 @@ class FallbackChannel(Channel):
     def statistics(self) -> ChannelStatistics:
         """Totals over all channels, including protocol messages and resent messages; a dropped duplicate counts as dropped."""
         found = self._past if self._channel is None else _sum(self._past, self._channel.statistics())
-        found.messages_dropped += self.ledger.doubles
+        found.messages_dropped += self.buffer.num_duplicates
         return found
 
 
@@ -338,8 +342,8 @@ def reopener(
         nonlocal num_meetings
         num_meetings += 1
         ends = (ours, theirs) if connects else (theirs, ours)
-        words = "\0".join((scheme, str(num_meetings), *(part for end in ends for part in (end.name, end.incarnation))))
-        address = f"{scheme}://again-{hmac.new(key, words.encode(), sha256).hexdigest()[:32]}"
+        derived = "\0".join((scheme, str(num_meetings), *(part for end in ends for part in (end.name, end.incarnation))))
+        address = f"{scheme}://fallback-{hmac.new(key, derived.encode(), sha256).hexdigest()[:32]}"
         if connects:
             return wrap(await _call(transport(scheme), address, limits, key, ours))
         async with await transport(scheme).listen(address, limits, key, ours) as listener:
@@ -358,11 +362,11 @@ async def _call(transport: Transport, address: str, limits: Limits, key: bytes, 
         try:
             return await transport.connect(address, limits, key, identity)
         except AddressError:  # the other end has not noticed yet
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _own(kind: str, number: int) -> Message:
-    return Message(kind, None, OWN_EDGE, _Count(number))
+def _protocol_message(kind: str, number: int) -> Message:
+    return Message(kind, None, PROTOCOL_EDGE, _Count(number))
 
 
 def _sum(one: ChannelStatistics, two: ChannelStatistics) -> ChannelStatistics:

@@ -3,7 +3,7 @@
 link.py reads and sends on one link; flowrt/dataflow interprets the messages.
 
 A peer that may die has several incarnations. When one ends, its links are closed; a later incarnation is linked like the first.
-lives.py decides at once, without waiting, which incarnation is current; closing and connecting follow.
+incarnations.py decides at once, without waiting, which incarnation is current; closing and connecting follow.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 
 from flowrt.actors.callers import Callers
 from flowrt.actors.fallback import FallbackChannel, Reopen, reopener
+from flowrt.actors.incarnations import Incarnations
+from flowrt.actors.lazy_channel import LazyChannel, connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
-from flowrt.actors.lives import Lives
-from flowrt.actors.opening import FirstUseChannel, call_again
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
@@ -37,7 +37,7 @@ class LinkPlan:
     connects: bool
     link: str | None = None  # the profile that the channel emulates
     fallbacks: tuple[str, ...] = ()  # schemes to fall back to, in this order, when the channel breaks
-    first_use: bool = False  # lazy: the first sender opens it; both ends plan alike
+    is_lazy: bool = False  # the first sender opens it; both ends plan alike
 
 
 class Links:
@@ -71,17 +71,17 @@ class Links:
         self._wrap = wrap
         self._on_lost = on_lost or (lambda peer, reason: None)
         self._tolerated = tolerated
-        self._lives = Lives()
+        self._incarnations = Incarnations()
         self._listeners: dict[str, Listener] = {}
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
-        self._unopened: dict[tuple[str, str], FirstUseChannel] = {}  # those that open, or have opened, at their first use
+        self._unopened: dict[tuple[str, str], LazyChannel] = {}  # channels of lazy links
         self._running: asyncio.TaskGroup | None = None
         self._readers: dict[tuple[str, str], asyncio.Task[None] | None] = {}  # of links that are up
-        self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # who is linked up with now, and the calls under way
+        self._meeting: dict[Identity, list[asyncio.Task[None]]] = {}  # incarnations that join now, and the connects in progress
 
     def __getitem__(self, key: tuple[str, str]) -> Link:
-        """The link to (process, scheme); that of a life that is over until the next one's is up. Raises KeyError when there is none yet."""
+        """The link to (process, scheme); that of an ended incarnation until its successor's is up. KeyError: none yet."""
         return self._links[key]
 
     def values(self) -> list[Link]:
@@ -92,8 +92,8 @@ class Links:
         return tuple(text for link in self._links.values() if (text := link.fallback_text()))
 
     async def listen(self) -> dict[str, str]:
-        """Listen wherever somebody will connect, now or in a later life; returns scheme -> address."""
-        called = [plan for plan in self._plans.values() if plan.first_use or not plan.connects]
+        """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
+        called = [plan for plan in self._plans.values() if plan.is_lazy or not plan.connects]
         for scheme in sorted({plan.scheme for plan in called}):
             limits = _widest([plan.limits for plan in called if plan.scheme == scheme])
             self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", limits, self._key, self._identity)
@@ -105,12 +105,12 @@ class Links:
         Closes a caller that is not the named incarnation. Raises TransportError when a peer cannot be reached.
         """
         for peer in {plan.peer for plan in self._plans.values()}:
-            self._lives.begin(Identity(peer, incarnations[peer]))
+            self._incarnations.begin(Identity(peer, incarnations[peer]))
         async with asyncio.TaskGroup() as group:
             for scheme, listener in self._listeners.items():
                 group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
             for plan in self._plans.values():
-                if plan.first_use:
+                if plan.is_lazy:
                     self._expect(plan, addresses[plan.peer][plan.scheme], Identity(plan.peer, incarnations[plan.peer]))
                 elif plan.connects:
                     group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
@@ -129,9 +129,9 @@ class Links:
                     self._read(key)
                 if any(plan.peer in self._tolerated for plan in self._plans.values()):
                     try:
-                        await asyncio.get_running_loop().create_future()  # for ever: whoever leaves may come again
+                        await asyncio.get_running_loop().create_future()  # for ever: a peer that left may join again
                     finally:
-                        self._running = None  # who joins now is closed with all others
+                        self._running = None  # a peer that joins now is closed with all others
             for task in accepting:
                 task.cancel()
 
@@ -141,27 +141,27 @@ class Links:
         True: the link is up; it is read from once this task waits. False: that incarnation ended meanwhile, or a repeated call.
         An earlier incarnation that has not ended ends now: `on_lost` is called and its links are closed first.
         """
-        life = Identity(process, incarnation)
-        former = self._lives.current(process)
-        if self._lives.is_over(life) or former == life:
+        identity = Identity(process, incarnation)
+        former = self._incarnations.current(process)
+        if self._incarnations.has_ended(identity) or former == identity:
             return False
         if former is not None:
-            self._lose(former, f"{process} has begun a new life")
-        self._lives.begin(life)
+            self._lose(former, f"{process} has begun a new incarnation")
+        self._incarnations.begin(identity)
         keys = [key for key in self._plans if key[0] == process]
-        self._meeting[life] = []
+        self._meeting[identity] = []
         try:
             for link in [self._links[key] for key in keys if key in self._links]:
                 await link.aclose()
             async with asyncio.TaskGroup() as group:
-                if not self._lives.is_over(life):
-                    self._meeting[life] += [group.create_task(self._meet(self._plans[key], life, addresses)) for key in keys]
+                if not self._incarnations.has_ended(identity):
+                    self._meeting[identity] += [group.create_task(self._meet(self._plans[key], identity, addresses)) for key in keys]
         except* TransportError as errors:
-            self._lose(life, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
+            self._lose(identity, str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
-            del self._meeting[life]
-        if self._lives.is_over(life):
-            for link in [link for link in self._links.values() if link.peer == life]:
+            del self._meeting[identity]
+        if self._incarnations.has_ended(identity):
+            for link in [link for link in self._links.values() if link.peer == identity]:
                 await link.aclose()
             return False
         if self._running is not None:
@@ -184,18 +184,18 @@ class Links:
 
     # Ends.
 
-    def _lose(self, life: Identity, reason: str) -> None:
-        if self._end(life):
-            self._on_lost(life, reason)
+    def _lose(self, identity: Identity, reason: str) -> None:
+        if self._end(identity):
+            self._on_lost(identity, reason)
 
-    def _end(self, life: Identity) -> bool:
-        """True when the life counted until now."""
-        if not self._lives.end(life):
+    def _end(self, identity: Identity) -> bool:
+        """True when the incarnation was current until now."""
+        if not self._incarnations.end(identity):
             return False
-        for task in self._meeting.get(life, ()):
+        for task in self._meeting.get(identity, ()):
             task.cancel()
         for key, link in self._links.items():
-            if link.peer == life:
+            if link.peer == identity:
                 link.end()
                 reader = self._readers.pop(key, None)
                 if reader is not None and reader is not asyncio.current_task():
@@ -209,50 +209,50 @@ class Links:
 
     async def _serve(self, key: tuple[str, str], link: Link) -> None:
         """Read and send until the link is over; then it is closed."""
-        life = link.peer
+        identity = link.peer
         try:
-            if self._lives.is_over(life):
+            if self._incarnations.has_ended(identity):
                 return
             self._readers[key] = asyncio.current_task()  # not earlier: a task cancelled before it begins would close nothing
             try:
                 await link.run()
-                reason = f"{life.name} has closed the link"
+                reason = f"{identity.name} has closed the link"
             except LinkLostError as error:
-                if life.name not in self._tolerated:
+                if identity.name not in self._tolerated:
                     raise
                 reason = error.reason
-            if life.name in self._tolerated:
-                self._lose(life, reason)
+            if identity.name in self._tolerated:
+                self._lose(identity, reason)
         finally:
-            if self._lives.is_over(life):
+            if self._incarnations.has_ended(identity):
                 await link.aclose()
 
     # Beginnings.
 
-    async def _meet(self, plan: LinkPlan, life: Identity, addresses: Mapping[str, str]) -> None:
-        """One link to a new life."""
-        if not (plan.connects or plan.first_use):
-            self._add(plan, await self._callers.wait(life, plan.scheme))
+    async def _meet(self, plan: LinkPlan, identity: Identity, addresses: Mapping[str, str]) -> None:
+        """Open one link to a new incarnation."""
+        if not (plan.connects or plan.is_lazy):
+            self._add(plan, await self._callers.wait(identity, plan.scheme))
             return
         address = addresses.get(plan.scheme)
         if address is None:
-            raise AddressError(f"{life.name} does not listen for {plan.scheme}")
-        if plan.first_use:
-            expected = self._expect(plan, address, life)
-            if (channel := self._callers.take(life, plan.scheme)) is not None:
+            raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
+        if plan.is_lazy:
+            expected = self._expect(plan, address, identity)
+            if (channel := self._callers.take(identity, plan.scheme)) is not None:
                 expected.offer(self._wrap(plan, channel))
             return
         await self._connect(plan, address)
-        if (answered := self._links[plan.peer, plan.scheme].peer) != life:
+        if (found := self._links[plan.peer, plan.scheme].peer) != identity:
             await self._links[plan.peer, plan.scheme].aclose()
-            raise BrokenChannelError(f"{answered.name} {answered.incarnation} answers at the address of {life.name} {life.incarnation}")
+            raise BrokenChannelError(f"{found.name} {found.incarnation} responds at the address of {identity.name} {identity.incarnation}")
 
     async def _connect(self, plan: LinkPlan, address: str) -> None:
         transport = self._transport(plan.scheme)
-        self._add(plan, await call_again(lambda: transport.connect(address, plan.limits, self._key, self._identity)))
+        self._add(plan, await connect_with_retries(lambda: transport.connect(address, plan.limits, self._key, self._identity)))
 
     async def _accept(self, scheme: str, listener: Listener, incarnations: Mapping[str, str]) -> None:
-        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects and not plan.first_use}
+        missing = {peer for (peer, of), plan in self._plans.items() if of == scheme and not plan.connects and not plan.is_lazy}
         while missing:
             channel = await listener.accept()
             peer = channel.peer
@@ -262,25 +262,25 @@ class Links:
             missing.discard(peer.name)
             self._add(self._plans[peer.name, scheme], channel)
 
-    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> FirstUseChannel:
+    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> LazyChannel:
         """A link that opens at its first use."""
 
         async def call() -> Channel:
             return self._wrap(plan, await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity))
 
-        channel = self._unopened[plan.peer, plan.scheme] = FirstUseChannel(peer, plan.scheme, call, plan.connects, plan.limits)
+        channel = self._unopened[plan.peer, plan.scheme] = LazyChannel(peer, plan.scheme, call, plan.connects, plan.limits)
         self._add(plan, channel)
         return channel
 
     async def _accept_callers(self, scheme: str) -> None:
-        """Those who call while the run goes on: at a link's first use, or in a new life."""
+        """Accept channels during the run: of lazy links at their first use, and of new incarnations."""
         while True:
             channel = await self._listeners[scheme].accept()
             peer = channel.peer
             plan = self._plans.get((peer.name, scheme))
             expected = self._unopened.get((peer.name, scheme))
             refused: Channel | None = channel
-            if plan is not None and not self._lives.is_over(peer):
+            if plan is not None and not self._incarnations.has_ended(peer):
                 if expected is not None and peer == expected.peer:
                     expected.offer(self._wrap(plan, channel))
                     refused = None
@@ -290,7 +290,7 @@ class Links:
                 await refused.aclose()
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
-        wrapped = channel if plan.first_use else self._wrap(plan, channel)
+        wrapped = channel if plan.is_lazy else self._wrap(plan, channel)
         if plan.fallbacks:
             wrapped = FallbackChannel(wrapped, plan.fallbacks, self._reopener(plan, channel.peer))
         self._links[plan.peer, plan.scheme] = Link(wrapped, plan.capacity_messages, partial(self._on_message, plan.peer), self._on_pause)
@@ -302,7 +302,7 @@ class Links:
 
 
 def _widest(limits: list[Limits]) -> Limits:
-    """Bounds that fit every expected caller: a listener does not know yet who it will be."""
+    """Bounds that fit every expected caller: a listener does not know yet which peer connects."""
     return Limits(
         max_header_bytes=max(each.max_header_bytes for each in limits),
         max_tensors=max(each.max_tensors for each in limits),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from flowrt.actors.control import Left
+from flowrt.actors.control import PeerLeft
 from flowrt.chaos.orders import Note, Order
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel, Identity
@@ -54,8 +54,8 @@ class FaultEffects:
                 self.carry_out(message.decode_header(Order))
                 return
             act(message)
-            if message.kind == Left.kind:
-                left = message.decode_header(Left)
+            if message.kind == PeerLeft.kind:
+                left = message.decode_header(PeerLeft)
                 _report(Note("left", time.monotonic(), left.process, left.incarnation))
 
         def on_lost_with_note(peer: Identity, reason: str) -> None:

@@ -30,17 +30,17 @@ class Dispatch:
         self._strict = strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
-        return [self._cut(firing) for firing in firings]
+        return [self._dispatch(firing) for firing in firings]
 
-    def _cut(self, firing: Firing) -> dict[str, Payload]:
+    def _dispatch(self, firing: Firing) -> dict[str, Payload]:
         tag = firing.tag
         x_TH, positions_T = firing.inputs["x"].tensors
         expert_ids_TA, weights_TA = firing.inputs["routing"].tensors
-        parts = self.client.parts_to_ask(tag, partition(expert_ids_TA, weights_TA, positions_T, self.client.begin(tag.layer)))
+        parts = self.client.parts_to_send(tag, partition(expert_ids_TA, weights_TA, positions_T, self.client.replica_table(tag.layer)))
         plan = (weights_TA, *(part.pair_P for part in parts)) if self._strict else tuple(part.rows_R for part in parts)
         header = PlanHeader(tuple(range(len(parts))))
         # The plan goes first: a response may arrive as soon as its part is sent.
-        return {"plan": Payload(plan, header)} | self.client.ask(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
+        return {"plan": Payload(plan, header)} | self.client.add_tag(tag, x_TH, positions_T, expert_ids_TA.shape[1], parts)
 
 
 class Combine:
@@ -55,21 +55,21 @@ class Combine:
         self._client, self._strict = client, strict
 
     def __call__(self, firings: Sequence[Firing]) -> list[dict[str, Payload]]:
-        return [self._add(firing) for firing in firings]
+        return [self._combine(firing) for firing in firings]
 
-    def _add(self, firing: Firing) -> dict[str, Payload]:
+    def _combine(self, firing: Firing) -> dict[str, Payload]:
         plan: tuple[torch.Tensor, ...] = firing.inputs["plan"].tensors
-        answers: list[Payload] = firing.inputs["parts"]
+        responses: list[Payload] = firing.inputs["parts"]
         (residual_TH,) = firing.inputs["residual"].tensors
         where = plan[1:] if self._strict else plan
-        numbers = [answer.header_as(PartHeader).part for answer in answers]
+        numbers = [response.header_as(PartHeader).part for response in responses]
         if numbers != list(range(len(where))):  # some parts were redispatched
             parts = self._client.parts(firing.tag, numbers)
             if parts is None:  # rolled back meanwhile: the runner drops this output
                 return {"y": firing.inputs["residual"]}
             where = tuple(part.pair_P if self._strict else part.rows_R for part in parts)
-        parts_added = [(index, answer.tensors[0]) for index, answer in zip(where, answers, strict=True)]
-        if self._strict and (left_out := self._client.without.parts.get(firing.tag)) is not None:
+        parts_added = [(index, response.tensors[0]) for index, response in zip(where, responses, strict=True)]
+        if self._strict and (left_out := self._client.omitted.parts.get(firing.tag)) is not None:
             parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
         self._client.forget(firing.tag)
         return {"y": Payload((combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added),))}

@@ -36,13 +36,13 @@ class ExpertService:
         by_layer: dict[int, list[int]] = {}
         for place, firing in enumerate(firings):
             by_layer.setdefault(firing.tag.layer, []).append(place)
-        answers: list[dict[str, Payload]] = [{} for _ in firings]
+        responses: list[dict[str, Payload]] = [{} for _ in firings]
         for layer, all_places in by_layer.items():
             for places in self._batches(all_places, firings):
                 requests = [firings[place].inputs["rows"] for place in places]
                 for place, request, y_RH in zip(places, requests, self._compute(layer, requests), strict=True):
-                    answers[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
-        return answers
+                    responses[place] = {"results": Payload((y_RH,), request.header_as(PartHeader))}
+        return responses
 
     def _batches(self, places: Sequence[int], firings: Sequence[Firing]) -> Iterator[list[int]]:
         """`places`, in order, cut so that the requests of each batch have at most `max_pairs` pairs together."""
@@ -61,17 +61,17 @@ class ExpertService:
 
     def _compute(self, layer: int, requests: Sequence[Payload]) -> Sequence[torch.Tensor]:
         if len(requests) == 1:
-            return [self._answer(layer, *requests[0].tensors)]
+            return [self._run(layer, *requests[0].tensors)]
         sizes = [request.tensors[0].shape[0] for request in requests]
         offset, row_parts = 0, []
         for request, size in zip(requests, sizes, strict=True):
             row_parts.append(request.tensors[1] + offset)
             offset += size
         x_RH, expert_P, weight_P = (torch.cat([request.tensors[place] for request in requests]) for place in (0, 2, 3))
-        y = self._answer(layer, x_RH, torch.cat(row_parts), expert_P, weight_P)
+        y = self._run(layer, x_RH, torch.cat(row_parts), expert_P, weight_P)
         return list(torch.split(y, [len(rows) for rows in row_parts] if self._strict else sizes))
 
-    def _answer(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
+    def _run(self, layer: int, x_RH: torch.Tensor, row_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         if self._strict:
             return self._experts.forward_pairs(layer, x_RH, row_P, expert_P)
         return self._experts.forward(layer, x_RH, row_P, expert_P, weight_P)

@@ -13,7 +13,7 @@ from functools import partial
 
 from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
-from flowrt.exchange.expert_client import Again, ExpertClient
+from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph, ReliabilitySettings
 from flowrt.operators.dispatch import UNAVAILABLE
 from flowrt.transports.wire.message import Tag
@@ -34,14 +34,14 @@ class Failover:
             if port.takes == "gather" and port.count == edge.target_port
         ]
         here = graph.nodes[dispatch].process
-        self._edges: dict[str, list[int]] = {}  # process -> the edges on which it is asked
-        self._servers: dict[str, list[int]] = {}  # process -> the servers of our map that it is
+        self._edges: dict[str, list[int]] = {}  # process -> the edges of its requests
+        self._servers: dict[str, list[int]] = {}  # process -> its server numbers in the expert map
         for edge in edges:
             process = graph.nodes[edge.target].process
             if process != here and edge.source_port.startswith("server"):
                 self._edges.setdefault(process, []).append(edge.id)
                 self._servers.setdefault(process, []).append(int(edge.source_port.removeprefix("server")))
-        self._server_of = {  # by the edge of its answers
+        self._server_of = {  # by the edge of its responses
             edge.id: int(graph.edges[edge.response_to].source_port.removeprefix("server"))
             for edge in graph.edges.values()
             if edge.target == self._combine and edge.response_to is not None
@@ -58,55 +58,55 @@ class Failover:
         return frozenset(self._servers)
 
     @property
-    def num_again(self) -> int:
-        return self._client.num_again
+    def num_redispatched(self) -> int:
+        return self._client.num_redispatched
 
-    def lost(self, process: str) -> None:
+    def mark_lost(self, process: str) -> None:
         """Mark the server lost and redispatch its pending parts to the remaining replicas, under the same tags."""
         assert self._runner is not None
         servers = self._servers.get(process, [])
         self._runner.close_edges(self._edges.get(process, []))
         for server in servers:
-            self._client.lose(server)
+            self._client.remove_server(server)
         for tag, part in self._missing_at(frozenset(servers)):
-            if self._may_redispatch(tag, self._client.lose_part(tag, part)):
-                self._again(tag, part)
+            if self._may_redispatch(tag, self._client.record_loss(tag, part)):
+                self._redispatch(tag, part)
 
-    def joined(self, process: str) -> None:
+    def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, and dispatch the parts that waited for a replica."""
         assert self._runner is not None
         self._runner.open_edges(self._edges.get(process, []))
         for server in self._servers.get(process, []):
-            self._client.regain(server)
-        self._ask_again(frozenset({UNAVAILABLE}))
+            self._client.restore_server(server)
+        self._redispatch_from(frozenset({UNAVAILABLE}))
 
     @property
-    def waits(self) -> bool:
+    def has_waiting_parts(self) -> bool:
         """Whether some part waits for a replica of its experts."""
-        return self._client.waits
+        return self._client.has_waiting_parts
 
-    def look_again(self) -> None:
-        """For parts that were cut, by the map of before, while `joined` looked: they wait for a copy that is back."""
-        self._ask_again(frozenset({UNAVAILABLE}))
+    def redispatch_waiting(self) -> None:
+        """Redispatch parts that were split by the previous map while `mark_joined` ran: their replica is back."""
+        self._redispatch_from(frozenset({UNAVAILABLE}))
 
-    def on_answer(self, edge: int, tag: Tag) -> None:
+    def on_response(self, edge: int, tag: Tag) -> None:
         """Record the response of a server. The runner calls this before it matches the response."""
-        self._client.answered(self._server_of[edge], tag)
+        self._client.record_response(self._server_of[edge], tag)
 
-    def hedges(self, settings: ReliabilitySettings) -> bool:
+    def can_hedge(self, settings: ReliabilitySettings) -> bool:
         """Whether late parts are also sent to other servers: hedging is enabled and replicas exist."""
-        return settings.hedge and bool(self._servers) and self._client.has_copies
+        return settings.hedge and bool(self._servers) and self._client.has_replicas
 
     def hedge(self) -> None:
         """Send late parts to other servers as well. The caller repeats this every few milliseconds."""
         assert self._runner is not None
-        self._client.steering.judge()
+        self._client.hedging.update_avoided()
         for tag in self._client.tags:
-            for again in self._client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
-                self._send(tag, again)
+            for redispatch in self._client.hedge(tag, self._runner.missing(self._combine, self._gather, tag)):
+                self._send(tag, redispatch)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no tag is outstanding."""
         return not self._client.tags
 
@@ -123,55 +123,55 @@ class Failover:
         """Redispatch a part that was split before the loss of its server was known."""
         part = part_of(output.payload)
         if part is not None:
-            self._again(output.tag, part)
+            self._redispatch(output.tag, part)
 
     def roll_back(self, source: str, epoch: int) -> None:
         self._client.roll_back(source, epoch)
 
-    def give_up(self, after_seconds: float) -> bool:
+    def omit_unavailable(self, after_seconds: float) -> bool:
         """Leave out experts that have had no replica for `after_seconds`.
 
         Returns True when there are new ones: the caller rolls back the tags that wait for them, and the next attempt leaves them out.
         """
-        return self._client.without.give_up(after_seconds)
+        return self._client.omitted.omit_unavailable(after_seconds)
 
     @property
-    def does_without(self) -> bool:
+    def omits_experts(self) -> bool:
         """Whether some expert is left out until a replica returns."""
-        return self._client.without.any_given_up
+        return self._client.omitted.has_omitted
 
     def take_degraded(self, step: Tag) -> bool:
         """Whether any tag of this step left out an expert. Called once per step, after its end."""
-        return self._client.without.take_degraded(step)
+        return self._client.omitted.take_degraded(step)
 
-    def refusal(self) -> str | None:
+    def unavailable_text(self) -> str | None:
         """The user-visible reason why no step can be computed now; None when every expert has a replica."""
-        experts = self._client.homeless
+        experts = self._client.unavailable_experts
         if not experts:
             return None
         lost = ", ".join(sorted({self._name_of[server] for server in self._client.lost}))
         some = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
-        return f"no copy is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
+        return f"no replica is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _ask_again(self, servers: frozenset[int]) -> None:
+    def _redispatch_from(self, servers: frozenset[int]) -> None:
         for tag, part in self._missing_at(servers):
-            self._again(tag, part)
+            self._redispatch(tag, part)
 
     def _missing_at(self, servers: frozenset[int]) -> Iterator[tuple[Tag, int]]:
         assert self._runner is not None
         for tag in self._client.tags:
             missing = self._runner.missing(self._combine, self._gather, tag)
-            for part in self._client.at(servers, tag, missing):
+            for part in self._client.parts_at(servers, tag, missing):
                 yield tag, part
 
-    def _again(self, tag: Tag, part: int) -> None:
+    def _redispatch(self, tag: Tag, part: int) -> None:
         assert self._runner is not None
-        again = self._client.again(tag, part)
-        if again is not None:
-            self._send(tag, again)
+        redispatch = self._client.redispatch(tag, part)
+        if redispatch is not None:
+            self._send(tag, redispatch)
 
-    def _send(self, tag: Tag, again: Again) -> None:
+    def _send(self, tag: Tag, redispatch: Redispatch) -> None:
         assert self._runner is not None
-        self._runner.replace_part(self._combine, self._gather, tag, again.part, again.by, self._dispatch, again.outputs)
+        self._runner.replace_part(self._combine, self._gather, tag, redispatch.part, redispatch.by, self._dispatch, redispatch.outputs)

@@ -10,7 +10,7 @@ from flowrt.actors.control import Control, Ended, Submit, Tokens
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, shown
 from flowrt.gateway.gateway import ClientEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
-from flowrt.reliability.health import Progress
+from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 
@@ -21,7 +21,7 @@ class Requests:
     """`send(group, control)` waits while the group's control connection is full. `progress` receives the starts, tokens and ends of
     requests."""
 
-    def __init__(self, gateway: Gateway, send: Send, progress: Progress, clock: Clock) -> None:
+    def __init__(self, gateway: Gateway, send: Send, progress: RequestProgress, clock: Clock) -> None:
         self.gateway = gateway
         self._send, self._progress, self._clock = send, progress, clock
         self._changed: dict[int, asyncio.Event] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
-from flowrt.reliability.expert_map import Copies, ExpertMap, invert
+from flowrt.reliability.expert_map import ExpertMap, Replicas, servers_by_expert
 
 Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
 
@@ -69,13 +69,13 @@ def check_ids(held: Held, num_experts: int) -> None:
 
 def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:
     """The map of server -> held experts by layer. Raises ValueError for an expert id that is too large."""
-    tables: dict[int, Copies] = {}
-    made: dict[tuple[tuple[int, ...], ...], Copies] = {}  # most layers are equal
+    tables: dict[int, Replicas] = {}
+    made: dict[tuple[tuple[int, ...], ...], Replicas] = {}  # most layers are equal
     for layer in sorted({layer for by_layer in held.values() for layer in by_layer}):
         servers = {server: by_layer[layer] for server, by_layer in held.items()}
         key = tuple(servers.values())
         if key not in made:
-            made[key] = invert(servers, num_experts)
+            made[key] = servers_by_expert(servers, num_experts)
         tables[layer] = made[key]
     if len(set(tables.values())) == 1:
         return ExpertMap(next(iter(tables.values())), version=version)

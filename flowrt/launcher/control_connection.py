@@ -9,19 +9,19 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from flowrt.actors.control import (
-    Ask,
     Connected,
     Control,
     Drain,
     Drained,
-    ExpertsLost,
+    ExpertsUnavailable,
     Failed,
     Heartbeat,
-    Late,
+    LateResponse,
     LinkLost,
     Listening,
-    Progress,
+    LoadProgress,
     Statistics,
+    StatisticsRequest,
     Stop,
     as_message,
     from_message,
@@ -45,7 +45,7 @@ class Owner(Protocol):
     def on_control(self, line: ControlConnection, control: Control) -> None: ...
     def on_connected(self, line: ControlConnection) -> None: ...
     def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None: ...
-    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None: ...
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | LateResponse) -> None: ...
     def accuse(self, kind: Kind, line: ControlConnection, reason: str) -> None: ...
 
 
@@ -113,7 +113,7 @@ class ControlConnection:
         """Request statistics; the future is done when the worker responds. Does not wait for room on the connection."""
         response: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
         self._asked.append(response)
-        self.post(Ask())
+        self.post(StatisticsRequest())
         return response
 
     async def ask_drain(self) -> asyncio.Future[None]:
@@ -162,10 +162,10 @@ class ControlConnection:
 
     def _hear(self, control: Control) -> None:
         match control:
-            case Heartbeat() | Late():
+            case Heartbeat() | LateResponse():
                 self._owner.on_sign(self, control)
                 return
-            case Progress():
+            case LoadProgress():
                 self._owner.on_event(events.WorkerLoading(self.name, control.text, control.done, control.total))
                 return
             case Listening():
@@ -178,7 +178,7 @@ class ControlConnection:
                     self.connected.set_result(None)
                     self._owner.on_connected(self)
                 return
-            case ExpertsLost(text, follows):
+            case ExpertsUnavailable(text, follows):
                 self._owner.on_event(events.ExpertsLost(self.name, text, follows))
                 return
             case Statistics():

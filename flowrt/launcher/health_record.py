@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from flowrt.actors.control import Heartbeat
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
-from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, WorkerProgress, health
+from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
 
 class Standing:
@@ -16,7 +16,7 @@ class Standing:
 
     def __init__(self, emitting: Collection[str], now: Callable[[], float]) -> None:
         self._emitting, self._now = frozenset(emitting), now
-        self.progress = Progress()
+        self.progress = RequestProgress()
         self._failure: str | None = None
         self._suspects: dict[str, str] = {}
         self._stuck: dict[str, str] = {}  # marked dead and not replaced: name -> why

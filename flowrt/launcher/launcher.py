@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from flowrt.actors.control import Control, Heartbeat, Late, LinkLost, Statistics
+from flowrt.actors.control import Control, Heartbeat, LateResponse, LinkLost, Statistics
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
@@ -44,7 +44,7 @@ from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
-ANSWER_SECONDS = 120.0  # longest silence of a worker while the run starts; a Progress message ends a silence
+ANSWER_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
 _STATUS_SECONDS = 10.0  # longest wait from the end of a control connection to the exit status of its process
@@ -341,7 +341,7 @@ class Launcher:
         if line.name != MONITOR:
             self._on_event(events.WorkerConnected(line.name))
 
-    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None:
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | LateResponse) -> None:
         if isinstance(sign, Heartbeat):
             self.standing.on_heartbeat(line.name, sign)
         self._watching.on_sign(line, sign)

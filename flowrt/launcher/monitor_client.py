@@ -11,14 +11,15 @@ import asyncio
 
 import msgspec
 
-from flowrt.actors.control import Ask, Cleared, Condemned, Control, Heartbeat, Joined, Late, Suspected
+from flowrt.actors.control import Control, DetectorReport, Heartbeat, LateResponse, PeerJoined, StatisticsRequest
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.graph.model import GATEWAY, MONITOR
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts
 from flowrt.launcher.restarts import Revival, Run
-from flowrt.reliability.answering import Answering
+from flowrt.reliability.detector import ProcessState
+from flowrt.reliability.poll_timeout import PollTimeout
 from flowrt.seams import Clock, Running
 
 MONITOR_WORKER = "flowrt.workers.monitor:run_monitor"
@@ -52,20 +53,20 @@ class Watching:
             await send_heartbeats(_OwnSigns(self._run_id), self._clock, self._relay, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
 
     async def _attend(self) -> None:
-        """Send Ask to the monitor periodically, and mark it dead when it sends nothing for MONITOR_SECONDS."""
-        answering = Answering(MONITOR_SECONDS, ASK_SECONDS)
+        """Send StatisticsRequest to the monitor periodically, and mark it dead when it sends nothing for MONITOR_SECONDS."""
+        timeout = PollTimeout(MONITOR_SECONDS, ASK_SECONDS)
         while True:
             await self._clock.sleep(ASK_SECONDS)
             monitor = self._run.workers.get(MONITOR)
             if monitor is None or not monitor.connected.done() or monitor.is_over:
                 continue
-            if answering.look(self._clock.now(), monitor.incarnation, monitor.last_word_seconds):
+            if timeout.has_expired(self._clock.now(), monitor.incarnation, monitor.last_word_seconds):
                 self._revival.condemn(monitor, f"has given no sign for {MONITOR_SECONDS:g} s")
             else:
-                monitor.try_tell(Ask())
+                monitor.try_tell(StatisticsRequest())
 
-    def on_sign(self, line: ControlConnection, sign: Heartbeat | Late) -> None:
-        """Relay a worker's Heartbeat or Late to the monitor."""
+    def on_sign(self, line: ControlConnection, sign: Heartbeat | LateResponse) -> None:
+        """Relay a worker's Heartbeat or LateResponse to the monitor."""
         if line.connected.done() and not line.is_known_over and line.name != MONITOR:
             if isinstance(sign, Heartbeat):
                 self._relay(msgspec.structs.replace(sign, process=line.name, pid=line.placed.pid))
@@ -73,18 +74,18 @@ class Watching:
                 self._relay(msgspec.structs.replace(sign, by=line.name))
 
     def on_control(self, line: ControlConnection, control: Control) -> None:
-        """Act on the monitor's report about a current incarnation: Suspected, Cleared or Condemned. Ignores other messages."""
-        if not isinstance(control, Suspected | Cleared | Condemned) or line.name != MONITOR:
+        """Act on the monitor's DetectorReport about a current incarnation. Ignores other messages."""
+        if not isinstance(control, DetectorReport) or line.name != MONITOR:
             return
         accused = self._run.workers.get(control.process)
         if accused is None or accused.is_over or accused.told_to_stop or accused.incarnation != control.incarnation:
             return
-        match control:
-            case Suspected():
+        match control.state:
+            case ProcessState.SUSPECT:
                 self._run.on_event(events.WorkerSuspected(control.process, control.why))
-            case Cleared():
+            case ProcessState.ALIVE:
                 self._clear(control.process, control.why)
-            case Condemned():
+            case ProcessState.DEAD:
                 is_killed = self._revival.outlives(accused.host)
                 if not is_killed:
                     self._fenced.add(control.process)
@@ -99,7 +100,7 @@ class Watching:
                 self._clear(name, "the monitor was started again")
         for other in self._run.workers.values():
             if line.name == MONITOR and other is not line and other.connected.done() and not other.is_over and other.placed.task is None:
-                line.post(Joined(other.name, other.incarnation, {}, other.placed.pid))
+                line.post(PeerJoined(other.name, other.incarnation, {}, other.placed.pid))
 
     def _clear(self, name: str, why: str) -> None:
         self._fenced.discard(name)

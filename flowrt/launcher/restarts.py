@@ -1,10 +1,10 @@
 """Restarts workers whose death the run survives, and notifies their peers.
 
 The unit of death is an OS process with all its workers; the run survives it when it can lose each of them (flowrt/graph/recovery.py). The
-restart budget is in flowrt/reliability/supervision.py. The steps:
-- `Left` to all peers, in the same callback that detects the death;
+restart budget is in flowrt/reliability/restart_policy.py. The steps:
+- `PeerLeft` to all peers, in the same callback that detects the death;
 - in a task: the event, the delay that the restart budget demands, the fork, `Start`;
-- when the new incarnation listens: `Joined` to its peers and `Peers` to itself.
+- when the new incarnation listens: `PeerJoined` to its peers and `Peers` to itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from typing import Protocol
 
-from flowrt.actors.control import Control, Joined, Left, LinkLost, Statistics
+from flowrt.actors.control import Control, LinkLost, PeerJoined, PeerLeft, Statistics
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
@@ -23,7 +23,7 @@ from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts, Placed
 from flowrt.launcher.introduction import Introduction
 from flowrt.launcher.totals import total
-from flowrt.reliability.supervision import GiveUp, Restart, Supervision
+from flowrt.reliability.restart_policy import GiveUp, Restart, RestartPolicy
 
 EXPLAINED_SECONDS = 2.0  # from a lost link to the death that explains it; after that the end that the run can lose is killed
 FORK_SERVER_SECONDS = 15.0  # time limit for the fork server to report the exit of an ended process
@@ -51,7 +51,7 @@ class Revival:
         self._run, self._hosts, self._introduction = run, hosts, introduction
         self._may_die = may_die(graph) | {MONITOR}
         self._neighbours = neighbours(graph)
-        self._supervision = Supervision(graph.reliability.restarts, graph.reliability.restart_window_seconds)
+        self._restart_policy = RestartPolicy(graph.reliability.restarts, graph.reliability.restart_window_seconds)
         self._lives: asyncio.TaskGroup | None = None
         self._down: Mailbox[tuple[str, str | None]] = Mailbox(1 << 16)  # (host, how it died; None: its first start)
         self._has_begun = False
@@ -191,10 +191,10 @@ class Revival:
             self._hosts.kill_now(host)
 
     def _leave(self, line: ControlConnection, why: str) -> None:
-        """Send Left to the peers and the monitor, once per incarnation. No-op after a Stop."""
+        """Send PeerLeft to the peers and the monitor, once per incarnation. No-op after a Stop."""
         if not line.is_known_over and not line.told_to_stop:
             line.is_known_over = True
-            self._tell_others(line, (*self._neighbours.get(line.name, ()), MONITOR), Left(line.name, line.incarnation, why))
+            self._tell_others(line, (*self._neighbours.get(line.name, ()), MONITOR), PeerLeft(line.name, line.incarnation, why))
 
     def _tell_others(self, line: ControlConnection, names: tuple[str, ...], control: Control) -> None:
         for name in names:
@@ -257,13 +257,13 @@ class Revival:
 
     def delay_before_next(self, host: str) -> float | str:
         """Count a death of the host. Returns the seconds to wait before its restart, or why the restart budget allows none."""
-        decision = self._supervision.on_death(host, self._now())
+        decision = self._restart_policy.on_death(host, self._now())
         return decision.why if isinstance(decision, GiveUp) else decision.delay_seconds
 
     async def _is_to_live(self, host: str) -> bool:
         """Count a death of the host and wait as the restart budget demands. Returns whether to restart it: false when the budget is spent
         for good, or the run is stopping."""
-        decision = self._supervision.on_death(host, self._now())
+        decision = self._restart_policy.on_death(host, self._now())
         if isinstance(decision, Restart):
             return not await self._pause(decision.delay_seconds)
         if decision.retry_seconds is None:
@@ -287,7 +287,7 @@ class Revival:
             if not await self._introduction.wait_loaded(lines):
                 return False
             for line in lines:
-                joined = Joined(line.name, line.incarnation, self._introduction.addresses[line.name])
+                joined = PeerJoined(line.name, line.incarnation, self._introduction.addresses[line.name])
                 self._tell_others(line, self._neighbours.get(line.name, ()), joined)
             if not await self._introduction.wait_connected(lines):
                 return False
@@ -295,7 +295,7 @@ class Revival:
             self.condemn(lines[0], error.reason)
             return False
         for line in lines:
-            self._tell_others(line, (MONITOR,), Joined(line.name, line.incarnation, {}, line.placed.pid))
+            self._tell_others(line, (MONITOR,), PeerJoined(line.name, line.incarnation, {}, line.placed.pid))
         return True
 
     async def _pause(self, seconds: float) -> bool:

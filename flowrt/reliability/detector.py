@@ -37,40 +37,21 @@ REPORT_SECONDS = 2.0  # a client's report keeps a process suspect for this long
 MAX_PAST = 64  # remembered incarnations per process
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     ALIVE = "alive"
     SUSPECT = "suspect"
     DEAD = "dead"
 
 
 @dataclass(frozen=True)
-class Suspected:
-    """This incarnation is late or was reported by a client. The only consequence is a warning."""
+class StateChange:
+    """The new state of an incarnation. SUSPECT: it is late or was reported by a client; the only consequence is a warning.
+    DEAD: it died or hangs. ALIVE: it is neither any more."""
 
     process: str
     incarnation: str
+    state: ProcessState
     why: str
-
-
-@dataclass(frozen=True)
-class Cleared:
-    """This incarnation is neither suspect nor dead any more."""
-
-    process: str
-    incarnation: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Condemned:
-    """Marks this incarnation dead (it died or hangs). Returned again only after it was cleared."""
-
-    process: str
-    incarnation: str
-    why: str
-
-
-Decision = Suspected | Cleared | Condemned
 
 
 @dataclass(frozen=True)
@@ -99,7 +80,7 @@ class Watched:
     """The latest incarnation of a process. Each heartbeat resets the fields of the second half."""
 
     incarnation: str
-    state: State = State.ALIVE
+    state: ProcessState = ProcessState.ALIVE
     why: str = ""  # reason why it is suspect or dead
     sequence: int = -1
     reported_until: float = -math.inf
@@ -161,7 +142,7 @@ class Detector:
         """Removes an incarnation whose connection closed or that was marked dead elsewhere: no more decisions about it. Idempotent."""
         watched = self._watched.get(process) or self._begin(now, process, incarnation)
         if watched.incarnation == incarnation:
-            watched.state, watched.why, watched.is_removed = State.DEAD, watched.why or "its connection has closed", True
+            watched.state, watched.why, watched.is_removed = ProcessState.DEAD, watched.why or "its connection has closed", True
         elif incarnation not in watched.past:
             watched.past.append(incarnation)
 
@@ -173,10 +154,10 @@ class Detector:
         sequence: int,
         operation: Operation | None = None,
         times: ProcessTimes | None = None,
-    ) -> list[Decision]:
+    ) -> list[StateChange]:
         """Records a heartbeat: the event loop of the process runs. `times`: its processor time, read when the heartbeat arrived."""
         watched = self._watched.get(process)
-        if watched is None or (watched.state is State.DEAD and incarnation not in (watched.incarnation, *watched.past)):
+        if watched is None or (watched.state is ProcessState.DEAD and incarnation not in (watched.incarnation, *watched.past)):
             watched = self._begin(now, process, incarnation)  # an observer that starts later discovers processes by their heartbeats
         if incarnation != watched.incarnation or watched.is_removed or sequence <= watched.sequence:
             self.num_ignored += 1
@@ -186,23 +167,24 @@ class Detector:
         self._watched[process] = fresh
         if operation is not None and 0 < operation.bound_seconds < operation.seconds:
             why = f"{operation.label} has run {operation.seconds:.2f} s, its bound is {operation.bound_seconds:.2f} s"
-            return [self._condemn(process, fresh, why)] if state is not State.DEAD else []
-        if state is State.DEAD or (state is State.SUSPECT and now >= fresh.reported_until):
-            return [self._clear(process, fresh)]
+            return [_change(process, fresh, ProcessState.DEAD, why)] if state is not ProcessState.DEAD else []
+        if state is ProcessState.DEAD or (state is ProcessState.SUSPECT and now >= fresh.reported_until):
+            return [_clear(process, fresh)]
         return []
 
     def record_report(
         self, now: float, process: str, incarnation: str, by: str, waited_seconds: float, expected_seconds: float
-    ) -> list[Decision]:
+    ) -> list[StateChange]:
         """Records that a client waits longer than usual. This can make the process suspect, never dead."""
         watched = self._watched.get(process)
-        if watched is None or incarnation != watched.incarnation or watched.state is State.DEAD:
+        if watched is None or incarnation != watched.incarnation or watched.state is ProcessState.DEAD:
             self.num_ignored += 1
             return []
         watched.reported_until = now + REPORT_SECONDS
-        if watched.state is State.SUSPECT:
+        if watched.state is ProcessState.SUSPECT:
             return []
-        return [self._suspect(process, watched, f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual")]
+        why = f"{by} has waited {waited_seconds:.2f} s for it, {expected_seconds:.2f} s is usual"
+        return [_change(process, watched, ProcessState.SUSPECT, why)]
 
     def record_launcher_heartbeat(self, now: float) -> None:
         """Records a heartbeat of the launcher, which relays all others. After its first one, silence counts only while they continue."""
@@ -213,36 +195,36 @@ class Detector:
         return [
             process
             for process, watched in self._watched.items()
-            if watched.state is not State.DEAD and watched.silent_seconds >= SAMPLE_SECONDS
+            if watched.state is not ProcessState.DEAD and watched.silent_seconds >= SAMPLE_SECONDS
         ]
 
-    def tick(self, now: float, samples: Mapping[str, ProcessSample]) -> list[Decision]:
+    def tick(self, now: float, samples: Mapping[str, ProcessSample]) -> list[StateChange]:
         """Advances the time; call it every 0.05 s. `samples`: of the `silent` processes, as far as the system provides them."""
         passed, self._ticked_at = min(max(0.0, now - self._ticked_at), MAX_TICK_SECONDS), now
         if self._path_at is not None and now - self._path_at > PATH_SECONDS:
             passed = 0.0
-        decisions: list[Decision] = []
+        decisions: list[StateChange] = []
         for process, watched in self._watched.items():
-            if watched.state is State.DEAD:
+            if watched.state is ProcessState.DEAD:
                 continue
             watched.silent_seconds += min(passed, max(0.0, now - watched.heard_at))
             if (sample := samples.get(process)) is not None:
                 watched.add_sample(sample)
-            decisions += self._judge(now, process, watched)
+            decisions += self._evaluate(now, process, watched)
         return decisions
 
     # Decisions.
 
-    def _judge(self, now: float, process: str, watched: Watched) -> list[Decision]:
+    def _evaluate(self, now: float, process: str, watched: Watched) -> list[StateChange]:
         silence = f"no heartbeat for {watched.silent_seconds:.2f} s"
         if (evidence := self._evidence(watched)) is not None:
-            return [self._condemn(process, watched, f"{evidence}, {silence}")]
+            return [_change(process, watched, ProcessState.DEAD, f"{evidence}, {silence}")]
         if watched.silent_seconds > self._timeouts.suspect_seconds:
-            if watched.state is State.ALIVE:
+            if watched.state is ProcessState.ALIVE:
                 seen = f" ({watched.activity.value})" if watched.activity is not None else ""
-                return [self._suspect(process, watched, silence + seen)]
-        elif watched.state is State.SUSPECT and now >= watched.reported_until and watched.sequence >= 0:
-            return [self._clear(process, watched)]
+                return [_change(process, watched, ProcessState.SUSPECT, silence + seen)]
+        elif watched.state is ProcessState.SUSPECT and now >= watched.reported_until and watched.sequence >= 0:
+            return [_clear(process, watched)]
         return []
 
     def _evidence(self, watched: Watched) -> str | None:
@@ -263,14 +245,11 @@ class Detector:
             watched.past.extend((*before.past, before.incarnation))
         return watched
 
-    def _suspect(self, process: str, watched: Watched, why: str) -> Suspected:
-        watched.state, watched.why = State.SUSPECT, why
-        return Suspected(process, watched.incarnation, why)
 
-    def _clear(self, process: str, watched: Watched) -> Cleared:
-        watched.state, watched.why = State.ALIVE, ""
-        return Cleared(process, watched.incarnation, "its heartbeats come in time, and no client reports it")
+def _change(process: str, watched: Watched, state: ProcessState, why: str) -> StateChange:
+    watched.state, watched.why = state, why if state is not ProcessState.ALIVE else ""
+    return StateChange(process, watched.incarnation, state, why)
 
-    def _condemn(self, process: str, watched: Watched, why: str) -> Condemned:
-        watched.state, watched.why = State.DEAD, why
-        return Condemned(process, watched.incarnation, why)
+
+def _clear(process: str, watched: Watched) -> StateChange:
+    return _change(process, watched, ProcessState.ALIVE, "its heartbeats come in time, and no client reports it")

@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-Copies = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () if no server holds it
+Replicas = tuple[tuple[int, ...], ...]  # expert -> the servers that hold it, ascending; () if no server holds it
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The replicas of every expert. All layers share `copies`, except the layers in `by_layer`.
+    """The replicas of every expert. All layers share `replicas`, except the layers in `by_layer`.
 
     `version` grows by one with each change.
     """
 
-    copies: Copies
-    by_layer: Mapping[int, Copies] = field(default_factory=dict)
+    replicas: Replicas
+    by_layer: Mapping[int, Replicas] = field(default_factory=dict)
     version: int = 0
 
     def __post_init__(self) -> None:
-        for table in (self.copies, *self.by_layer.values()):
-            if len(table) != len(self.copies):
-                raise ValueError(f"a layer has {len(table)} experts where others have {len(self.copies)}; give every layer the same number")
+        for table in (self.replicas, *self.by_layer.values()):
+            if len(table) != len(self.replicas):
+                raise ValueError(f"a layer has {len(table)} experts, expected {len(self.replicas)}; give every layer the same number")
             for expert, servers in enumerate(table):
                 if any(server < 0 for server in servers) or list(servers) != sorted(set(servers)):
                     raise ValueError(f"expert {expert} lies on servers {list(servers)}; give each server once, ascending, from 0")
@@ -33,42 +33,42 @@ class ExpertMap:
     @classmethod
     def from_held(cls, held: Mapping[int, Sequence[int]], num_experts: int, version: int = 0) -> ExpertMap:
         """The map for `held` (server -> its experts), the same in all layers. Raises ValueError for an expert id that is too large."""
-        return cls(invert(held, num_experts), version=version)
+        return cls(servers_by_expert(held, num_experts), version=version)
 
     @property
     def num_experts(self) -> int:
-        return len(self.copies)
+        return len(self.replicas)
 
     @property
     def servers(self) -> tuple[int, ...]:
         """All servers that hold at least one expert, ascending."""
-        tables = (self.copies, *self.by_layer.values())
+        tables = (self.replicas, *self.by_layer.values())
         return tuple(sorted({server for table in tables for servers in table for server in servers}))
 
     def servers_of(self, expert: int, layer: int | None = None) -> tuple[int, ...]:
         """The servers with a replica of `expert` (in `layer`), ascending; () if none is left."""
         return self.table(layer)[expert]
 
-    def table(self, layer: int | None = None) -> Copies:
+    def table(self, layer: int | None = None) -> Replicas:
         """The table of a whole layer: expert -> servers, as flowrt.operators.dispatch.ReplicaTable.from_lists takes it."""
-        return self.copies if layer is None else self.by_layer.get(layer, self.copies)
+        return self.replicas if layer is None else self.by_layer.get(layer, self.replicas)
 
     def missing(self, layer: int | None = None) -> tuple[int, ...]:
         """The unavailable experts: no server can take rows for them."""
         return tuple(expert for expert, servers in enumerate(self.table(layer)) if not servers)
 
-    def without(self, server: int) -> ExpertMap:
+    def without_server(self, server: int) -> ExpertMap:
         """Returns the next version, in which `server` holds no expert; the same map if it held none."""
         if server not in self.servers:
             return self
 
-        def others(table: Copies) -> Copies:
+        def others(table: Replicas) -> Replicas:
             return tuple(tuple(other for other in servers if other != server) for servers in table)
 
-        return ExpertMap(others(self.copies), {layer: others(table) for layer, table in sorted(self.by_layer.items())}, self.version + 1)
+        return ExpertMap(others(self.replicas), {layer: others(table) for layer, table in sorted(self.by_layer.items())}, self.version + 1)
 
 
-def invert(held: Mapping[int, Sequence[int]], num_experts: int) -> Copies:
+def servers_by_expert(held: Mapping[int, Sequence[int]], num_experts: int) -> Replicas:
     """Inverts server -> experts into expert -> servers. Raises ValueError for an expert id that is too large."""
     servers_of: list[set[int]] = [set() for _ in range(num_experts)]
     for server, experts in held.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 STALL_SECONDS = 5.0  # longer than a failover takes, shorter than a user waits
 
 
-class Progress:
+class RequestProgress:
     """Counts open requests, queued ones included, and records the time of their latest progress."""
 
     def __init__(self) -> None:

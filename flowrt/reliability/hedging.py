@@ -16,8 +16,8 @@ LATE_FACTOR = 3.0  # times the estimate of the best other server
 AVOID_FACTOR, TAKE_BACK_FACTOR = 3.0, 1.5
 FIRST_SECONDS = 1.0  # lateness bound while there is no estimate
 MIN_SECONDS = 2e-3  # no part is late before: shorter delays come from the scheduler of the system
-MIN_ANSWERS = 8  # before an estimate counts
-BUDGET_SHARE, BUDGET_MOST = 0.1, 4.0
+MIN_RESPONSES = 8  # before an estimate counts
+BUDGET_SHARE, MAX_BUDGET = 0.1, 4.0
 PROBE = 64
 OVERDUE_SECONDS, OVERDUE_FACTOR = 0.25, 4.0  # so late that the client reports the server (the monitor suspects it)
 _MEAN_WEIGHT, _DEVIATION_WEIGHT = 1 / 8, 1 / 4
@@ -39,30 +39,30 @@ class _Estimate:
 
     @property
     def counts(self) -> bool:
-        return self.count >= MIN_ANSWERS
+        return self.count >= MIN_RESPONSES
 
 
-class Steering:
+class HedgingPolicy:
     """Estimates of response times per server and part size (rows, in powers of two: a prompt takes longer than a token)."""
 
     def __init__(self, num_servers: int) -> None:
         self._estimates: list[dict[int, _Estimate]] = [{} for _ in range(num_servers)]
-        self._latest = [0] * num_servers  # size class of the latest answered part
-        self._budget = BUDGET_MOST
+        self._latest = [0] * num_servers  # size class of the latest part with a response
+        self._budget = MAX_BUDGET
         self._tags = 0
         self.avoided: frozenset[int] = frozenset()
         self.num_hedged = 0
 
-    def answered(self, server: int, num_rows: int, seconds: float) -> None:
+    def record_response(self, server: int, num_rows: int, seconds: float) -> None:
         """Records the response time of a part and refills the budget."""
-        self._budget = min(BUDGET_MOST, self._budget + BUDGET_SHARE)
+        self._budget = min(MAX_BUDGET, self._budget + BUDGET_SHARE)
         size = self._latest[server] = num_rows.bit_length()
         estimate = self._estimates[server].get(size)
         if estimate is None:
             estimate = self._estimates[server][size] = _Estimate()
         estimate.add(seconds)
 
-    def judge(self) -> bool:
+    def update_avoided(self) -> bool:
         """Updates `avoided` by the latest response of each server. Returns True if it changed."""
         slow = frozenset(server for server in range(len(self._estimates)) if self._is_slow(server))
         changed, self.avoided = slow != self.avoided, slow
@@ -95,7 +95,7 @@ class Steering:
         return max(OVERDUE_SECONDS, OVERDUE_FACTOR * self.late_after(server, num_rows))
 
     @property
-    def may_spend(self) -> bool:
+    def has_budget(self) -> bool:
         """Whether the budget has a hedge left."""
         return self._budget >= 1
 

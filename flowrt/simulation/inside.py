@@ -93,8 +93,8 @@ class Inside:
         return [] if failover is None else sorted(failover.processes)
 
     def holds_for_dead(self, server: str, incarnation: str) -> bool:
-        survival = self._worker._survival
-        return survival is not None and (server, incarnation) in survival._over
+        membership = self._worker._membership
+        return membership is not None and (server, incarnation) in membership._ended
 
     def asks(self, server: str, incarnation: str) -> bool:
         """Whether the worker sends parts to this incarnation of the server."""
@@ -112,7 +112,9 @@ class Inside:
             return set()
         client, nowhere = failover._client, frozenset({import_module(CUT).UNAVAILABLE})
         return {
-            (tag, part) for tag in client.tags for part in client.at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
+            (tag, part)
+            for tag in client.tags
+            for part in client.parts_at(nowhere, tag, runner.missing(failover._combine, failover._gather, tag))
         }
 
     @property
@@ -175,8 +177,8 @@ class Inside:
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
         if (failover := self._worker._failover) is not None:
-            found["part asked again"] = failover.num_again
-            found["part asked twice"] = failover._client.steering.num_hedged
+            found["part asked again"] = failover.num_redispatched
+            found["part asked twice"] = failover._client.hedging.num_hedged
         if links is not None:
             found["channel was full"] = sum(link.statistics().sends_waited for link in links.values())
             found["repeated message dropped"] = sum(link.statistics().messages_dropped for link in links.values())

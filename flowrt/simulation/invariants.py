@@ -27,7 +27,7 @@ from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, Simu
 LOOKED_SECONDS = 0.05  # an outage may have begun this long before it was observed
 KILLED_TEXT = "expert servers died or hung again and again"  # in the error of a request that is presumed to have killed servers
 FATAL_LOSSES = 3  # servers lost within one step: by coincidence this looks like a request that kills servers
-LOST_TEXT = "no copy is left of expert"  # in the error of a request that ends for a lost expert
+LOST_TEXT = "no replica is left of expert"  # in the error of a request that ends for a lost expert
 
 FENCED_TEXT = "was marked dead: "  # in the error of a request of a fenced group; whether a fault permits the fence is checked at that time
 FULL_TEXT = "too many active requests"

@@ -135,7 +135,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
             case "embed":
                 functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
             case "attention":
-                functions[node.name] = _each(_Attention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
+                functions[node.name] = _each(_ExactAttention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
             case "gate":
                 functions[node.name] = _each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
             case "mlp" | "shared":
@@ -172,7 +172,7 @@ class ExactExperts:
         return torch.from_numpy(self._model.expert(layer, experts, x_RH.numpy()[row_P.numpy()]))
 
 
-class _Attention:
+class _ExactAttention:
     def __init__(self, model: ExactModel, num_pages: int, page_size: int) -> None:
         self._model = model
         self._page_size = page_size

@@ -84,17 +84,17 @@ def build_model_nodes(
         match node.operator:
             case "embed":
                 embedding = Embedding(config, checkpoint, device)
-                functions[node.name] = _each(_Embed(embedding))
+                functions[node.name] = _each(_EmbedNode(embedding))
             case "attention":
                 assert pages is not None
                 attention = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
-                functions[node.name] = _each(_Attention(attention, pages))
+                functions[node.name] = _each(_AttentionNode(attention, pages))
             case "gate":
-                functions[node.name] = _each(_Gate(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
+                functions[node.name] = _each(_GateNode(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
             case "mlp":
-                functions[node.name] = _each(_Mlp(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
+                functions[node.name] = _each(_MlpNode(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
             case "shared":
-                functions[node.name] = _each(_Mlp(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
+                functions[node.name] = _each(_MlpNode(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
                 functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
@@ -107,7 +107,7 @@ def build_model_nodes(
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)
             case "head":
-                functions[node.name] = _each(_Head(proven(Head(config, checkpoint, device, embedding, blocks))))
+                functions[node.name] = _each(_HeadNode(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
                 raise ValueError(f"node {node.name}: {node.operator!r} is no built-in operator; write module:function for one of your own")
     on_built("", len(nodes), len(nodes))
@@ -126,8 +126,8 @@ def pair_bounds(config: ModelConfig, limits: GraphLimits) -> dict[str, int]:
 
 
 def strict_blocks_text(graph: Graph) -> str:
-    """The blocks that this process has proven for a strict graph's model, for people; "" for none. Asked for in the thread that built
-    the nodes: another may have another number of compute threads."""
+    """The row blocks that this process has proven for a strict graph's model, as text; "" for none. Call it in the thread that built
+    the nodes: another thread may use another number of compute threads."""
     if graph.numerics != "strict" or graph.model is None:
         return ""
     config = read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
@@ -173,7 +173,7 @@ def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
     return run
 
 
-class _Embed:
+class _EmbedNode:
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding
 
@@ -181,7 +181,7 @@ class _Embed:
         return {"x": Payload((self._embedding.forward(firing.inputs["tokens"].tensors[0]),))}
 
 
-class _Attention:
+class _AttentionNode:
     """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and micro-batch."""
 
     def __init__(self, block: Attention, pages: KvPages) -> None:
@@ -203,7 +203,7 @@ class _Attention:
         return layout
 
 
-class _Gate:
+class _GateNode:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
@@ -211,7 +211,7 @@ class _Gate:
         return {"routing": Payload(self._gate.forward(firing.tag.layer, firing.inputs["x"].tensors[0]))}
 
 
-class _Mlp:
+class _MlpNode:
     def __init__(self, mlp: DenseMlp | SharedExperts) -> None:
         self._mlp = mlp
 
@@ -220,7 +220,7 @@ class _Mlp:
         return {"y": Payload((self._mlp.forward(firing.tag.layer, inputs["x"].tensors[0], inputs["residual"].tensors[0]),))}
 
 
-class _Head:
+class _HeadNode:
     """Tokens of the sampled rows, and the requested logprobs: token_S, logprob_L, top_id_LK, top_logprob_LK (sampling.py). A step
     of unfinished prompts returns empty tensors, which also end the step.
     """

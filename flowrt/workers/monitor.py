@@ -1,11 +1,11 @@
 """The monitor: a separate process that receives all heartbeats and reports which processes are suspect and which are dead.
 
 The launcher runs it over one control connection, like any worker. flowrt/reliability/detector.py makes the decisions. The monitor
-loads no torch, opens no channel and keeps no state that it cannot learn again: a restarted monitor learns the processes from Joined
+loads no torch, opens no channel and keeps no state that it cannot learn again: a restarted monitor learns the processes from PeerJoined
 messages and heartbeats.
 
-It receives Start, Peers and Stop; Joined and Left; and the Heartbeat and Late messages of all processes, each with its process. The
-launcher's own Heartbeat (process `gateway`) shows whether the control connection is current. It sends Suspected, Cleared, Condemned.
+It receives Start, Peers and Stop; PeerJoined and PeerLeft; and the Heartbeat and Late messages of all processes, each with its process. The
+launcher's own Heartbeat (process `gateway`) shows whether the control connection is current. It sends DetectorReport.
 """
 
 from __future__ import annotations
@@ -18,29 +18,26 @@ from collections.abc import Sequence
 import msgspec
 
 from flowrt.actors.control import (
-    Ask,
-    Cleared,
-    Condemned,
     Connected,
     Control,
+    DetectorReport,
     Heartbeat,
-    Joined,
-    Late,
-    Left,
+    LateResponse,
     Listening,
+    PeerJoined,
+    PeerLeft,
     Peers,
     Start,
     Statistics,
+    StatisticsRequest,
     Stop,
-    Suspected,
     as_message,
     from_message,
 )
 from flowrt.actors.links import Link, LinkLostError
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.process_status import ProcessTimes
-from flowrt.reliability import detector
-from flowrt.reliability.detector import Decision, Detector, Operation, ProcessSample, Timeouts
+from flowrt.reliability.detector import Detector, Operation, ProcessSample, StateChange, Timeouts
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
@@ -49,12 +46,7 @@ log = logging.getLogger("flowrt.monitor")
 
 TICK_SECONDS = 0.05
 FAREWELL_SECONDS = 2.0
-_MAX_WORDS = 1 << 12  # that the launcher may be behind
-_MESSAGES: dict[type[Decision], type[Suspected | Cleared | Condemned]] = {
-    detector.Suspected: Suspected,
-    detector.Cleared: Cleared,
-    detector.Condemned: Condemned,
-}
+_MAX_REPORTS = 1 << 12  # messages that the launcher may be behind
 
 
 class _Settings(msgspec.Struct):
@@ -71,7 +63,7 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
     monitor = Monitor(start, control, seams)
     try:
         async with asyncio.TaskGroup() as group:
-            line = group.create_task(monitor.run_line(), name=f"control of {start.name}")
+            line = group.create_task(monitor.run_control(), name=f"control of {start.name}")
             await monitor.run()
             line.cancel()
     finally:
@@ -85,11 +77,11 @@ class Monitor:
         settings = msgspec.json.decode(start.graph, type=_Settings).reliability
         self.detector = Detector(Timeouts(settings.suspect_seconds, settings.dead_seconds))
         self._name, self._seams = start.name, seams
-        self._line = Link(control, _MAX_WORDS, self._on_message)
+        self._line = Link(control, _MAX_REPORTS, self._on_message)
         self._stopped = asyncio.Event()
         self._pids: dict[str, int] = {}
 
-    async def run_line(self) -> None:
+    async def run_control(self) -> None:
         """Read and write the control connection. The monitor ends when the connection ends, for any reason."""
         try:
             await self._line.run()
@@ -99,12 +91,12 @@ class Monitor:
             self._stopped.set()
 
     async def run(self) -> None:
-        self._say(Listening({}, self._seams.resident_bytes()))
+        self._send(Listening({}, self._seams.resident_bytes()))
         async with asyncio.TaskGroup() as group:
             ticks = group.create_task(self._tick(), name=f"ticks of {self._name}")
             await self._stopped.wait()
             ticks.cancel()
-        self._say(Statistics(resident_bytes=self._seams.resident_bytes()))
+        self._send(Statistics(resident_bytes=self._seams.resident_bytes()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._line.flush()
@@ -116,7 +108,7 @@ class Monitor:
             await clock.sleep(max(0.0, due - clock.now()))
             if (now := clock.now()) >= due:
                 samples = {name: sample for name in self.detector.silent() if (sample := self._sample(name)) is not None}
-                self._tell(self.detector.tick(now, samples))
+                self._report(self.detector.tick(now, samples))
                 due = max(due + TICK_SECONDS, now)
 
     def _sample(self, process: str) -> ProcessSample | None:
@@ -139,27 +131,27 @@ class Monitor:
                     None if heartbeat.running is None else Operation(heartbeat.running, heartbeat.running_seconds, heartbeat.bound_seconds)
                 )
                 times = self._times(process, heartbeat.pid)
-                self._tell(detector.record_heartbeat(now, process, heartbeat.incarnation, heartbeat.sequence, operation, times))
-            case Late() as late:
+                self._report(detector.record_heartbeat(now, process, heartbeat.incarnation, heartbeat.sequence, operation, times))
+            case LateResponse() as late:
                 seconds = late.waited_seconds, late.expected_seconds
-                self._tell(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))
-            case Joined(process, incarnation, pid=pid):
+                self._report(detector.record_report(now, late.process, late.incarnation, late.by, *seconds))
+            case PeerJoined(process, incarnation, pid=pid):
                 detector.add(now, process, incarnation, self._times(process, pid))
-            case Left(process, incarnation):
+            case PeerLeft(process, incarnation):
                 detector.remove(now, process, incarnation)
-            case Peers():  # a sign of the launcher's own: should it stand still now, all others are silent with it
+            case Peers():  # also shows that the launcher runs
                 detector.record_launcher_heartbeat(now)
-                self._say(Connected())
-            case Ask():
-                self._say(Statistics(resident_bytes=self._seams.resident_bytes()))
+                self._send(Connected())
+            case StatisticsRequest():
+                self._send(Statistics(resident_bytes=self._seams.resident_bytes()))
             case Stop():
                 self._stopped.set()
             case other:
                 log.warning("%s has no use for %s", self._name, other.kind)
 
-    def _tell(self, decisions: Sequence[Decision]) -> None:
+    def _report(self, decisions: Sequence[StateChange]) -> None:
         for each in decisions:
-            self._say(_MESSAGES[type(each)](each.process, each.incarnation, each.why))
+            self._send(DetectorReport(each.process, each.incarnation, each.state, each.why))
 
-    def _say(self, control: Control) -> None:
+    def _send(self, control: Control) -> None:
         self._line.post(as_message(control))

@@ -16,19 +16,19 @@ import msgspec
 import torch
 
 from flowrt.actors.control import (
-    Ask,
     Connected,
     Control,
     EdgeStatistics,
     Failed,
-    Joined,
-    Left,
     LinkLost,
     Listening,
+    LoadProgress,
+    PeerJoined,
+    PeerLeft,
     Peers,
-    Progress,
     Start,
     Statistics,
+    StatisticsRequest,
     Stop,
     as_message,
     from_message,
@@ -54,9 +54,9 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.emulated import EmulatedWorker
 from flowrt.workers.group import Group
+from flowrt.workers.membership import Membership
 from flowrt.workers.message_schemas import edge_schemas
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
-from flowrt.workers.survival import Survival
 from flowrt.workers.user_nodes import build_user_nodes
 
 log = logging.getLogger("flowrt.worker")
@@ -87,7 +87,7 @@ async def serve(
     if begin is not None:
         begin(worker)
     async with asyncio.TaskGroup() as group:
-        line = group.create_task(worker.run_line(), name=f"control of {start.name}")
+        line = group.create_task(worker.run_control(), name=f"control of {start.name}")
         try:
             await worker.run()
         except BaseException as error:
@@ -124,7 +124,7 @@ class Worker:
         self._links: Links | None = None
         self._group: Group | None = None
         self._failover: Failover | None = None
-        self._survival: Survival | None = None
+        self._membership: Membership | None = None
         self._on_sink = on_sink or self._on_step_end
         self._link_of: dict[int, tuple[str, str]] = {}
 
@@ -159,7 +159,7 @@ class Worker:
         if not self._peers.done():
             self._peers.set_result(None)
 
-    async def run_line(self) -> None:
+    async def run_control(self) -> None:
         """Read and write the control connection. The worker ends when the connection ends, for any reason."""
         try:
             await self.line.run()
@@ -199,7 +199,7 @@ class Worker:
         await links.open(peers.addresses, peers.incarnations)
         self._send(Connected())
         async with asyncio.TaskGroup() as tasks:
-            self._survival = Survival(
+            self._membership = Membership(
                 self._start.name,
                 links,
                 self._send,
@@ -233,7 +233,7 @@ class Worker:
         """Build the node functions. Runs in the compute thread: reading weights takes seconds, and heartbeats continue meanwhile."""
 
         def on_built(text: str, done: int, total: int) -> None:
-            self._loop.call_soon_threadsafe(self._send, Progress(text, done, total))
+            self._loop.call_soon_threadsafe(self._send, LoadProgress(text, done, total))
 
         functions = build_user_nodes(self._graph, self._start.name, self._device)
         functions.update(build_model_nodes(self._graph, self._start.name, self._device, on_built, self._seams.clock.now))
@@ -262,7 +262,7 @@ class Worker:
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(self._compute, "beside_loop", False),
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
-            on_answer=self._failover.on_answer if self._failover is not None and self._failover.hedges(graph.reliability) else None,
+            on_answer=self._failover.on_response if self._failover is not None and self._failover.can_hedge(graph.reliability) else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             on_failed=self._on_failed if graph.model is not None else None,
             schemas=edge_schemas(graph),
@@ -325,19 +325,19 @@ class Worker:
                 self._peers.set_result(control)
             case Stop():
                 self.stop()
-            case Ask():
+            case StatisticsRequest():
                 self._send(self._statistics())
-            case Left() | Joined():
-                if self._survival is not None:
-                    self._survival.on_control(control)
+            case PeerLeft() | PeerJoined():
+                if self._membership is not None:
+                    self._membership.on_control(control)
             case _ if self._group is not None:
                 self._group.on_control(control)
             case _:
                 raise msgspec.ValidationError(f"{self._start.name} has no use for {message.kind!r}")
 
     def _on_lost(self, peer: Identity, reason: str) -> None:
-        assert self._survival is not None
-        self._survival.on_lost(peer, reason)
+        assert self._membership is not None
+        self._membership.on_lost(peer, reason)
 
     def _on_failed(self, tag: Tag, error: OperatorError) -> None:
         if self._group is None:
@@ -391,7 +391,7 @@ class Worker:
             strict_blocks=self._strict_blocks,
             emulation=self._emulated.statistics() if self._emulated is not None else None,
             fallbacks=self._links.fallbacks(),
-            num_asked_again=self._failover.num_again if self._failover is not None else 0,
+            num_redispatched=self._failover.num_redispatched if self._failover is not None else 0,
         )
 
 

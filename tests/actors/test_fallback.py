@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowrt.actors import fallback
 from flowrt.actors.fallback import FallbackChannel, reopener
-from flowrt.actors.ledger import TOLD_EVERY, Ledger
+from flowrt.actors.resend_buffer import ACK_EVERY, ResendBuffer
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import check_numbered, numbered, receive_all, until, within
 from flowrt.transports.contract import Channel, Transport
@@ -47,7 +47,7 @@ async def linked(first: str, *others: str) -> AsyncIterator[tuple[FallbackChanne
             await end.aclose()
 
 
-MAX_KEPT = 2 * TOLD_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has told
+MAX_KEPT = 2 * ACK_EVERY + SMALL.capacity_messages  # fewer are kept once the other end has told
 
 
 async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbytes: int = 300) -> None:
@@ -72,7 +72,7 @@ async def exchange(one: FallbackChannel, two: FallbackChannel, count: int, nbyte
 
 def knows_what_is_taken(channel: FallbackChannel) -> bool:
     assert channel.recv_nowait() is None  # a link is always in recv
-    return len(channel.ledger.kept) < MAX_KEPT
+    return len(channel.buffer.kept) < MAX_KEPT
 
 
 @pytest.mark.parametrize("plan", ["drop@0", "drop@37", "out.drop@37", "truncate@20", "out.truncate@99"])
@@ -85,10 +85,10 @@ async def test_a_break_in_mid_stream_loses_and_doubles_nothing(first: str, plan:
         assert (one.num_fallbacks, two.num_fallbacks) == (1, 1)
         assert one.scheme == two.scheme == other
         for end, far in ((one, two), (two, one)):
-            assert len(end.ledger.kept) < MAX_KEPT
-            assert far.ledger.doubles <= end.ledger.resent
-            assert far.statistics().messages_dropped == far.ledger.doubles
-            assert far.ledger.received == 200
+            assert len(end.buffer.kept) < MAX_KEPT
+            assert far.buffer.num_duplicates <= end.buffer.num_resent
+            assert far.statistics().messages_dropped == far.buffer.num_duplicates
+            assert far.buffer.received == 200
 
 
 async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
@@ -96,7 +96,7 @@ async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
         for number in range(3):
             await one.send(numbered(number))
         await receive_all(two, 0, 3)
-        assert len(one.ledger.kept) == 3  # nobody has told yet
+        assert len(one.buffer.kept) == 3  # nobody has told yet
         for number in range(6):
             await two.send(numbered(number))
         receiving = asyncio.ensure_future(receive_all(one, 0, 6))
@@ -104,16 +104,16 @@ async def test_what_had_arrived_already_is_dropped_once_and_counted() -> None:
         await receive_all(two, 3, 4)
         await asyncio.gather(one.send(numbered(4)), receive_all(two, 4, 5))  # none of those before comes a second time
         await receiving
-        assert one.ledger.resent >= 3
-        assert two.ledger.doubles >= 3
-        assert two.statistics().messages_dropped == two.ledger.doubles
+        assert one.buffer.num_resent >= 3
+        assert two.buffer.num_duplicates >= 3
+        assert two.statistics().messages_dropped == two.buffer.num_duplicates
 
 
 async def test_a_large_message_may_be_taken_and_told_before_its_send_returns() -> None:
     """One that is larger than the channel holds goes in parts, while the other end reads; the sixteenth makes it tell."""
     large = 5 * SMALL.capacity_bytes
     async with linked("shm", "zmq") as (one, two):
-        for number in range(TOLD_EVERY - 1):
+        for number in range(ACK_EVERY - 1):
             await one.send(numbered(number))
             await receive_all(two, number, number + 1)
         receiving = asyncio.ensure_future(receive_all(one, 0, 1))  # as a link does: it hears what is told
@@ -123,13 +123,13 @@ async def test_a_large_message_may_be_taken_and_told_before_its_send_returns() -
 
         async def send_and_stay(message: Message) -> None:
             await send(message)
-            await until(lambda: not one.ledger.kept, "what was taken is told")  # the loop has others to serve first
+            await until(lambda: not one.buffer.kept, "what was taken is told")  # the loop has others to serve first
 
         channel.send = send_and_stay  # type: ignore[method-assign]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            group.create_task(one.send(numbered(TOLD_EVERY - 1, min(large, SMALL.max_message_bytes))))
-            check_numbered(await two.recv(), TOLD_EVERY - 1, min(large, SMALL.max_message_bytes))
-        assert not one.ledger.kept
+            group.create_task(one.send(numbered(ACK_EVERY - 1, min(large, SMALL.max_message_bytes))))
+            check_numbered(await two.recv(), ACK_EVERY - 1, min(large, SMALL.max_message_bytes))
+        assert not one.buffer.kept
         await two.send(numbered(0))
         await receiving
 
@@ -161,7 +161,7 @@ async def test_a_peer_that_is_gone_is_a_broken_channel_in_bounded_time(monkeypat
     async with linked("faulty+inproc?drop@0", "shm") as (one, two):
         await two.send(numbered(0))
         reading = asyncio.ensure_future(one.recv())
-        with pytest.raises(BrokenChannelError, match="shm: the peer does not come"):  # nobody is in two.recv
+        with pytest.raises(BrokenChannelError, match="shm: the peer does not connect"):  # nobody is in two.recv
             await reading
 
 
@@ -214,14 +214,14 @@ async def _until_closed(channel: Channel) -> None:
         return
 
 
-def carry(sender: Ledger, receiver: Ledger, messages: Iterable[Message]) -> list[int]:
+def carry(sender: ResendBuffer, receiver: ResendBuffer, messages: Iterable[Message]) -> list[int]:
     return [message.tag.step for message in messages if receiver.is_new() and message.tag is not None]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans(), st.booleans()), max_size=20))
 def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, bool, bool]]) -> None:
     """Rounds of: send some, of which a part arrives, perhaps tell, perhaps break. What arrived is then a prefix of what was sent."""
-    sender, receiver = Ledger(), Ledger()
+    sender, receiver = ResendBuffer(), ResendBuffer()
     delivered: list[int] = []
     on_the_way: list[Message] = []
     num_sent = 0
@@ -234,21 +234,21 @@ def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, b
         delivered += carry(sender, receiver, on_the_way[:arriving])
         del on_the_way[:arriving]
         if tell:
-            sender.hear_taken(receiver.received)
+            sender.acknowledge(receiver.received)
         if breaks:
-            receiver.hear_begin(sender.first)
+            receiver.resume(sender.first)
             on_the_way = sender.begin()
     assert delivered == list(range(num_sent))
     assert not sender.kept
-    assert receiver.doubles <= sender.resent
+    assert receiver.num_duplicates <= sender.num_resent
 
 
 def test_resend_buffer_refuses_impossible_events() -> None:
-    ledger = Ledger()
-    ledger.kept.append(numbered(0))
+    buffer = ResendBuffer()
+    buffer.kept.append(numbered(0))
     for number in (-1, 2):
-        with pytest.raises(ValueError, match="taken"):
-            ledger.hear_taken(number)
+        with pytest.raises(ValueError, match="acknowledges"):
+            buffer.acknowledge(number)
     for number in (-1, 1):
-        with pytest.raises(ValueError, match="begins again"):
-            ledger.hear_begin(number)
+        with pytest.raises(ValueError, match="resumes"):
+            buffer.resume(number)

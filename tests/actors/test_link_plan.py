@@ -34,7 +34,7 @@ def test_a_link_opens_at_its_first_use_unless_one_of_its_edges_says_start():
         Edge("a", "y", "c", "x", transport="shm"),
     ]
     graph = Graph.of(nodes, edges)
-    planned = {(plan.peer, plan.scheme): plan.first_use for worker in "pqr" for plan in plan_links(graph, worker) if plan.peer != "p"}
+    planned = {(plan.peer, plan.scheme): plan.is_lazy for worker in "pqr" for plan in plan_links(graph, worker) if plan.peer != "p"}
     assert planned == {("q", "shm"): False, ("q", "zmq"): True, ("r", "shm"): True}
 
 

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 
 from flowrt.actors import fallback
+from flowrt.actors.incarnations import Incarnations
 from flowrt.actors.link import BadMessageError
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import LinkLostError, Links
-from flowrt.actors.lives import Lives
 from flowrt.timer import LoopTimer
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
 from flowrt.transports.conformance.kit import numbered
@@ -30,8 +30,8 @@ SCHEMES = pytest.mark.parametrize("scheme", [scheme for scheme in ("inproc", "sh
 CLIENT_CALLS = pytest.mark.parametrize("calls", [True, False], ids=["client calls", "server calls"])
 
 
-def plan(peer: str, scheme: str, connects: bool, fallbacks: tuple[str, ...] = (), first_use: bool = False) -> LinkPlan:
-    return LinkPlan(peer, scheme, SMALL, 64, connects, None, fallbacks, first_use)
+def plan(peer: str, scheme: str, connects: bool, fallbacks: tuple[str, ...] = (), is_lazy: bool = False) -> LinkPlan:
+    return LinkPlan(peer, scheme, SMALL, 64, connects, None, fallbacks, is_lazy)
 
 
 def steps(messages: list[Message]) -> list[int]:
@@ -51,13 +51,13 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class World:
-    """A client linked to servers `b` and `c`, each in whatever life it is, all in one loop."""
+    """A client linked to servers `b` and `c`, each in whatever identity it is, all in one loop."""
 
-    def __init__(self, scheme: str, calls: bool, tolerated: str = "bc", fallbacks: tuple[str, ...] = (), first_use: bool = False) -> None:
-        self.scheme, self.calls, self._rest = scheme, calls, (fallbacks, first_use)
+    def __init__(self, scheme: str, calls: bool, tolerated: str = "bc", fallbacks: tuple[str, ...] = (), is_lazy: bool = False) -> None:
+        self.scheme, self.calls, self._rest = scheme, calls, (fallbacks, is_lazy)
         self.lost: list[tuple[str, str]] = []
         self.received: list[Message] = []  # by the client
-        self.heard: dict[str, list[Message]] = {}  # by each life of each server
+        self.heard: dict[str, list[Message]] = {}  # by each identity of each server
         self.wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel
         self.servers: dict[str, Links] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -76,7 +76,7 @@ class World:
         self.running: asyncio.Task[None]
 
     async def serve(self, incarnation: str) -> dict[str, str]:
-        """A new life, called by its first letter. It listens, and opens its link as soon as the client does its part."""
+        """A new identity, called by its first letter. It listens, and opens its link as soon as the client does its part."""
         heard = self.heard[incarnation] = []
         links = self.servers[incarnation] = Links(
             Identity(incarnation[0], incarnation),
@@ -105,7 +105,7 @@ class World:
         await self.servers[incarnation].aclose()
 
     def post(self, incarnation: str, *numbers: int) -> None:
-        """From the client to the process whose life this was."""
+        """From the client to the process whose identity this was."""
         for number in numbers:
             self.client[incarnation[0], self.scheme].post(numbered(number))
 
@@ -164,12 +164,12 @@ async def test_loss_is_reported_once_and_ends_nothing_else(scheme: str, calls: b
 @CLIENT_CALLS
 async def test_later_incarnations_are_used_like_the_first(scheme: str, calls: bool, loop_kind: str) -> None:
     async with world(scheme, calls) as w:
-        for former, life in (("b1", "b2"), ("b2", "b3")):
+        for former, identity in (("b1", "b2"), ("b2", "b3")):
             await w.exchange(former)
             await w.leave(former)
             await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", life, await w.serve(life))
-            await w.exchange(life)
+            assert await w.client.join("b", identity, await w.serve(identity))
+            await w.exchange(identity)
         await w.exchange("c1")
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
 
@@ -184,7 +184,7 @@ async def test_joining_before_the_old_end_was_noticed(scheme: str, calls: bool, 
         assert [incarnation for incarnation, _ in w.lost] == ["b1"]
         w.answer("b1", 99)  # into nothing
         await w.exchange("b2")
-        w.client.drop("b", "b1")  # told late: of the life before
+        w.client.drop("b", "b1")  # told late: of the identity before
         await w.exchange("b2")
         assert len(w.lost) == 1
 
@@ -214,11 +214,11 @@ async def test_a_link_is_dropped_with_messages_waiting(scheme: str, loop_kind: s
 @pytest.mark.parametrize("scheme", ["inproc", "shm"])
 async def test_a_connection_that_breaks_is_a_loss(scheme: str) -> None:
     async with world(f"faulty+{scheme}?drop@3", True) as w:
-        for life in ("b1", "b2", "b3"):
-            await until(lambda life=life: ("a", w.scheme) in w.servers[life]._links)
-            w.post(life, *range(10))
-            await until(lambda life=life: life in [incarnation for incarnation, _ in w.lost])
-            following = f"b{int(life[1:]) + 1}"
+        for identity in ("b1", "b2", "b3"):
+            await until(lambda identity=identity: ("a", w.scheme) in w.servers[identity]._links)
+            w.post(identity, *range(10))
+            await until(lambda identity=identity: identity in [incarnation for incarnation, _ in w.lost])
+            following = f"b{int(identity[1:]) + 1}"
             assert await w.client.join("b", following, await w.serve(following))
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2", "b3"]
         for task in w.tasks.values():  # of a server: who loses a client that may not die ends
@@ -242,7 +242,7 @@ async def test_ended_incarnation_does_not_join(scheme: str, calls: bool) -> None
     async with world(scheme, calls) as w:
         w.client.drop("b", "b2")  # told before it is told that it has begun
         assert not await w.client.join("b", "b2", {scheme: w.addresses.get(scheme, "nowhere")})
-        await w.exchange("b1")  # and that changes nothing for the life that counts
+        await w.exchange("b1")  # and that changes nothing for the identity that counts
         w.client.drop("b", "b1")
         assert await w.client.join("b", "b3", await w.serve("b3"))
         await w.exchange("b3")
@@ -318,7 +318,7 @@ async def test_caller_waits_until_it_is_announced_and_others_are_refused(scheme:
         await until(lambda: w.lost)
         await w.serve("b2")
         await until(lambda: w.client._callers._here)  # it has called before its Joined came
-        with pytest.raises((EndOfChannel, BrokenChannelError, HandshakeError)):  # that life is over
+        with pytest.raises((EndOfChannel, BrokenChannelError, HandshakeError)):  # that identity is over
             async with await get_transport(scheme).connect(w.addresses[scheme], SMALL, KEY, Identity("b", "b1")) as stranger:
                 await stranger.recv()
         assert await w.client.join("b", "b2", {})
@@ -331,7 +331,7 @@ async def test_another_process_at_the_address_is_not_the_new_incarnation() -> No
         await w.serve("b2")
         addresses = await w.serve("b9")
         assert not await w.client.join("b", "b3", addresses)
-        assert "b9 answers at the address of b b3" in w.lost[-1][1]
+        assert "b9 responds at the address of b b3" in w.lost[-1][1]
 
 
 async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,24 +358,24 @@ async def test_emulated_links_are_lost_and_joined_alike() -> None:
     nics = {name: Nic(profile_of("ub"), timer) for name in ("a", "bc")}
     async with world("shm", True) as w:
         w.wrap = lambda plan, channel: EmulatedChannel(channel, nics["bc" if plan.peer == "a" else "a"], plan.limits)
-        for former, life in (("b1", "b2"), ("b2", "b3")):
+        for former, identity in (("b1", "b2"), ("b2", "b3")):
             await w.leave(former)
             await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", life, await w.serve(life))
-            await w.exchange(life)
+            assert await w.client.join("b", identity, await w.serve(identity))
+            await w.exchange(identity)
     for nic in nics.values():
         nic.close()
 
 
 @SCHEMES
 async def test_lazy_channels_open_at_first_use_in_each_incarnation(scheme: str) -> None:
-    async with world(scheme, True, first_use=True) as w:
+    async with world(scheme, True, is_lazy=True) as w:
         await w.exchange("b1", 5)
-        for former, life in (("b1", "b2"), ("b2", "b3")):
+        for former, identity in (("b1", "b2"), ("b2", "b3")):
             await w.leave(former)
             await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", life, await w.serve(life))
-            await w.exchange(life, 5)
+            assert await w.client.join("b", identity, await w.serve(identity))
+            await w.exchange(identity, 5)
         await w.exchange("c1", 5)
 
 
@@ -419,7 +419,7 @@ async def test_bad_message_ends_the_link_of_its_sender(tolerated: str) -> None:
 
 
 def test_incarnation_ends_once_and_never_returns() -> None:
-    lives, one, two = Lives(), Identity("b", "b1"), Identity("b", "b2")
+    lives, one, two = Incarnations(), Identity("b", "b1"), Identity("b", "b2")
     assert lives.begin(one)
     assert lives.current("b") == one
     assert not lives.end(two)  # it had not begun, and never will
@@ -427,7 +427,7 @@ def test_incarnation_ends_once_and_never_returns() -> None:
     assert lives.current("b") == one
     three = Identity("b", "b3")
     assert lives.begin(three)
-    assert lives.is_over(one)
+    assert lives.has_ended(one)
     assert not lives.begin(one)
     assert lives.end(three)
     assert not lives.end(three)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.actors.control import Ask, Left, as_message
+from flowrt.actors.control import PeerLeft, StatisticsRequest, as_message
 from flowrt.chaos.orders import Note, Order, note_of
 from flowrt.chaos.worker import FaultEffects
 from flowrt.seams import ThreadCompute
@@ -35,9 +35,9 @@ def new_worker() -> tuple[Any, FaultEffects]:
 
 async def test_orders_take_effect_in_order_and_other_messages_pass(capsys: pytest.CaptureFixture[str]) -> None:
     worker, _ = new_worker()
-    for control in (Order("slow"), Ask(), Order("reset"), Order("hang"), Ask()):
+    for control in (Order("slow"), StatisticsRequest(), Order("reset"), Order("hang"), StatisticsRequest()):
         worker._act(as_message(control))
-    assert worker.acted == [Ask.kind, Ask.kind]
+    assert worker.acted == [StatisticsRequest.kind, StatisticsRequest.kind]
     notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
     assert [note.what for note in notes if note is not None] == ["slow", "reset", "hang"]
     await worker._compute.aclose()
@@ -121,10 +121,10 @@ async def test_stall_blocks_the_worker(clock: FakeTime) -> None:
 
 async def test_lost_servers_are_noted_by_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
     worker, _ = new_worker()
-    worker._act(as_message(Ask()))
-    worker._act(as_message(Left("experts.1", "one", "was killed")))
+    worker._act(as_message(StatisticsRequest()))
+    worker._act(as_message(PeerLeft("experts.1", "one", "was killed")))
     worker._on_lost(Identity("experts.2", "two"), "its channel ended")
-    assert worker.acted == [Ask.kind, Left.kind, "lost experts.2"]
+    assert worker.acted == [StatisticsRequest.kind, PeerLeft.kind, "lost experts.2"]
     notes = [note_of(line) for line in capsys.readouterr().err.splitlines()]
     assert [(note.what, note.peer, note.incarnation) for note in notes if isinstance(note, Note)] == [
         ("left", "experts.1", "one"),

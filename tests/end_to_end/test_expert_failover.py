@@ -104,7 +104,7 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
         assert {name for name in first if running.pids[name] != first[name]} == set(story.back)
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == expected
         statistics = await running.launcher.statistics()
-        assert sum(each.num_asked_again for each in statistics.values())
+        assert sum(each.num_redispatched for each in statistics.values())
     for pid in first.values():
         assert not Path(f"/proc/{pid}").exists()
 
@@ -135,7 +135,7 @@ async def test_loss_of_the_last_replica_ends_requests_and_service_resumes(served
                     os.kill(running.pids["experts.1"], signal.SIGKILL)
                 if isinstance(event, flowrt.EndEvent):
                     assert event.finish_reason == "error"
-                    assert "no copy is left of experts" in (event.error or "")
+                    assert "no replica is left of experts" in (event.error or "")
                     assert "experts.1" in (event.error or "")
         await story.until(lambda story: story.back == ["experts.1"] and running.health().ok)
         assert (await running.complete(served.prompts[0], ASKED)).token_ids == expected.token_ids

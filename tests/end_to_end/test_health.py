@@ -57,5 +57,5 @@ async def test_run_is_unhealthy_while_an_expert_is_unavailable(served: Served, t
         await until(lambda: all(running.health().workers[name].num_firings for name in names))
         os.kill(running.pids["experts.1"], signal.SIGKILL)
         await until(lambda: not running.health().ok)
-        assert "no copy is left of experts" in running.health(STALL_SECONDS).problems[0]
+        assert "no replica is left of experts" in running.health(STALL_SECONDS).problems[0]
         await until(lambda: running.health().ok)

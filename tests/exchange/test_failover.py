@@ -96,7 +96,7 @@ class Client:
             self.post,
             self.end,
             on_unsent=self.failover.on_unsent,
-            on_answer=self.failover.on_answer,
+            on_answer=self.failover.on_response,
             on_failed=lambda tag, error: self.failures.append((tag, error)),
             schemas=schemas(self),
         )
@@ -148,7 +148,7 @@ class Client:
 
     def die(self, server):
         self.asked[server].clear()
-        self.failover.lost(f"experts.{server}")
+        self.failover.mark_lost(f"experts.{server}")
 
     def check(self, steps=(0,)):
         assert [tag.step for tag, _ in self.ends] == list(steps)
@@ -190,12 +190,12 @@ def test_two_of_three_servers_die_in_turn_and_return(client):
     client.begin(1)  # experts 2 and 3 have no copy now
     client.serve_all()
     assert len(client.ends) == 1
-    assert "experts 2, 3: experts.0, experts.1" in client.failover.refusal()
-    client.failover.joined("experts.1")
-    assert client.failover.refusal() is None
+    assert "experts 2, 3: experts.0, experts.1" in client.failover.unavailable_text()
+    client.failover.mark_joined("experts.1")
+    assert client.failover.unavailable_text() is None
     client.serve_all()
     client.check((0, 1))
-    client.failover.joined("experts.0")
+    client.failover.mark_joined("experts.0")
     client.begin(2)
     assert all(client.asked.values())
     client.serve_all()
@@ -208,7 +208,7 @@ def test_parts_wait_for_a_replica_when_the_server_dies(client):
     client.die(1)
     client.serve_all()
     assert not client.ends
-    client.failover.joined("experts.0")
+    client.failover.mark_joined("experts.0")
     client.serve_all()
     client.check()
 
@@ -231,15 +231,15 @@ def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(c
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
-    client.failover.joined("experts.1")
+    client.failover.mark_joined("experts.1")
     client.runner._leave(outputs)
     client.serve_all()
     assert not client.ends
-    assert client.failover.waits
-    client.failover.look_again()
+    assert client.failover.has_waiting_parts
+    client.failover.redispatch_waiting()
     client.serve_all()
     client.check()
-    assert not client.failover.waits
+    assert not client.failover.has_waiting_parts
 
 
 def test_part_without_a_replica_when_another_server_dies_before_its_retry(client):
@@ -249,11 +249,11 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
     outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
-    client.failover.joined("experts.0")
-    client.failover.joined("experts.2")
+    client.failover.mark_joined("experts.0")
+    client.failover.mark_joined("experts.2")
     client.runner._leave(outputs)
     client.die(1)
-    client.failover.look_again()
+    client.failover.redispatch_waiting()
     client.serve_all()
     client.check()
 
@@ -261,11 +261,11 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
 def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.die(0)
     client.die(1)
-    client.client.begin(0)
-    client.failover.joined("experts.1")
-    assert client.failover.waits
-    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
-    assert not client.failover.waits
+    client.client.replica_table(0)
+    client.failover.mark_joined("experts.1")
+    assert client.failover.has_waiting_parts
+    client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
+    assert not client.failover.has_waiting_parts
 
 
 def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
@@ -280,7 +280,7 @@ def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     late = client.asked[1].popleft()
     client.die(1)
     payload = from_message(late)
-    client.failover.joined("experts.1")  # what it answers comes on a credit of its new life
+    client.failover.mark_joined("experts.1")  # what it answers comes on a credit of its new life
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
@@ -300,7 +300,7 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
     client.die(0)
     client.serve_all()
     client.check((0, 1, 2, 3))
-    client.failover.joined("experts.0")
+    client.failover.mark_joined("experts.0")
     assert (window.free, len(window.pending)) == (2, 0)
 
 
@@ -310,10 +310,10 @@ def test_rolled_back_tags_are_removed(client):
     client.failover.roll_back("s@1", 1)
     client.die(0)
     client.die(1)
-    client.failover.joined("experts.0")
-    client.client.ask(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])  # it was being cut meanwhile
+    client.failover.mark_joined("experts.0")
+    client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])  # it was being cut meanwhile
     assert not client.client.tags
-    client.failover.joined("experts.1")
+    client.failover.mark_joined("experts.1")
     client.serve_all()
     client.begin(1, epoch=1)
     client.serve_all()
@@ -322,7 +322,7 @@ def test_rolled_back_tags_are_removed(client):
 
 def test_versions_of_the_map_grow(client):
     versions = [client.client.map.version]
-    for change in (client.failover.lost, client.failover.joined, client.failover.lost):
+    for change in (client.failover.mark_lost, client.failover.mark_joined, client.failover.mark_lost):
         change("experts.2")
         versions.append(client.client.map.version)
     assert versions == sorted(set(versions))
@@ -344,7 +344,7 @@ def timed(*answer_seconds):
     for _ in range(10):
         for server, seconds in enumerate(answer_seconds):
             for rows in (1, 2, 3, 4, 5):
-                client.client.steering.answered(server, rows, seconds)
+                client.client.hedging.record_response(server, rows, seconds)
     return client, clock
 
 
@@ -373,7 +373,7 @@ def test_late_part_is_hedged_and_the_first_response_counts():
             client.asked[1].append(late)
             client.serve(1)
         client.check()
-        assert client.client.steering.num_hedged == 1
+        assert client.client.hedging.num_hedged == 1
 
 
 def test_server_with_a_late_response_gets_no_part_that_others_can_take():
@@ -395,7 +395,7 @@ def test_server_with_a_late_response_gets_no_part_that_others_can_take():
     assert client.asked[1]
     client.serve_all()
     client.check(range(21))
-    assert client.client.steering.num_hedged == 1
+    assert client.client.hedging.num_hedged == 1
 
 
 def test_hedge_of_a_dead_server_is_redispatched():
@@ -406,7 +406,7 @@ def test_hedge_of_a_dead_server_is_redispatched():
     client.failover.hedge()
     client.die(1)
     client.die(0)
-    client.failover.joined("experts.1")
+    client.failover.mark_joined("experts.1")
     client.serve_all()
     client.check()
 
@@ -457,7 +457,7 @@ def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
     assert fencing.suspects == [Tag("s@1")]
     assert not fencing.client.tags
     for server in (0, 1):
-        fencing.failover.joined(f"experts.{server}")
+        fencing.failover.mark_joined(f"experts.{server}")
     assert not fencing.asked[0]
     assert not fencing.asked[1]
 
@@ -471,7 +471,7 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
         fencing.serve(server)
     fencing.die(0)
     assert fencing.suspects == []
-    fencing.failover.joined("experts.0")
+    fencing.failover.mark_joined("experts.0")
     fencing.serve_all()
     fencing.check()
 

@@ -13,7 +13,7 @@ from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, Gateway
 from flowrt.gateway.requests import Requests
 from flowrt.graph.model import GraphLimits
-from flowrt.reliability.health import Progress
+from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
 from flowrt.transports.contract import Identity, Limits
@@ -31,7 +31,7 @@ async def send_nothing(group: str, control: Control) -> None:
 
 def new_requests(max_requests: int = 2) -> Requests:
     gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1, max_requests=max_requests)
-    return Requests(gateway, send_nothing, Progress(), RealClock())
+    return Requests(gateway, send_nothing, RequestProgress(), RealClock())
 
 
 async def test_a_place_is_reserved_before_the_prompt_is_tokenized() -> None:
@@ -94,7 +94,7 @@ def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_ope
             await room.wait()
             sent.append(control)
 
-        gateway, progress = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), Progress()
+        gateway, progress = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), RequestProgress()
         requests = Requests(gateway, send, progress, RealClock())
         requests.begin()
         submitting = asyncio.create_task(requests.submit(SamplingParams(max_tokens=4), three_tokens))
@@ -124,7 +124,7 @@ def test_a_request_that_waits_for_room_at_a_group_ends_when_the_group_is_fenced(
             sending.set()
             await asyncio.Event().wait()
 
-        progress = Progress()
+        progress = RequestProgress()
         requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, progress, RealClock())
         requests.begin()
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
@@ -152,7 +152,7 @@ def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> 
                 finally:
                     raise ValueError("not the error that the sender was cancelled with")
 
-        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, Progress(), RealClock())
+        requests = Requests(Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1), send, RequestProgress(), RealClock())
         requests.begin()
         events = requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))
         client = asyncio.ensure_future(anext(events))
@@ -204,7 +204,7 @@ async def cancel_at_random(random: Random, num_clients: int) -> int:
         await turns(40)
         task.cancel()
 
-    requests = Requests(gateway, send, Progress(), RealClock())
+    requests = Requests(gateway, send, RequestProgress(), RealClock())
     requests.begin()
     clients = [asyncio.create_task(follow()) for _ in range(num_clients)]
     async with asyncio.TaskGroup() as group:

@@ -8,7 +8,6 @@ import sys
 import time
 
 from flowrt.actors.control import (
-    Ask,
     Connected,
     Control,
     Drain,
@@ -17,10 +16,11 @@ from flowrt.actors.control import (
     Failed,
     LinkLost,
     Listening,
+    LoadProgress,
     Peers,
-    Progress,
     Start,
     Statistics,
+    StatisticsRequest,
     Stop,
     Submit,
     Token,
@@ -67,7 +67,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if role == "parent":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
-    await say(Progress("weights", 1, 2))
+    await say(LoadProgress("weights", 1, 2))
     await say(Listening({"fake": f"fake://{start.name}"}, resident_bytes=1))
     peers = await hear()
     assert isinstance(peers, Peers)
@@ -85,7 +85,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
                 await say(Ended(request.id, request.attempt, "length"))
                 if role == "complain":
                     await say(LinkLost("echo.1", "it closed"))
-            case Ask():
+            case StatisticsRequest():
                 await say(Statistics(num_steps=7))
             case Drain():
                 await say(Drained())

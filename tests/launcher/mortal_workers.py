@@ -8,29 +8,29 @@ from pathlib import Path
 import msgspec
 
 from flowrt.actors.control import (
-    Ask,
-    Condemned,
     Connected,
     Control,
+    DetectorReport,
     Ended,
     Failed,
     Heartbeat,
-    Joined,
-    Late,
-    Left,
+    LateResponse,
     LinkLost,
     Listening,
+    LoadProgress,
+    PeerJoined,
+    PeerLeft,
     Peers,
-    Progress,
     Start,
     Statistics,
+    StatisticsRequest,
     Stop,
     Submit,
-    Suspected,
     as_message,
     from_message,
 )
 from flowrt.graph.model import from_json
+from flowrt.reliability.detector import ProcessState
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 
@@ -61,7 +61,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     if role == "stillborn" or (role == "infant" and life <= 2):
         os._exit(7)
     if role == "mute" and life == 1:
-        await say(Progress("weights", 0, 2))
+        await say(LoadProgress("weights", 0, 2))
         await asyncio.sleep(3600)
     if role == "broken":
         raise RuntimeError("no weights here")
@@ -80,9 +80,9 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     await say(Connected())
     while True:
         match await hear():
-            case Left(process, incarnation, _):
+            case PeerLeft(process, incarnation, _):
                 await say(told("left", process, incarnation))
-            case Joined(process, incarnation, addresses):
+            case PeerJoined(process, incarnation, addresses):
                 await say(told("joined", process, incarnation, addresses["fake"]))
             case Submit(request):
                 match request.id.split():
@@ -97,9 +97,9 @@ async def run_worker(control: Channel, seams: Seams) -> None:
                     case ["beat"]:
                         await say(Heartbeat(sequence=3, lag_seconds=0.5, num_firings=9, incarnation=start.incarnation))
                     case ["late", process]:
-                        await say(Late(process, "whoever", 1.0, 0.1))
+                        await say(LateResponse(process, "whoever", 1.0, 0.1))
                 await say(told(f"done {request.id}"))
-            case Ask():
+            case StatisticsRequest():
                 await say(Statistics(num_firings=10 * life))
             case Stop():
                 await say(Statistics(num_firings=10 * life, resident_bytes=life))
@@ -121,14 +121,14 @@ async def run_monitor(control: Channel, seams: Seams) -> None:
         match from_message(await control.recv()):
             case Peers():
                 await say(Connected())
-            case Ask():
+            case StatisticsRequest():
                 await say(Statistics())
             case Heartbeat() as heartbeat if heartbeat.process == "gateway":
                 if (folder / "verdict").exists():
                     kind, process, incarnation = (folder / "verdict").read_text().split()
                     (folder / "verdict").unlink()
-                    verdict = {"condemn": Condemned, "suspect": Suspected}[kind]
-                    await say(verdict(process, incarnation, "no sign of it"))
+                    state = {"condemn": ProcessState.DEAD, "suspect": ProcessState.SUSPECT}[kind]
+                    await say(DetectorReport(process, incarnation, state, "no sign of it"))
             case Stop():
                 return
             case other:

@@ -108,7 +108,7 @@ def test_without_any_group_that_works_the_service_is_not_healthy(told: Told) -> 
 
 
 def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(told: Told) -> None:
-    text = "no copy is left of expert 3: experts.1 went down and is not back"
+    text = "no replica is left of expert 3: experts.1 went down and is not back"
     told.hear(events.ExpertsLost("attention.0", text, "wait"), events.ExpertsLost("attention.1", text, "error"))
     assert told.standing.health().problems == (text,)
     told.hear(events.ExpertsLost("attention.0", "", "wait"), events.ExpertsLost("attention.1", text, "degrade"))

@@ -394,16 +394,16 @@ async def test_monitor_receives_incarnations_and_heartbeats(tmp_path: Path) -> N
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_hears("Joined", f'"{name}"', launcher.incarnations[name])
+            await r.until_monitor_hears("PeerJoined", f'"{name}"', launcher.incarnations[name])
         await r.ask("server.0", "beat")
         heartbeat = await r.until_monitor_hears("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
         assert '"lag_seconds":0.5' in heartbeat
         await r.ask("client.1", "late server.0")
-        await r.until_monitor_hears("Late", '"process":"server.0"', '"by":"client.1"')
+        await r.until_monitor_hears("LateResponse", '"process":"server.0"', '"by":"client.1"')
         _, incarnation = r.kill("server.0")
-        await r.until_monitor_hears("Left", '"server.0"', incarnation)
+        await r.until_monitor_hears("PeerLeft", '"server.0"', incarnation)
         await r.until_back("server.0")
-        await r.until_monitor_hears("Joined", '"server.0"', launcher.incarnations["server.0"])
+        await r.until_monitor_hears("PeerJoined", '"server.0"', launcher.incarnations["server.0"])
         assert MONITOR not in await launcher.statistics()
         assert not r.of(events.WorkerStarted, MONITOR)
 
@@ -437,11 +437,11 @@ async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path
 async def test_a_run_goes_on_without_its_monitor_which_learns_all_anew(tmp_path: Path) -> None:
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
-        await r.until_monitor_hears("Joined", '"server.0"')
+        await r.until_monitor_hears("PeerJoined", '"server.0"')
         r.kill(MONITOR)
         await r.until_back(MONITOR)
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_hears("Joined", f'"{name}"', launcher.incarnations[name], life=2)
+            await r.until_monitor_hears("PeerJoined", f'"{name}"', launcher.incarnations[name], life=2)
         for times in (2, 3):
             r.kill(MONITOR)
             await r.until_back(MONITOR, times)

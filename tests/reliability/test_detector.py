@@ -17,14 +17,11 @@ from flowrt.reliability.detector import (
     DISK_SECONDS,
     REPORT_SECONDS,
     SEEN_SHARE,
-    Cleared,
-    Condemned,
-    Decision,
     Detector,
     Operation,
     ProcessSample,
-    State,
-    Suspected,
+    ProcessState,
+    StateChange,
     Timeouts,
 )
 
@@ -70,7 +67,7 @@ class Scene:
     detector: Detector = field(default_factory=Detector)
     now: float = 1000.0
     process: Process = field(default_factory=Process)
-    said: list[tuple[float, Decision]] = field(default_factory=list)
+    said: list[tuple[float, StateChange]] = field(default_factory=list)
     sequence: int = 0
     launcher_beats: bool = True
 
@@ -94,12 +91,12 @@ class Scene:
             sample = self.process.sample
             self.take(self.detector.tick(self.now, {} if sample is None else dict.fromkeys(self.detector.silent(), sample)))
 
-    def take(self, decisions: list[Decision]) -> None:
+    def take(self, decisions: list[StateChange]) -> None:
         self.said += [(self.now, each) for each in decisions]
 
     @property
     def verdicts(self) -> list[tuple[float, str]]:
-        return [(at, each.why) for at, each in self.said if isinstance(each, Condemned)]
+        return [(at, each.why) for at, each in self.said if each.state is ProcessState.DEAD]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_a_short_stop_after_a_long_wait_for_a_processor_is_a_short_stop() -> Non
         scene.play(0.3, STOPPED)
         scene.play(0.2, HEALTHY)
     assert scene.verdicts == []
-    assert {type(each) for _, each in scene.said} == {Suspected, Cleared}
+    assert {each.state for _, each in scene.said} == {ProcessState.SUSPECT, ProcessState.ALIVE}
 
 
 @pytest.mark.parametrize(("stall_seconds", "dies"), [(0.3, False), (1.2, True)])
@@ -189,7 +186,7 @@ def test_silence_does_not_count_while_the_launcher_is_silent() -> None:
     assert scene.said == []
     scene.launcher_beats = True
     scene.play(2.0, ASLEEP)
-    assert [type(each) for _, each in scene.said] == [Suspected, Condemned]
+    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD]
 
 
 def test_an_observer_that_was_stopped_counts_only_what_it_watched() -> None:
@@ -209,9 +206,9 @@ def test_a_suspect_is_cleared_by_a_heartbeat() -> None:
     scene.play(1.0, HEALTHY)
     scene.play(0.7, QUEUED)
     scene.play(1.0, HEALTHY)
-    assert [(type(each), each.why) for _, each in scene.said] == [
-        (Suspected, "no heartbeat for 0.42 s (runnable)"),
-        (Cleared, "its heartbeats come in time, and no client reports it"),
+    assert [(each.state, each.why) for _, each in scene.said] == [
+        (ProcessState.SUSPECT, "no heartbeat for 0.42 s (runnable)"),
+        (ProcessState.ALIVE, "its heartbeats come in time, and no client reports it"),
     ]
 
 
@@ -221,7 +218,7 @@ def test_an_operation_beyond_its_bound_marks_its_process_dead() -> None:
     assert detector.record_heartbeat(0.1, "x", "1", 0, Operation("'experts.1'", 1.9, 2.0)) == []
     assert detector.record_heartbeat(0.2, "x", "1", 1, Operation("'load'", 1e6, 0.0)) == []  # no bound is declared
     assert detector.record_heartbeat(0.3, "x", "1", 2, Operation("'experts.1'", 2.1, 2.0)) == [
-        Condemned("x", "1", "'experts.1' has run 2.10 s, its bound is 2.00 s")
+        StateChange("x", "1", ProcessState.DEAD, "'experts.1' has run 2.10 s, its bound is 2.00 s")
     ]
 
 
@@ -233,10 +230,10 @@ def test_a_dead_incarnation_that_works_again_is_cleared_unless_it_was_removed() 
     assert detector.record_heartbeat(scene.now, "x", "1", 10**6, Operation("'call'", 2.0, 1.0)) == []
     scene.sequence = 10**6
     scene.play(1.0, HEALTHY)
-    assert [type(each) for _, each in scene.said] == [Suspected, Condemned, Cleared]
+    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
     detector.remove(scene.now, "x", "1")
     scene.play(2.0, HEALTHY)
-    assert [type(each) for _, each in scene.said] == [Suspected, Condemned, Cleared]
+    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
 
 
 def test_each_incarnation_can_die() -> None:
@@ -244,9 +241,9 @@ def test_each_incarnation_can_die() -> None:
     scene.play(2.0, STOPPED)
     detector = scene.detector
     detector.add(scene.now, "x", "2", scene.process.times)
-    assert detector.watched["x"].state is State.ALIVE
+    assert detector.watched["x"].state is ProcessState.ALIVE
     scene.play(2.0, STOPPED)
-    assert [each.incarnation for _, each in scene.said if isinstance(each, Condemned)] == ["1", "2"]
+    assert [each.incarnation for _, each in scene.said if each.state is ProcessState.DEAD] == ["1", "2"]
 
 
 def test_heartbeats_of_dead_and_unknown_incarnations_are_ignored_and_counted() -> None:
@@ -264,7 +261,7 @@ def test_heartbeats_of_dead_and_unknown_incarnations_are_ignored_and_counted() -
     assert detector.record_heartbeat(0.6, "x", "2", 5) == []
     assert detector.record_heartbeat(0.7, "x", "2", 5) == []  # a repeated one proves nothing
     assert detector.num_ignored == 4
-    assert [type(each) for each in detector.record_report(0.8, "x", "2", "attention.0", 1.0, 0.1)] == [Suspected]
+    assert [each.state for each in detector.record_report(0.8, "x", "2", "attention.0", 1.0, 0.1)] == [ProcessState.SUSPECT]
 
 
 def test_an_observer_that_was_started_later_learns_from_heartbeats() -> None:
@@ -277,8 +274,8 @@ def test_an_observer_that_was_started_later_learns_from_heartbeats() -> None:
         detector.record_heartbeat(tenth / 10, "y", "1", tenth)
         detector.tick(tenth / 10, {})
     assert {process: (each.incarnation, each.state) for process, each in detector.watched.items()} == {
-        "x": ("new", State.ALIVE),
-        "y": ("1", State.ALIVE),
+        "x": ("new", ProcessState.ALIVE),
+        "y": ("1", ProcessState.ALIVE),
     }
 
 
@@ -290,8 +287,8 @@ def test_a_report_of_a_client_lasts_and_is_renewed() -> None:
     renewed = scene.now
     scene.play(6.0, HEALTHY)
     (_, suspected), (cleared_at, cleared) = scene.said
-    assert suspected == Suspected("x", "1", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
-    assert isinstance(cleared, Cleared)
+    assert suspected == StateChange("x", "1", ProcessState.SUSPECT, "attention.0 has waited 0.50 s for it, 0.10 s is usual")
+    assert cleared.state is ProcessState.ALIVE
     assert cleared_at == pytest.approx(renewed + REPORT_SECONDS, abs=0.2)
 
 
@@ -314,14 +311,14 @@ class Evidence(RuleBasedStateMachine):
         self.removed: set[str] = set()  # those of which the latest incarnation was
         self.sequence = 0
 
-    def take(self, decisions: list[Decision], overrun: str | None = None, cleared: str | None = None) -> None:
+    def take(self, decisions: list[StateChange], overrun: str | None = None, cleared: str | None = None) -> None:
         for decision in decisions:
             process = decision.process
             assert decision.why
             assert decision.incarnation == str(self.incarnations[process]), "a verdict on an earlier incarnation"
             assert process not in self.removed, "a verdict on a closed connection"
             assert (process in self.processes) != (process == cleared), "only the dead are cleared by a heartbeat, and nothing else follows"
-            if isinstance(decision, Condemned):
+            if decision.state is ProcessState.DEAD:
                 did = self.since[process]
                 assert (
                     process == overrun
@@ -330,7 +327,7 @@ class Evidence(RuleBasedStateMachine):
                 ), f"no evidence: {decision.why}"
                 del self.processes[process]
             elif process == cleared:
-                assert isinstance(decision, Cleared)
+                assert decision.state is ProcessState.ALIVE
                 self.processes[process] = Process()
 
     @rule(process=names)
@@ -377,7 +374,7 @@ class Evidence(RuleBasedStateMachine):
     def report(self, process: str) -> None:
         if process in self.incarnations:
             said = self.detector.record_report(self.now, process, str(self.incarnations[process]), "attention.0", 1.0, 0.1)
-            assert all(isinstance(each, Suspected) for each in said)
+            assert all(each.state is ProcessState.SUSPECT for each in said)
             self.take(said)
 
     @rule(process=names, behaviour=st.sampled_from([STOPPED, ASLEEP, BUSY, QUEUED, Process(is_told=False)]))
@@ -415,8 +412,8 @@ class Evidence(RuleBasedStateMachine):
     @invariant()
     def states_are_what_was_said(self) -> None:
         for process, each in self.detector.watched.items():
-            assert (each.state is State.DEAD) == (process not in self.processes)
-            assert (each.why == "") == (each.state is State.ALIVE)
+            assert (each.state is ProcessState.DEAD) == (process not in self.processes)
+            assert (each.why == "") == (each.state is ProcessState.ALIVE)
             assert math.isfinite(each.silent_seconds)
 
 

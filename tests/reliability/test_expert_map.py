@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.reliability.expert_map import ExpertMap, invert
+from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 
 MAPS = st.builds(
     lambda held, num: ExpertMap.from_held({server: [e for e in experts if e < num] for server, experts in held.items()}, num),
@@ -15,7 +15,7 @@ MAPS = st.builds(
 
 def test_both_directions() -> None:
     experts = ExpertMap.from_held({0: [0, 1], 1: [1, 2]}, num_experts=4)
-    assert experts.copies == ((0,), (0, 1), (1,), ())
+    assert experts.replicas == ((0,), (0, 1), (1,), ())
     assert experts.servers_of(1) == (0, 1)
     assert experts.missing() == (3,)
     assert experts.servers == (0, 1)
@@ -24,14 +24,14 @@ def test_both_directions() -> None:
 
 def test_a_server_leaves() -> None:
     experts = ExpertMap.from_held({0: [0, 1], 1: [1]}, num_experts=2)
-    fewer = experts.without(0)
-    assert (fewer.copies, fewer.version, fewer.missing()) == (((), (1,)), 1, (0,))
-    assert experts.copies == ((0,), (0, 1)), "the first map has not changed"
+    fewer = experts.without_server(0)
+    assert (fewer.replicas, fewer.version, fewer.missing()) == (((), (1,)), 1, (0,))
+    assert experts.replicas == ((0,), (0, 1)), "the first map has not changed"
 
 
 def test_nothing_changes_nothing() -> None:
     experts = ExpertMap.from_held({0: [0, 1]}, num_experts=2)
-    assert experts.without(7) is experts
+    assert experts.without_server(7) is experts
 
 
 def test_layers_may_differ() -> None:
@@ -39,14 +39,14 @@ def test_layers_may_differ() -> None:
     assert experts.servers_of(1) == experts.servers_of(1, layer=0) == (0,)
     assert experts.servers_of(1, layer=3) == (1,)
     assert experts.servers == (0, 1)
-    fewer = experts.without(1)
+    fewer = experts.without_server(1)
     assert fewer.missing(layer=3) == (1,)
     assert fewer.missing() == ()
 
 
 def test_impossible_maps() -> None:
     with pytest.raises(ValueError, match="server 1 cannot hold expert 2; this model has experts 0 to 1"):
-        invert({1: [0, 2]}, 2)
+        servers_by_expert({1: [0, 2]}, 2)
     with pytest.raises(ValueError, match="once, ascending"):
         ExpertMap(((1, 0),))
     with pytest.raises(ValueError, match="the same number"):
@@ -55,7 +55,7 @@ def test_impossible_maps() -> None:
 
 @given(MAPS, st.integers(0, 6))
 def test_without_touches_only_that_server(experts: ExpertMap, server: int) -> None:
-    fewer = experts.without(server)
+    fewer = experts.without_server(server)
     assert server not in fewer.servers
     for expert in range(experts.num_experts):
         assert fewer.servers_of(expert) == tuple(other for other in experts.servers_of(expert) if other != server)

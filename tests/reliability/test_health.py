@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.reliability.health import STALL_SECONDS, Health, Progress, ServiceState, WorkerProgress, health
+from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
 
-def state_of(progress: Progress, now: float) -> ServiceState:
+def state_of(progress: RequestProgress, now: float) -> ServiceState:
     return ServiceState(num_open=progress.num_open, idle_seconds=progress.idle_seconds(now))
 
 
 def test_requests_without_progress_are_unhealthy() -> None:
-    progress = Progress()
+    progress = RequestProgress()
     assert health(state_of(progress, 1e6)).ok  # nobody waits, and nothing comes
     progress.opened(1e6)
     assert health(state_of(progress, 1e6 + STALL_SECONDS)).ok  # it counts from the first that waits

@@ -2,63 +2,63 @@
 
 import pytest
 
-from flowrt.reliability.hedging import BUDGET_MOST, FIRST_SECONDS, MIN_ANSWERS, MIN_SECONDS, PROBE, Steering
+from flowrt.reliability.hedging import FIRST_SECONDS, MAX_BUDGET, MIN_RESPONSES, MIN_SECONDS, PROBE, HedgingPolicy
 
 
-def steering(*seconds: float, rows: int = 1, times: int = MIN_ANSWERS) -> Steering:
+def policy(*seconds: float, rows: int = 1, times: int = MIN_RESPONSES) -> HedgingPolicy:
     """One server per number, which takes so long."""
-    steering = Steering(len(seconds))
+    policy = HedgingPolicy(len(seconds))
     for _ in range(times):
         for server, each in enumerate(seconds):
-            steering.answered(server, rows, each)
-    steering.judge()
-    return steering
+            policy.record_response(server, rows, each)
+    policy.update_avoided()
+    return policy
 
 
 def test_before_something_is_known_only_what_takes_very_long_is_late():
-    assert Steering(2).late_after(0, 1) == FIRST_SECONDS
-    assert steering(0.01, 0.01, times=MIN_ANSWERS - 1).late_after(0, 1) == FIRST_SECONDS
+    assert HedgingPolicy(2).late_after(0, 1) == FIRST_SECONDS
+    assert policy(0.01, 0.01, times=MIN_RESPONSES - 1).late_after(0, 1) == FIRST_SECONDS
 
 
 def test_late_is_what_takes_much_longer_than_usual_or_than_another_would():
-    usual = steering(0.010, 0.010)
+    usual = policy(0.010, 0.010)
     late = usual.late_after(0, 1)
     assert late is not None
     assert 0.010 < late <= 0.030
-    assert steering(0.010, 0.200).late_after(1, 1) == pytest.approx(0.030)
+    assert policy(0.010, 0.200).late_after(1, 1) == pytest.approx(0.030)
 
 
 def test_short_responses_are_not_late_at_once():
-    assert steering(1e-4, 1e-4).late_after(0, 1) == MIN_SECONDS
+    assert policy(1e-4, 1e-4).late_after(0, 1) == MIN_SECONDS
 
 
 def test_sizes_are_distinguished():
-    both = steering(0.010, 0.010)
+    both = policy(0.010, 0.010)
     assert both.late_after(0, 500) == FIRST_SECONDS
-    for _ in range(MIN_ANSWERS):
-        both.answered(0, 500, 2.0)
+    for _ in range(MIN_RESPONSES):
+        both.record_response(0, 500, 2.0)
     assert both.late_after(0, 500) > 1.9
     assert both.late_after(0, 1) < 0.1
 
 
 def test_a_slow_server_is_avoided_and_taken_back():
-    servers = steering(0.010, 0.010, 0.050)
+    servers = policy(0.010, 0.010, 0.050)
     assert servers.avoided == {2}
     changes = []
     for _ in range(40):
-        servers.answered(2, 1, 0.010)
-        changes.append(servers.judge())
+        servers.record_response(2, 1, 0.010)
+        changes.append(servers.update_avoided())
     assert changes.count(True) == 1
     assert servers.avoided == frozenset()
 
 
 def test_equally_slow_or_short_responses_mark_no_server_slow():
-    assert steering(0.5, 0.5, 0.5).avoided == frozenset()
-    assert steering(1e-5, 1e-5, 1e-3).avoided == frozenset()
+    assert policy(0.5, 0.5, 0.5).avoided == frozenset()
+    assert policy(1e-5, 1e-5, 1e-3).avoided == frozenset()
 
 
 def test_new_incarnation_starts_as_not_slow():
-    servers = steering(0.010, 0.050)
+    servers = policy(0.010, 0.050)
     assert servers.avoided == {1}
     servers.forget(1)
     assert servers.avoided == frozenset()
@@ -66,18 +66,18 @@ def test_new_incarnation_starts_as_not_slow():
 
 
 def test_at_most_one_part_in_ten_is_hedged():
-    servers = steering(0.010, 0.010)
-    for _ in range(int(BUDGET_MOST)):
-        assert servers.may_spend
+    servers = policy(0.010, 0.010)
+    for _ in range(int(MAX_BUDGET)):
+        assert servers.has_budget
         servers.spend()
-    assert not servers.may_spend
+    assert not servers.has_budget
     for _ in range(1000):
-        servers.answered(0, 1, 0.010)
-        if servers.may_spend:
+        servers.record_response(0, 1, 0.010)
+        if servers.has_budget:
             servers.spend()
-    assert 99 <= servers.num_hedged - BUDGET_MOST <= 101
+    assert 99 <= servers.num_hedged - MAX_BUDGET <= 101
 
 
 def test_one_tag_in_so_many_probes():
-    servers = Steering(2)
+    servers = HedgingPolicy(2)
     assert sum(servers.probes() for _ in range(10 * PROBE)) == 10

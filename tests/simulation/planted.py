@@ -16,7 +16,7 @@ REGION = "flowrt.dataflow.region"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
 LINKS = "flowrt.actors.links"
-LIVES = "flowrt.actors.lives"
+INCARNATIONS = "flowrt.actors.incarnations"
 BEATS = "flowrt.actors.heartbeats"
 DEPARTURES = "flowrt.dataflow.outbound_edges"
 CREDITS = "flowrt.dataflow.credits"
@@ -31,7 +31,7 @@ SERVICE = "flowrt.exchange.expert_service"
 DISPATCH = "flowrt.exchange.dispatch"
 CLIENT = "flowrt.exchange.expert_client"
 FAILOVER = "flowrt.exchange.failover"
-SURVIVAL = "flowrt.workers.survival"
+MEMBERSHIP = "flowrt.workers.membership"
 DETECTOR = "flowrt.reliability.detector"
 MONITOR = "flowrt.workers.monitor"
 CUT = "flowrt.operators.dispatch"
@@ -46,9 +46,9 @@ CONNECTION = "flowrt.launcher.control_connection"
 VERDICT = "flowrt.launcher.root_cause"
 MONITORING = "flowrt.launcher.monitor_client"
 REQUESTS = "flowrt.gateway.requests"
-LAZY = "flowrt.actors.opening"
+LAZY = "flowrt.actors.lazy_channel"
 FALLBACK = "flowrt.actors.fallback"
-LEDGER = "flowrt.actors.ledger"
+RESEND_BUFFER = "flowrt.actors.resend_buffer"
 CODEC = "flowrt.transports.wire.codec"
 ENDPOINT = "flowrt.transports.channel.queued"
 
@@ -69,7 +69,7 @@ BUGS: tuple[Bug, ...] = (
     bug("part-missing", "a tag counts as whole when one part is missing", (
         PARTS, "Cover.complete", "if values is None:\n            return None", "if values is None and len(self._arrived) + 1 < len(self._plan):\n            return None\n        if values is None:\n            continue")),
     bug("part-twice", "the last part is added twice", (
-        DISPATCH, "Combine._add", "zip(where, answers, strict=True)]", "zip(where, answers, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
+        DISPATCH, "Combine._combine", "zip(where, responses, strict=True)]", "zip(where, responses, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
     bug("parts-overwrite", "a row with answers of two servers keeps the last", (
         TORCH_KERNELS, "add_parts", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
     bug("residual-in-place", "combine writes into a received buffer and adds it again", (
@@ -142,22 +142,22 @@ BUGS: tuple[Bug, ...] = (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
     bug("parts-not-cut-anew", "parts of a dead server are not asked of others", (
-        FAILOVER, "Failover.lost", "self._again(tag, part)", "pass")),
+        FAILOVER, "Failover.mark_lost", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-the-dead", "a dead server stays in its client's map", (
-        FAILOVER, "Failover.lost", "self._client.lose(server)", "pass")),
+        FAILOVER, "Failover.mark_lost", "self._client.remove_server(server)", "pass")),
     bug("map-never-regains", "a server that is back stays out of the map", (
-        FAILOVER, "Failover.joined", "self._client.regain(server)", "pass")),
+        FAILOVER, "Failover.mark_joined", "self._client.restore_server(server)", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed: what is sent there is swallowed", (
-        FAILOVER, "Failover.lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
+        FAILOVER, "Failover.mark_lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
     bug("edges-stay-closed", "edges to a server that is back are not opened", (
-        FAILOVER, "Failover.joined", "self._runner.open_edges(self._edges.get(process, []))", "pass")),
+        FAILOVER, "Failover.mark_joined", "self._runner.open_edges(self._edges.get(process, []))", "pass")),
     bug("unsent-forgotten", "a part cut for a server that died before it was sent is forgotten", (
-        FAILOVER, "Failover.on_unsent", "self._again(output.tag, part)", "pass")),
+        FAILOVER, "Failover.on_unsent", "self._redispatch(output.tag, part)", "pass")),
     bug("parked-forgotten", "parts that wait for an expert are not asked when it is back", (
-        FAILOVER, "Failover.joined", "self._ask_again(frozenset({UNAVAILABLE}))", "pass"), (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
+        FAILOVER, "Failover.mark_joined", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass"), (
+        FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("parked-while-cut", "parts cut by the map of before, while the server came back, wait for ever", (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
+        FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("window-not-renewed", "a new life begins with the credits that the old one left", (
         CREDITS, "Window.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
     bug("pending-survives", "what waited for a credit of a dead server waits for its next life", (
@@ -169,44 +169,44 @@ BUGS: tuple[Bug, ...] = (
         PARTS, "Cover._values_of", "if values is None:\n            return None\n        chosen.extend(values)", "chosen.extend(values or ())"), (
         PARTS, "Cover._values_of", "return chosen", "return chosen or None")),
     bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
-        CLIENT, "ExpertClient.parts", "asked.parts[number]", "asked.parts[min(number, asked.num_first - 1)]")),
+        CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, entry.num_first - 1)]")),
     bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
         CUT, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
     bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
     bug("others-regained", "with one server back, others that are down are in the map again", (
-        CLIENT, "ExpertClient.regain", "left = left.without(lost)", "left = left")),
+        CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
     bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (
-        CLIENT, "Tables.of", "or servers for servers in copies", "for servers in copies")),
+        CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
     bug("hedge-to-nowhere", "a late part is asked of others although they do not hold all that it needs", (
-        CLIENT, "ExpertClient.hedge", "self._without(self._avoided | {part.server})", "Tables(self._map.without(part.server), frozenset(), self._num_servers, self._device)"), (
-        FAILOVER, "Failover.look_again", "self._ask_again(frozenset({UNAVAILABLE}))", "pass")),
+        CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self._map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
+        FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
     bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (
-        CLIENT, "ExpertClient.ask", "if tag.epoch < self._epochs.get(tag.source, 0):", "if False:")),
+        CLIENT, "ExpertClient.add_tag", "if tag.epoch < self._epochs.get(tag.source, 0):", "if False:")),
     bug("asked-before-linked", "a new life is asked before its link is up", (
-        SURVIVAL, "Survival._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.joined(joined.process)",
-        "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
+        MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)",
+        "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
     bug("left-unheard", "a worker that is told of a death drops the link and keeps the server", (
-        SURVIVAL, "Survival.on_control", "self._end(control.process, control.incarnation)", "pass")),
+        MEMBERSHIP, "Membership.on_control", "self._end(control.process, control.incarnation)", "pass")),
     bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (
-        SURVIVAL, "Survival.on_lost", "self._end(peer.name, peer.incarnation)", "self._over.add((peer.name, peer.incarnation))")),
+        MEMBERSHIP, "Membership.on_lost", "self._end(peer.name, peer.incarnation)", "self._ended.add((peer.name, peer.incarnation))")),
     bug("never-refused", "requests that need a lost expert wait for ever", (
-        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
+        MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
     bug("refused-at-once", "requests end as soon as an expert is lost", (
-        SURVIVAL, "Survival._look_on", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "True")),
+        MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "True")),
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
     bug("lost-time-adds-up", "the time without an expert is not counted anew when it is lost again", (
-        SURVIVAL, "Survival._end", "if was_whole:", "if not self._lost_since:")),
+        MEMBERSHIP, "Membership._end", "if was_whole:", "if not self._lost_since:")),
     bug("refused-and-running", "requests that end for a lost expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
     bug("old-life-read", "messages of a life that is over are read on", (
         LINKS, "Links._end", "reader.cancel()", "pass"), (
         LINKS, "Links._end", "link.end()", "pass")),
     bug("any-life-will-do", "the end of an old life ends the life that counts", (
-        LIVES, "Lives.end", "self._current.get(life.name) != life.incarnation", "life.name not in self._current")),
+        INCARNATIONS, "Incarnations.end", "self._current.get(identity.name) != identity.incarnation", "identity.name not in self._current")),
     # heartbeats and the monitor
     body("heartbeats-of-the-dead", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
          "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.heard_at = now\nreturn []"),
@@ -225,7 +225,7 @@ BUGS: tuple[Bug, ...] = (
     body("incarnation-kept", "a restarted process has the incarnation of the dead one", LAUNCHER, "Launcher.renew", "pass"),
     body("death-unannounced", "neighbours are not notified of a death", RESTARTS, "Revival._leave", "line.is_known_over = True"),
     body("joined-unsent", "neighbours are notified of deaths but not of new incarnations", RESTARTS, "Revival._tell_others",
-         "for name in names:\n    other = self._run.workers.get(name)\n    if other is not None and other.host != line.host and not other.is_over and type(control).__name__ != 'Joined':\n        other.post(control)"),
+         "for name in names:\n    other = self._run.workers.get(name)\n    if other is not None and other.host != line.host and not other.is_over and type(control).__name__ != 'PeerJoined':\n        other.post(control)"),
     body("exit-ignored", "a process that ended is not started again", RESTARTS, "Revival.on_exit", "self.on_gone(host)"),
     body("hang-up-ignored", "a process that closed its control connection is left alone", RESTARTS, "Revival.on_line_end", "line.answer_for_it()"),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RESTARTS, "Revival.condemn", "pass"),
@@ -254,12 +254,12 @@ BUGS: tuple[Bug, ...] = (
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
-    body("offer-dropped", "the peer's call of a lazy channel is dropped", LAZY, "FirstUseChannel.offer", "pass"),
-    body("never-called", "a lazy channel is not opened by what is sent", LAZY, "FirstUseChannel.send_nowait",
+    body("offer-dropped", "the peer's call of a lazy channel is dropped", LAZY, "LazyChannel.offer", "pass"),
+    body("never-called", "a lazy channel is not opened by what is sent", LAZY, "LazyChannel.send_nowait",
          "return self._channel.send_nowait(message) if self._channel is not None else False"),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
-        FALLBACK, "FallbackChannel.send_nowait", "self.ledger.kept.append(message)", "pass")),
-    body("resent-taken-twice", "a message that was sent again after a fallback is taken twice", LEDGER, "Ledger.is_new", "self.received += 1\nreturn True"),
+        FALLBACK, "FallbackChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
+    body("resent-taken-twice", "a message that was sent again after a fallback is taken twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
         ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",

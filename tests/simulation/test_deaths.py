@@ -235,8 +235,8 @@ def test_process_with_heartbeats_is_not_suspected() -> None:
 
 
 def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_again = Failover._ask_again
-    monkeypatch.setattr(Failover, "_ask_again", lambda self, servers: None if UNAVAILABLE in servers else ask_again(self, servers))
+    ask_again = Failover._redispatch_from
+    monkeypatch.setattr(Failover, "_redispatch_from", lambda self, servers: None if UNAVAILABLE in servers else ask_again(self, servers))
 
     def serve_until_it_fails() -> None:
         for seed in range(20):  # whether a part waits at all is the seed's choice

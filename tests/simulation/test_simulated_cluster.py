@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.actors.control import Ask, Control, Listening, Start, Statistics, Stop, as_message, from_message
+from flowrt.actors.control import Control, Listening, Start, Statistics, StatisticsRequest, Stop, as_message, from_message
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.file import load_graph
@@ -308,7 +308,7 @@ def test_a_worker_that_loads_responds_to_a_request_for_statistics(graph_file: Pa
             world.network, (Identity(GATEWAY), OUTSIDE), (Identity("attention.0", "1"), node), CONTROL_LIMITS
         )
         process = world.start("attention.0", lambda seams: run_worker(theirs, seams))
-        for control in (Start("attention.0", "1", to_json(graph), world.new_key()), Ask()):
+        for control in (Start("attention.0", "1", to_json(graph), world.new_key()), StatisticsRequest()):
             await ours.send(as_message(control))
         received: list[type[Control]] = []
         while Listening not in received:

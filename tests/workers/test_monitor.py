@@ -15,21 +15,19 @@ import msgspec
 import pytest
 
 from flowrt.actors.control import (
-    Ask,
-    Cleared,
-    Condemned,
     Connected,
     Control,
+    DetectorReport,
     Heartbeat,
-    Joined,
-    Late,
-    Left,
+    LateResponse,
     Listening,
+    PeerJoined,
+    PeerLeft,
     Peers,
     Start,
     Statistics,
+    StatisticsRequest,
     Stop,
-    Suspected,
     as_message,
     from_message,
 )
@@ -37,6 +35,7 @@ from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LOST, Link
 from flowrt.graph.model import GATEWAY
 from flowrt.process_status import Activity, process_activity, process_times
+from flowrt.reliability.detector import ProcessState
 from flowrt.reliability.scenario import Crash, Hang, Pause, Scenario, Skew, Slow, Stall
 from flowrt.seams import Compute, Running, Seams
 from flowrt.simulation.faults import Faults
@@ -50,6 +49,10 @@ SEEDS = range(8)
 LIMITS = Limits(max_header_bytes=1 << 20, capacity_messages=32)
 WORKERS = ("attention.0", "experts.0", "experts.1", "experts.2")
 GRAPH = b'{"nodes": {}, "reliability": {"suspect_seconds": 0.4, "dead_seconds": 1.0}}'
+
+
+def reports(control: Control, state: ProcessState) -> bool:
+    return isinstance(control, DetectorReport) and control.state is state
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Scene:
                 control = from_message(await channel.recv())
                 assert isinstance(control, Heartbeat)
                 self.pass_on(msgspec.structs.replace(control, process=name, pid=self.world.processes[name].pid))
-        await self.tell_monitor(Left(name, "1", "its line ended"))
+        await self.tell_monitor(PeerLeft(name, "1", "its line ended"))
 
     async def watch(self, gateway: str, began: float) -> None:
         """Starts a monitor, receives its messages, and starts another when it ends."""
@@ -186,7 +189,7 @@ def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[flo
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_working_process_is_not_marked_dead(seed: int, faults: tuple[object, ...]) -> None:
-    assert not [said for said in verdicts(seed, *faults) if isinstance(said[1], Condemned)]
+    assert not [said for said in verdicts(seed, *faults) if reports(said[1], ProcessState.DEAD)]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_working_process_is_not_marked_dead(seed: int, faults: tuple[object, ...
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stopped_process_is_marked_dead_once_within_the_bound(seed: int, fault: Pause, why: str) -> None:
-    condemned = [(at, said) for at, said in verdicts(seed, fault) if isinstance(said, Condemned)]
+    condemned = [(at, said) for at, said in verdicts(seed, fault) if reports(said, ProcessState.DEAD)]
     assert [(said.process, said.incarnation) for _, said in condemned] == [("experts.1", "1")]  # it wakes at 5 s, and stays dead
     ((at, said),) = condemned
     assert said.why.startswith(why)
@@ -209,7 +212,7 @@ def test_stopped_process_is_marked_dead_once_within_the_bound(seed: int, fault: 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_new_monitor_learns_from_heartbeats(seed: int) -> None:
     crash, pause = Crash(process="monitor", at_seconds=2.0), Pause(process="experts.2", at_seconds=3.0, for_seconds=9.0)
-    condemned = [(at, said.process) for at, said in verdicts(seed, crash, pause) if isinstance(said, Condemned)]
+    condemned = [(at, said.process) for at, said in verdicts(seed, crash, pause) if reports(said, ProcessState.DEAD)]
     assert condemned == [(pytest.approx(4.05, abs=0.15), "experts.2")]
 
 
@@ -239,11 +242,17 @@ async def test_over_a_real_socket() -> None:
         await say(line, Peers({}, {}))
         assert isinstance(await hear(line), Connected)
         await say(line, Heartbeat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
-        assert await hear(line) == Condemned("experts.0", "a", "'call' has run 2.00 s, its bound is 1.00 s")
-        await say(line, Joined("experts.0", "b", {}), Late("experts.0", "b", 0.5, 0.1, by="attention.0"))
-        assert await hear(line) == Suspected("experts.0", "b", "attention.0 has waited 0.50 s for it, 0.10 s is usual")
+        assert await hear(line) == DetectorReport("experts.0", "a", ProcessState.DEAD, "'call' has run 2.00 s, its bound is 1.00 s")
+        await say(line, PeerJoined("experts.0", "b", {}), LateResponse("experts.0", "b", 0.5, 0.1, by="attention.0"))
+        assert await hear(line) == DetectorReport(
+            "experts.0", "b", ProcessState.SUSPECT, "attention.0 has waited 0.50 s for it, 0.10 s is usual"
+        )
         await say(
-            line, Left("experts.0", "b", "was killed"), Heartbeat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"), Ask(), Stop()
+            line,
+            PeerLeft("experts.0", "b", "was killed"),
+            Heartbeat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"),
+            StatisticsRequest(),
+            Stop(),
         )
         assert isinstance(await hear(line), Statistics)  # of a life that is over nothing is said
         assert isinstance(await hear(line), Statistics)
@@ -259,17 +268,17 @@ async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
             await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
             assert isinstance(await hear(line), Listening)
             await say(
-                line, Joined("experts.0", "a", {}, sleeper.pid), Joined("experts.1", "a", {})
+                line, PeerJoined("experts.0", "a", {}, sleeper.pid), PeerJoined("experts.1", "a", {})
             )  # the second one is not on this machine
             said = [await hear(line)]
-            while not isinstance(said[-1], Condemned):
+            while not reports(said[-1], ProcessState.DEAD):
                 said.append(await hear(line))
             assert (said[-1].process, said[-1].incarnation) == ("experts.0", "a")
             assert said[-1].why.startswith("stopped, no heartbeat for ")
             await say(line, Stop())
             while not isinstance(said[-1], Statistics):
                 said.append(await hear(line))
-            assert [each.process for each in said if isinstance(each, Condemned)] == ["experts.0"]
+            assert [each.process for each in said if reports(each, ProcessState.DEAD)] == ["experts.0"]
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -281,10 +290,12 @@ async def test_heartbeat_clears_a_suspect() -> None:
         group.create_task(run_monitor(control, Seams()))
         await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 600}}', b""))
         assert isinstance(await hear(line), Listening)
-        await say(line, Joined("experts.0", "a", {}))
-        assert isinstance(await hear(line), Suspected)
+        await say(line, PeerJoined("experts.0", "a", {}))
+        assert reports(await hear(line), ProcessState.SUSPECT)
         await say(line, Heartbeat(0, 0.0, 7, incarnation="a", process="experts.0"))
-        assert await hear(line) == Cleared("experts.0", "a", "its heartbeats come in time, and no client reports it")
+        assert await hear(line) == DetectorReport(
+            "experts.0", "a", ProcessState.ALIVE, "its heartbeats come in time, and no client reports it"
+        )
         await say(line, Stop())
 
 

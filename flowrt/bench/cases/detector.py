@@ -12,14 +12,13 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
-from flowrt.actors.control import Condemned, Control, Heartbeat, Joined, Left, Start, Stop, Suspected, as_message, from_message
+from flowrt.actors.control import Control, DetectorReport, Heartbeat, PeerJoined, PeerLeft, Start, Stop, as_message, from_message
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.actors.links import LOST
 from flowrt.bench.measure.benchmark import Result
@@ -30,7 +29,7 @@ from flowrt.graph.model import GATEWAY
 from flowrt.launcher.transport_choice import usable_cores
 from flowrt.process_backend import ProcessSpec, WorkerProcess
 from flowrt.processes.fork_server_client import LocalBackend
-from flowrt.reliability.detector import SEEN_SHARE, Timeouts
+from flowrt.reliability.detector import SEEN_SHARE, ProcessState, Timeouts
 from flowrt.seams import RealClock, Running
 from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message
@@ -91,21 +90,21 @@ class Crowd:
             "own": tasks.create_task(send_heartbeats(_Launcher(), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)),
         }
         self.workers: dict[str, WatchedWorker] = {}
-        self.verdicts: asyncio.Queue[tuple[float, Condemned]] = asyncio.Queue()
-        self.counts: Counter[str] = Counter()
+        self.verdicts: asyncio.Queue[tuple[float, DetectorReport]] = asyncio.Queue()
+        self.num_suspected = 0
         self.longest_gap_seconds = 0.0
 
     async def start(self, name: str) -> None:
         self._num_started += 1
         worker = self.workers[name] = await fork_worker(self._backend, name, self._num_started, _WORKER, self._graph)
         self._relays[name] = self._tasks.create_task(self._relay(worker), name=f"relay of {name}")
-        await self._send(Joined(name, worker.incarnation, {}, worker.process.pid))
+        await self._send(PeerJoined(name, worker.incarnation, {}, worker.process.pid))
 
     async def kill(self, name: str) -> None:
         """Kills this worker and notifies the monitor."""
         worker = self.workers.pop(name)
         self._relays.pop(name).cancel()
-        await self._send(Left(name, worker.incarnation, "replaced"))
+        await self._send(PeerLeft(name, worker.incarnation, "replaced"))
         worker.process.kill()
         await worker.channel.aclose()
 
@@ -145,8 +144,8 @@ class Crowd:
         with contextlib.suppress(*LOST):
             while True:
                 control = from_message(await self._monitor.recv())
-                self.counts[control.kind] += 1
-                if isinstance(control, Condemned):
+                self.num_suspected += isinstance(control, DetectorReport) and control.state is ProcessState.SUSPECT
+                if isinstance(control, DetectorReport) and control.state is ProcessState.DEAD:
                     self.verdicts.put_nowait((time.monotonic(), control))
 
     def _send_nowait(self, heartbeat: Control) -> None:
@@ -245,7 +244,7 @@ async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdict
         silent = max(time.monotonic() - worker.heard_at for worker in crowd.workers.values())  # no heartbeat since
         longest = max(crowd.longest_gap_seconds, silent)
         watched = time.monotonic() - begun
-        return FalseVerdicts(num_workers, watched, num_stalls, num_long_stalls, crowd.counts[Suspected.kind], verdicts, longest)
+        return FalseVerdicts(num_workers, watched, num_stalls, num_long_stalls, crowd.num_suspected, verdicts, longest)
 
 
 async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Result]:

@@ -7,7 +7,7 @@ from exchange.test_failover import IDS_TA, POSITIONS_T, WEIGHTS_TA, X_TH, Client
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.exchange.dispatch import Dispatch
-from flowrt.exchange.without import Without
+from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.transports.wire.message import Tag
 
 LOST_SECONDS = 5.0
@@ -18,7 +18,7 @@ def client(request):
     """With experts 2 and 3 on servers 0 and 1, which go down; the clock is `client.clock[0]`."""
     client = Client(request.param)
     client.clock = [0.0]
-    client.client._now = client.client.without._now = lambda: client.clock[0]
+    client.client._now = client.client.omitted._now = lambda: client.clock[0]
     client.die(0)
     client.die(1)
     return client
@@ -27,7 +27,7 @@ def client(request):
 def give_up(client, seconds=LOST_SECONDS, epoch=1):
     """As the worker does: what waits is rolled back. True when there was reason to."""
     client.clock[0] += seconds
-    is_new = client.failover.give_up(LOST_SECONDS)
+    is_new = client.failover.omit_unavailable(LOST_SECONDS)
     if is_new:
         client.runner.roll_back("s@1", epoch)
         client.failover.roll_back("s@1", epoch)
@@ -53,7 +53,7 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
     client.serve_all()
     assert not client.ends
     assert give_up(client, 0.1)
-    assert client.failover.does_without
+    assert client.failover.omits_experts
     client.begin(1, epoch=1)
     client.serve_all()
     assert [tag.step for tag, _ in client.ends] == [1]
@@ -61,7 +61,7 @@ def test_pairs_of_lost_experts_are_left_out_after_a_while_and_not_before(client)
     assert client.failover.take_degraded(Tag("s@1", 1, 0, 1))
     assert not client.failover.take_degraded(Tag("s@1", 1, 0, 1)), "told once"
     assert not client.client.tags
-    assert not client.client.without.parts
+    assert not client.client.omitted.parts
     assert not give_up(client), "the same experts are given up once"
 
 
@@ -77,8 +77,8 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
     give_up(client)
     client.begin(0, epoch=1)
     client.serve_all()
-    client.failover.joined("experts.1")
-    assert not client.failover.does_without
+    client.failover.mark_joined("experts.1")
+    assert not client.failover.omits_experts
     client.begin(1, epoch=1)
     client.serve_all()
     assert torch.equal(last(client), without())
@@ -87,7 +87,7 @@ def test_with_a_replica_back_the_sum_is_whole_and_no_step_is_marked(client):
 
 def test_an_expert_lost_again_has_its_whole_time_again(client):
     give_up(client)
-    client.failover.joined("experts.1")
+    client.failover.mark_joined("experts.1")
     client.die(1)
     assert not give_up(client, LOST_SECONDS - 0.1)
     client.begin(0, epoch=1)
@@ -104,7 +104,7 @@ def test_each_expert_is_waited_for_as_long(client):
     client.begin(0, epoch=1)
     client.serve_all()
     assert not client.ends
-    client.failover.joined("experts.2")
+    client.failover.mark_joined("experts.2")
     client.serve_all()
     assert torch.equal(last(client), without(2, 3))
     client.die(2)
@@ -119,7 +119,7 @@ def test_a_step_rolled_back_is_not_marked_when_it_is_computed_again_whole(client
     client.runner.roll_back("s@1", 2)
     client.failover.roll_back("s@1", 2)
     assert not client.failover.take_degraded(Tag("s@1", 1, 0, 0))
-    assert not client.client.without.parts
+    assert not client.client.omitted.parts
 
 
 def test_a_tag_that_was_rolled_back_while_it_was_cut_leaves_nothing(client):
@@ -127,22 +127,22 @@ def test_a_tag_that_was_rolled_back_while_it_was_cut_leaves_nothing(client):
     firing = Firing("dispatch", Tag("s@1", 0), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     Dispatch(client.client, client.strict)([firing])
     assert not client.client.tags
-    assert not client.client.without.parts
+    assert not client.client.omitted.parts
     assert not client.failover.take_degraded(Tag("s@1", 0))
 
 
 def test_experts_are_given_up_layer_by_layer():
     now = [0.0]
-    lacking = Without(lambda: now[0])
+    lacking = OmittedExperts(lambda: now[0])
     lacking.update({1: frozenset({4}), 2: frozenset()})
     now[0] = 3.0
     lacking.update({1: frozenset({4}), 2: frozenset({4, 5})})
     now[0] = 5.0
-    assert lacking.give_up(5.0)
-    assert lacking._given_up == {1: [4]}
+    assert lacking.omit_unavailable(5.0)
+    assert lacking._omitted == {1: [4]}
     now[0] = 8.0
-    assert lacking.give_up(5.0)
-    assert not lacking.give_up(5.0)
-    assert lacking._given_up == {1: [4], 2: [4, 5]}
+    assert lacking.omit_unavailable(5.0)
+    assert not lacking.omit_unavailable(5.0)
+    assert lacking._omitted == {1: [4], 2: [4, 5]}
     lacking.update({1: frozenset(), 2: frozenset({5})})
-    assert lacking._given_up == {2: [5]}
+    assert lacking._omitted == {2: [5]}

@@ -6,32 +6,32 @@ from collections import deque
 
 from flowrt.transports.wire.message import Message
 
-TOLD_EVERY = 16  # messages received per acknowledgement
+ACK_EVERY = 16  # messages received per acknowledgement
 
 
-class Ledger:
+class ResendBuffer:
     """Resend buffer of one end, over all its channels. Pure.
 
     `kept` holds the messages that the other end may not have received, oldest first. `first` is the number of the first of them.
     """
 
-    __slots__ = ("doubles", "first", "kept", "received", "resent", "skip", "told")
+    __slots__ = ("acknowledged", "first", "kept", "num_duplicates", "num_resent", "received", "skip")
 
     def __init__(self) -> None:
         self.kept: deque[Message] = deque()
-        self.first = self.received = self.told = 0
+        self.first = self.received = self.acknowledged = 0
         self.skip = 0  # number of duplicates that come next
-        self.doubles = self.resent = 0
+        self.num_duplicates = self.num_resent = 0
 
     def begin(self) -> list[Message]:
         """Start a new channel. Returns the messages to resend on it first."""
-        self.resent += len(self.kept)
+        self.num_resent += len(self.kept)
         return list(self.kept)
 
-    def hear_taken(self, number: int) -> None:
+    def acknowledge(self, number: int) -> None:
         """Acknowledge that the other end has taken `number` messages in total. Raises ValueError when that number is impossible."""
         if not self.first <= number <= self.first + len(self.kept):
-            raise ValueError(f"the peer says it has taken {number} messages of {self.first + len(self.kept)}")
+            raise ValueError(f"the peer acknowledges {number} messages of {self.first + len(self.kept)}")
         while self.first < number:
             self.kept.popleft()
             self.first += 1
@@ -43,20 +43,20 @@ class Ledger:
                 del self.kept[at]
                 return
 
-    def hear_begin(self, number: int) -> None:
+    def resume(self, number: int) -> None:
         """The other end resends from message `number`. Raises ValueError when messages in between are lost."""
         if not 0 <= number <= self.received:
-            raise ValueError(f"the peer begins again at message {number}, and {self.received} was due")
+            raise ValueError(f"the peer resumes at message {number}, expected at most {self.received}")
         self.skip = self.received - number
 
     def is_new(self) -> bool:
         """Count a received message. Returns False for a duplicate."""
         if self.skip:
             self.skip -= 1
-            self.doubles += 1
+            self.num_duplicates += 1
             return False
         self.received += 1
         return True
 
-    def is_time_to_tell(self) -> bool:
-        return self.received - self.told >= TOLD_EVERY
+    def is_ack_due(self) -> bool:
+        return self.received - self.acknowledged >= ACK_EVERY

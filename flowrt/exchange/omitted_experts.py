@@ -1,7 +1,7 @@
 """Unavailable experts that are left out (degraded mode): which ones, and which pairs were left out of each tag. Pure but for tensors.
 
-Each client of the expert servers has one Without. `reliability.unavailable_expert: degrade` enables it, and flowrt/workers/survival.py
-decides when.
+Each client of the expert servers has one OmittedExperts. `reliability.unavailable_expert: degrade` enables it, and
+flowrt/workers/membership.py decides when.
 
 A pair (row, slot) of such an expert is left out of its layer's sum. The other pairs of the row keep the weights of the gate: they are
 not renormalised, so that a row without lost experts is bit-identical. Experts are given up layer by layer, and return with their first
@@ -22,13 +22,13 @@ from flowrt.transports.wire.message import Tag
 Layer = int | None  # None: all of them are alike
 
 
-class Without:
+class OmittedExperts:
     """Unavailable experts of one client. `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._since: dict[tuple[Layer, int], float] = {}  # (layer, expert) -> since when it has had no copy
-        self._given_up: dict[Layer, list[int]] = {}
+        self._omitted: dict[Layer, list[int]] = {}
         self.parts: dict[Tag, Part] = {}  # what was left out of tags that are not whole yet
         self._steps: set[Tag] = set()  # that are not over, of layer 0: something was left out of them
 
@@ -36,30 +36,30 @@ class Without:
         """Set the experts without a replica, by layer."""
         now = self._now()
         self._since = {(layer, expert): self._since.get((layer, expert), now) for layer, experts in lost.items() for expert in experts}
-        kept = {layer: [expert for expert in experts if (layer, expert) in self._since] for layer, experts in self._given_up.items()}
-        self._given_up = {layer: experts for layer, experts in kept.items() if experts}
+        kept = {layer: [expert for expert in experts if (layer, expert) in self._since] for layer, experts in self._omitted.items()}
+        self._omitted = {layer: experts for layer, experts in kept.items() if experts}
 
-    def give_up(self, after_seconds: float) -> bool:
+    def omit_unavailable(self, after_seconds: float) -> bool:
         """Leave out experts that have had no replica for `after_seconds`. True when there are new ones."""
         if not self._since:
             return False
         latest = self._now() - after_seconds
-        given_up: dict[Layer, list[int]] = {}
+        omitted: dict[Layer, list[int]] = {}
         for (layer, expert), since in sorted(self._since.items(), key=lambda item: item[0][1]):
             if since <= latest:
-                given_up.setdefault(layer, []).append(expert)
-        is_new = given_up != self._given_up
-        self._given_up = given_up
+                omitted.setdefault(layer, []).append(expert)
+        is_new = omitted != self._omitted
+        self._omitted = omitted
         return is_new
 
     @property
-    def any_given_up(self) -> bool:
-        return bool(self._given_up)
+    def has_omitted(self) -> bool:
+        return bool(self._omitted)
 
     def leave_out(self, tag: Tag, parts: Sequence[Part]) -> list[Part]:
         """Remove the pairs of given-up experts from the parts of a tag, and record them in `self.parts`."""
-        given_up = self._given_up
-        experts = given_up.get(tag.layer) or given_up.get(None)
+        omitted = self._omitted
+        experts = omitted.get(tag.layer) or omitted.get(None)
         if not experts:
             return list(parts)
         kept: list[Part] = []

@@ -1,6 +1,6 @@
 """A worker's reaction when another process dies, and when its next incarnation joins.
 
-The worker creates one Survival per incarnation when its links are up. flowrt/exchange/failover.py redispatches lost parts.
+The worker creates one Membership per incarnation when its links are up. flowrt/exchange/failover.py redispatches lost parts.
 
 Events may come twice and in any order: a link may end before or after the launcher's notification. Each incarnation ends once.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from flowrt.actors.control import Control, ExpertsLost, Joined, Late, Left, LinkLost
+from flowrt.actors.control import Control, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
 from flowrt.actors.links import Links
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import ReliabilitySettings
@@ -19,10 +19,10 @@ from flowrt.transports.contract import Identity
 from flowrt.workers.group import Group
 
 LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late, or waits for a copy, while something is out; and while not
-COMPLAIN_SECONDS = 1.0  # between two complaints about one server
+REPORT_SECONDS = 1.0  # between two complaints about one server
 
 
-class Survival:
+class Membership:
     """Handles lost and joined peers. `failover` and `group` are None in workers without expert servers.
 
     `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process.
@@ -43,22 +43,22 @@ class Survival:
         self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
         self._failover, self._group = failover, group
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
-        self._hedges = failover is not None and failover.hedges(settings)
+        self._hedges = failover is not None and failover.can_hedge(settings)
         self._incarnations = dict(incarnations)  # of the life of each process that is asked
-        self._over: set[tuple[str, str]] = set()  # (process, incarnation)
+        self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
         self._lost_since = 0.0  # an expert has had no copy
-        self._told_lost = ExpertsLost("")
-        self._complained: dict[str, float] = {}  # process -> when last
+        self._latest_report = ExpertsUnavailable("")
+        self._reported_at: dict[str, float] = {}  # process -> when last
         if failover is not None and group is not None and failover.processes:
-            tasks.create_task(self._look_on(failover, group), name=f"looks of {name}")
+            tasks.create_task(self._watch_parts(failover, group), name=f"looks of {name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """Handle the end of the link to this incarnation."""
         if self._end(peer.name, peer.incarnation):
             self._send(LinkLost(peer.name, reason, peer.incarnation))
 
-    def on_control(self, control: Left | Joined) -> None:
-        if isinstance(control, Joined):
+    def on_control(self, control: PeerLeft | PeerJoined) -> None:
+        if isinstance(control, PeerJoined):
             self._tasks.create_task(self._join(control), name=f"join {control.process}")
             return
         self._links.drop(control.process, control.incarnation)
@@ -66,52 +66,52 @@ class Survival:
 
     def _end(self, process: str, incarnation: str) -> bool:
         """Mark an incarnation as ended. Returns False when it had already ended."""
-        if (process, incarnation) in self._over:
+        if (process, incarnation) in self._ended:
             return False
-        self._over.add((process, incarnation))
+        self._ended.add((process, incarnation))
         if self._failover is not None:
-            was_whole = self._failover.refusal() is None
-            self._failover.lost(process)
+            was_whole = self._failover.unavailable_text() is None
+            self._failover.mark_lost(process)
             if was_whole:
                 self._lost_since = self._clock.now()  # anew, however short a copy was back
         return True
 
-    async def _join(self, joined: Joined) -> None:
+    async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:
             self._incarnations[joined.process] = joined.incarnation
-            self._failover.joined(joined.process)
+            self._failover.mark_joined(joined.process)
 
-    async def _look_on(self, failover: Failover, group: Group) -> None:
+    async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:
-            await self._clock.sleep(IDLE_SECONDS if failover.idle else LOOK_SECONDS)
+            await self._clock.sleep(IDLE_SECONDS if failover.is_idle else LOOK_SECONDS)
             if self._hedges:
                 failover.hedge()
-                self._complain(failover)
-            if failover.waits:
-                failover.look_again()
-            text = failover.refusal()
+                self._report_late_servers(failover)
+            if failover.has_waiting_parts:
+                failover.redispatch_waiting()
+            text = failover.unavailable_text()
             if text is None:
                 group.accept()
-                self._tell_lost(ExpertsLost(""))
+                self._report_unavailable(ExpertsUnavailable(""))
             elif self._degrades:
-                if failover.give_up(self._unavailable_expert_seconds):
+                if failover.omit_unavailable(self._unavailable_expert_seconds):
                     group.roll_back()  # steps that wait for them are computed again, without
-                self._tell_lost(ExpertsLost(text, "degrade" if failover.does_without else "wait"))
+                self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.omits_experts else "wait"))
             elif self._clock.now() - self._lost_since >= self._unavailable_expert_seconds:
                 group.refuse(text)
-                self._tell_lost(ExpertsLost(text, "error"))
+                self._report_unavailable(ExpertsUnavailable(text, "error"))
             else:
-                self._tell_lost(ExpertsLost(text, "wait"))
+                self._report_unavailable(ExpertsUnavailable(text, "wait"))
 
-    def _tell_lost(self, lost: ExpertsLost) -> None:
-        if lost != self._told_lost:
-            self._told_lost = lost
+    def _report_unavailable(self, lost: ExpertsUnavailable) -> None:
+        if lost != self._latest_report:
+            self._latest_report = lost
             self._send(lost)
 
-    def _complain(self, failover: Failover) -> None:
+    def _report_late_servers(self, failover: Failover) -> None:
         """Report servers whose response is long overdue."""
         for process, (waited, usual) in failover.overdue().items():
             now = self._clock.now()
-            if now >= self._complained.get(process, now - COMPLAIN_SECONDS) + COMPLAIN_SECONDS:
-                self._complained[process] = now
-                self._send(Late(process, self._incarnations[process], waited, usual))
+            if now >= self._reported_at.get(process, now - REPORT_SECONDS) + REPORT_SECONDS:
+                self._reported_at[process] = now
+                self._send(LateResponse(process, self._incarnations[process], waited, usual))

@@ -35,7 +35,7 @@ class _Past:
     num_tries: int = 0  # attempts since it was given up
 
 
-class Supervision:
+class RestartPolicy:
     """Allows `restarts` restarts per process in any `window_seconds`; then single attempts, until one survives a whole window."""
 
     def __init__(self, restarts: int, window_seconds: float) -> None:

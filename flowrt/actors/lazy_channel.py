@@ -1,6 +1,6 @@
 """Lazy channels: the end that sends first opens the channel, without a third process.
 
-The opening is a pure table (state, event) -> (state, actions); FirstUseChannel performs the actions. links.py listens and routes
+The opening is a pure table (state, event) -> (state, actions); LazyChannel performs the actions. links.py listens and routes
 incoming connections to their link. After EaaS, section 4.4 (figure 7), whose steps are, in ours:
 
     hello: version, identity, endpoint     the transport's handshake: the caller's hello (transports/wire/handshake.py)
@@ -30,7 +30,7 @@ READY_KIND = "opening.ready"
 RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the first one included a call more
 
 
-async def call_again(call: Callable[[], Awaitable[Channel]]) -> Channel:
+async def connect_with_retries(call: Callable[[], Awaitable[Channel]]) -> Channel:
     """The channel of the first call that succeeds. Raises TransportError: AddressError at once, since no process listens there.
 
     A handshake that was interrupted, or timed out on a busy machine, does not show that the peer is gone, so it is tried again.
@@ -45,7 +45,7 @@ async def call_again(call: Callable[[], Awaitable[Channel]]) -> Channel:
     return await call()
 
 
-class State(Enum):
+class LazyState(Enum):
     IDLE = "idle"  # no message has been sent
     CALLING = "calling"
     EXPECTING = "expecting"  # our call was refused in favour of the other end's
@@ -73,43 +73,43 @@ class Action(Enum):
 
 
 _A = Action
-Step = tuple[State, tuple[Action, ...]]
-_COMMON: dict[tuple[State, Event], Step] = {
-    (State.IDLE, Event.WANTED): (State.CALLING, (_A.CALL,)),
-    (State.IDLE, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (State.IDLE, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
-    (State.CALLING, Event.WANTED): (State.CALLING, ()),
-    (State.CALLING, Event.OPENED): (State.READY, (_A.ADOPT, _A.NOTIFY)),
-    (State.CALLING, Event.FAILED): (State.LOST, (_A.NOTIFY,)),
-    (State.CALLING, Event.CLOSE): (State.CLOSED, (_A.HANG_UP, _A.NOTIFY)),
-    (State.EXPECTING, Event.WANTED): (State.EXPECTING, ()),
-    (State.EXPECTING, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (State.EXPECTING, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
-    (State.READY, Event.WANTED): (State.READY, ()),
-    (State.READY, Event.ARRIVED): (State.READY, (_A.DROP,)),
-    (State.READY, Event.OPENED): (State.READY, (_A.DROP,)),
-    (State.READY, Event.REFUSED): (State.READY, ()),
-    (State.READY, Event.FAILED): (State.READY, ()),
-    (State.READY, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
-    (State.LOST, Event.WANTED): (State.LOST, ()),
-    (State.LOST, Event.ARRIVED): (State.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (State.LOST, Event.CLOSE): (State.CLOSED, (_A.NOTIFY,)),
-    **{(State.CLOSED, event): (State.CLOSED, (_A.DROP,) if event in (Event.ARRIVED, Event.OPENED) else ()) for event in Event},
+Step = tuple[LazyState, tuple[Action, ...]]
+_COMMON: dict[tuple[LazyState, Event], Step] = {
+    (LazyState.IDLE, Event.WANTED): (LazyState.CALLING, (_A.CALL,)),
+    (LazyState.IDLE, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (LazyState.IDLE, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
+    (LazyState.CALLING, Event.WANTED): (LazyState.CALLING, ()),
+    (LazyState.CALLING, Event.OPENED): (LazyState.READY, (_A.ADOPT, _A.NOTIFY)),
+    (LazyState.CALLING, Event.FAILED): (LazyState.LOST, (_A.NOTIFY,)),
+    (LazyState.CALLING, Event.CLOSE): (LazyState.CLOSED, (_A.HANG_UP, _A.NOTIFY)),
+    (LazyState.EXPECTING, Event.WANTED): (LazyState.EXPECTING, ()),
+    (LazyState.EXPECTING, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (LazyState.EXPECTING, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
+    (LazyState.READY, Event.WANTED): (LazyState.READY, ()),
+    (LazyState.READY, Event.ARRIVED): (LazyState.READY, (_A.DROP,)),
+    (LazyState.READY, Event.OPENED): (LazyState.READY, (_A.DROP,)),
+    (LazyState.READY, Event.REFUSED): (LazyState.READY, ()),
+    (LazyState.READY, Event.FAILED): (LazyState.READY, ()),
+    (LazyState.READY, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
+    (LazyState.LOST, Event.WANTED): (LazyState.LOST, ()),
+    (LazyState.LOST, Event.ARRIVED): (LazyState.READY, (_A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (LazyState.LOST, Event.CLOSE): (LazyState.CLOSED, (_A.NOTIFY,)),
+    **{(LazyState.CLOSED, event): (LazyState.CLOSED, (_A.DROP,) if event in (Event.ARRIVED, Event.OPENED) else ()) for event in Event},
 }
 # Where both call at once, the end that comes first in the graph keeps its own call and the other one gives way.
-FIRST: dict[tuple[State, Event], Step] = {
+FIRST: dict[tuple[LazyState, Event], Step] = {
     **_COMMON,
-    (State.CALLING, Event.ARRIVED): (State.CALLING, (_A.DROP,)),
-    (State.CALLING, Event.REFUSED): (State.LOST, (_A.NOTIFY,)),
+    (LazyState.CALLING, Event.ARRIVED): (LazyState.CALLING, (_A.DROP,)),
+    (LazyState.CALLING, Event.REFUSED): (LazyState.LOST, (_A.NOTIFY,)),
 }
-SECOND: dict[tuple[State, Event], Step] = {
+SECOND: dict[tuple[LazyState, Event], Step] = {
     **_COMMON,
-    (State.CALLING, Event.ARRIVED): (State.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT, _A.NOTIFY)),
-    (State.CALLING, Event.REFUSED): (State.EXPECTING, ()),
+    (LazyState.CALLING, Event.ARRIVED): (LazyState.READY, (_A.HANG_UP, _A.MARK, _A.ADOPT, _A.NOTIFY)),
+    (LazyState.CALLING, Event.REFUSED): (LazyState.EXPECTING, ()),
 }
 
 
-class FirstUseChannel(Channel):
+class LazyChannel(Channel):
     """One end of a lazy channel to `peer`. `call` opens a channel to it; `offer` takes the channels that `peer` opens.
 
     `first`: this end comes first in the graph. `limits`: limits of the future channel, enforced before it is open.
@@ -118,7 +118,7 @@ class FirstUseChannel(Channel):
     def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool, limits: Limits) -> None:
         self.peer = peer
         self.scheme = scheme  # type: ignore[misc]  # that of the channel to come
-        self.state = State.IDLE
+        self.state = LazyState.IDLE
         self._table = FIRST if first else SECOND
         self._limits = limits
         self._call = call
@@ -140,7 +140,7 @@ class FirstUseChannel(Channel):
             return self._channel.send_nowait(message)
         check_limits(message, message.payload_bytes, self._limits)  # now, while its sender can be told
         self._step(Event.WANTED)
-        self._raise_if_over()
+        self._raise_if_ended()
         return False
 
     async def send(self, message: Message) -> None:
@@ -164,7 +164,7 @@ class FirstUseChannel(Channel):
     def recv_nowait(self) -> Message | None:
         if self._channel is not None:
             return self._channel.recv_nowait()
-        self._raise_if_over()
+        self._raise_if_ended()
         return None
 
     async def aclose(self) -> None:
@@ -178,7 +178,7 @@ class FirstUseChannel(Channel):
 
     @property
     def closed(self) -> bool:
-        return self.state in (State.CLOSED, State.LOST) or (self._channel is not None and self._channel.closed)
+        return self.state in (LazyState.CLOSED, LazyState.LOST) or (self._channel is not None and self._channel.closed)
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics() if self._channel is None else self._channel.statistics()
@@ -187,14 +187,14 @@ class FirstUseChannel(Channel):
         while self._channel is None:
             if wanted:
                 self._step(Event.WANTED)
-            self._raise_if_over()
+            self._raise_if_ended()
             await asyncio.wait([self._changed])
         return self._channel
 
-    def _raise_if_over(self) -> None:
-        if self.state is State.CLOSED:
+    def _raise_if_ended(self) -> None:
+        if self.state is LazyState.CLOSED:
             raise ClosedChannelError("this channel was closed")
-        if self.state is State.LOST:
+        if self.state is LazyState.LOST:
             raise BrokenChannelError(self._reason)
 
     def _step(self, event: Event, channel: Channel | None = None) -> None:
@@ -232,7 +232,7 @@ class FirstUseChannel(Channel):
         with contextlib.suppress(TransportError):
             await channel.send(Message(READY_KIND))
         self._unmarked = None
-        if self.state is State.READY:
+        if self.state is LazyState.READY:
             self._adopt(channel)
             self._notify()
 
@@ -256,7 +256,7 @@ class FirstUseChannel(Channel):
 
     async def _open(self) -> None:
         try:
-            channel = await call_again(self._call)
+            channel = await connect_with_retries(self._call)
         except TransportError as error:
             self._reason = f"{self.scheme}: {error}"
             self._step(Event.FAILED)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from flowrt.actors.lazy_channel import LazyChannel, LazyState
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import Links
-from flowrt.actors.opening import FirstUseChannel, State
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
 from flowrt.transports.conformance.kit import numbered, until
 from flowrt.transports.contract import Identity
@@ -52,12 +52,12 @@ async def workers(scheme: str, fallbacks: tuple[str, ...] = ()) -> AsyncIterator
             await asyncio.wait(running)
 
 
-def states(links: dict[str, Links], scheme: str) -> dict[str, State]:
+def states(links: dict[str, Links], scheme: str) -> dict[str, LazyState]:
     return {
         f"{name}{peer}": channel.state
         for name, each in links.items()
         for (peer, _), channel in each._unopened.items()
-        if isinstance(channel, FirstUseChannel)
+        if isinstance(channel, LazyChannel)
     }
 
 
@@ -65,12 +65,12 @@ def states(links: dict[str, Links], scheme: str) -> dict[str, State]:
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
 async def test_only_the_links_that_are_used_are_opened(scheme: str, source: str, target: str, loop_kind: str) -> None:
     async with asyncio.timeout(60), workers(scheme) as (links, received):
-        assert set(states(links, scheme).values()) == {State.IDLE}
+        assert set(states(links, scheme).values()) == {LazyState.IDLE}
         for number in range(20):
             links[source][target, scheme].post(numbered(number))
         await until(lambda: len(received[target]) >= 20, "all messages arrive")
         assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
-        opened = {pair for pair, state in states(links, scheme).items() if state is State.READY}
+        opened = {pair for pair, state in states(links, scheme).items() if state is LazyState.READY}
         assert opened == {"ab", "ba"}
 
 
@@ -93,4 +93,4 @@ async def test_all_workers_send_at_once(scheme: str) -> None:
                     links[name][peer, scheme].post(numbered(99))
         await until(lambda: all(steps(messages).count(99) == 2 for messages in received.values()), "all have the last of both peers")
         assert {len(messages) for messages in received.values()} == {22}
-        assert set(states(links, scheme).values()) == {State.READY}
+        assert set(states(links, scheme).values()) == {LazyState.READY}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.actors import opening
-from flowrt.actors.opening import FIRST, SECOND, Action, Event, FirstUseChannel, State
+from flowrt.actors import lazy_channel
+from flowrt.actors.lazy_channel import FIRST, SECOND, Action, Event, LazyChannel, LazyState
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import numbered, receive_all
 from flowrt.transports.contract import Channel, Identity
@@ -33,8 +33,10 @@ SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(s
 
 
 @pytest.mark.parametrize("table", [FIRST, SECOND])
-def test_every_channel_is_adopted_or_dropped_in_every_state(table: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]]) -> None:
-    for state in State:
+def test_every_channel_is_adopted_or_dropped_in_every_state(
+    table: dict[tuple[LazyState, Event], tuple[LazyState, tuple[Action, ...]]],
+) -> None:
+    for state in LazyState:
         for event in (Event.ARRIVED, Event.OPENED):
             if (state, event) in table:
                 _, actions = table[state, event]
@@ -48,7 +50,7 @@ def test_every_channel_is_adopted_or_dropped_in_every_state(table: dict[tuple[St
 @given(st.lists(st.sampled_from(["first wants", "second wants", "deliver"]), max_size=12), st.randoms(use_true_random=False))
 def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str], choice: object) -> None:
     """Calls are answered at the other end in any order; one that is not taken there is refused here; one hung up is answered by nobody."""
-    states = {"first": State.IDLE, "second": State.IDLE}
+    states = {"first": LazyState.IDLE, "second": LazyState.IDLE}
     tables = {"first": FIRST, "second": SECOND}
     other = {"first": "second", "second": "first"}
     adopted: dict[str, str | None] = {"first": None, "second": None}  # by whose call the channel came
@@ -82,14 +84,14 @@ def test_two_ends_agree_on_one_channel_whatever_the_order(happenings: list[str],
     while calls:
         deliver()
     if any("wants" in happening for happening in happenings):
-        assert states == {"first": State.READY, "second": State.READY}
+        assert states == {"first": LazyState.READY, "second": LazyState.READY}
         assert adopted["first"] == adopted["second"] is not None
     else:
-        assert states == {"first": State.IDLE, "second": State.IDLE}
+        assert states == {"first": LazyState.IDLE, "second": LazyState.IDLE}
 
 
 @asynccontextmanager
-async def two_ends(scheme: str) -> AsyncIterator[tuple[FirstUseChannel, FirstUseChannel]]:
+async def two_ends(scheme: str) -> AsyncIterator[tuple[LazyChannel, LazyChannel]]:
     """Two ends that both listen; nothing is open yet."""
     transport = get_transport(scheme)
     async with (
@@ -97,15 +99,15 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[FirstUseChannel, FirstUse
         await transport.listen(f"{scheme}://", SMALL, KEY, THERE) as there,
     ):
 
-        async def accept(listener: object, end: FirstUseChannel) -> None:
+        async def accept(listener: object, end: LazyChannel) -> None:
             while True:
                 end.offer(await listener.accept())  # type: ignore[attr-defined]
 
         def caller(address: str, identity: Identity) -> Channel:
             return transport.connect(address, SMALL, KEY, identity)  # type: ignore[return-value]
 
-        one = FirstUseChannel(THERE, scheme, lambda: caller(there.address, HERE), True, SMALL)  # type: ignore[arg-type, return-value]
-        two = FirstUseChannel(HERE, scheme, lambda: caller(here.address, THERE), False, SMALL)  # type: ignore[arg-type, return-value]
+        one = LazyChannel(THERE, scheme, lambda: caller(there.address, HERE), True, SMALL)  # type: ignore[arg-type, return-value]
+        two = LazyChannel(HERE, scheme, lambda: caller(here.address, THERE), False, SMALL)  # type: ignore[arg-type, return-value]
         accepting = [asyncio.ensure_future(accept(here, one)), asyncio.ensure_future(accept(there, two))]
         try:
             yield one, two
@@ -124,10 +126,10 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
         receiving = [asyncio.ensure_future(receive_all(end, 0, 5)) for end in (one, two)]
         for _ in range(20):
             await asyncio.sleep(0)
-        assert one.state is two.state is State.IDLE
+        assert one.state is two.state is LazyState.IDLE
         speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
 
-        async def speak(end: FirstUseChannel) -> None:
+        async def speak(end: LazyChannel) -> None:
             for number in range(5):
                 if not end.send_nowait(numbered(number)):
                     await end.send(numbered(number))
@@ -137,7 +139,7 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
             if end not in speakers:
                 await speak(end)
         await asyncio.gather(*receiving)
-        assert one.state is two.state is State.READY
+        assert one.state is two.state is LazyState.READY
         assert one.statistics().messages_sent == two.statistics().messages_received in (5, 6)  # whoever was called has marked it ready
 
 
@@ -145,7 +147,7 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
     async def call() -> Channel:
         raise AddressError("nobody listens at inproc://x")
 
-    end = FirstUseChannel(THERE, "inproc", call, True, SMALL)
+    end = LazyChannel(THERE, "inproc", call, True, SMALL)
     receiving = asyncio.ensure_future(end.recv())
     with pytest.raises(BrokenChannelError, match="inproc: nobody listens"):
         await end.send(numbered(0))
@@ -157,7 +159,7 @@ async def test_a_call_that_fails_is_a_broken_channel() -> None:
 
 async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known about the peer then; only when no process listens there, the link is lost at once."""
-    monkeypatch.setattr(opening, "RETRY_SECONDS", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(lazy_channel, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
         call, one._call = one._call, lambda: flaky()
@@ -176,7 +178,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
         raise HandshakeError("hung up")
 
     calls: list[None] = []
-    end = FirstUseChannel(THERE, "inproc", hang_up, True, SMALL)
+    end = LazyChannel(THERE, "inproc", hang_up, True, SMALL)
     with pytest.raises(BrokenChannelError, match="inproc: hung up"):
         await end.send(numbered(0))
     assert len(calls) == 4
@@ -188,7 +190,7 @@ async def test_a_message_that_is_too_large_is_refused_at_once_and_opens_nothing(
         large = SMALL.max_message_bytes + 1
         with pytest.raises(LimitError, match=str(large)):
             one.send_nowait(Message("data", tensors=(Tensor(TensorSpec("uint8", (large,)), bytes(large)),)))
-        assert one.state is State.IDLE
+        assert one.state is LazyState.IDLE
 
 
 @pytest.mark.parametrize("plan", ["out.delay:0.05@0", "out.delay:0.02@100%"])
@@ -223,7 +225,7 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
     for is_closed_first in (False, True):
         ours, theirs = Full.pair(SMALL, HERE, THERE)
         assert isinstance(ours, Full)
-        end = FirstUseChannel(THERE, "inproc", call, False, SMALL)
+        end = LazyChannel(THERE, "inproc", call, False, SMALL)
         end.offer(ours)
         sending = asyncio.ensure_future(end.send(numbered(0)))
         await asyncio.sleep(0)
@@ -238,7 +240,7 @@ async def test_no_message_overtakes_the_mark_on_a_full_channel() -> None:
         await sending
         theirs.is_open = True  # type: ignore[attr-defined]
         async with asyncio.timeout(20):
-            assert (await theirs.recv()).kind == opening.READY_KIND
+            assert (await theirs.recv()).kind == lazy_channel.READY_KIND
             await receive_all(theirs, 0, 1)
         await end.aclose()
         await theirs.aclose()
@@ -260,7 +262,7 @@ async def test_closing_before_the_first_use_and_while_it_calls() -> None:
         raise AssertionError
 
     for speak in (False, True):
-        end = FirstUseChannel(THERE, "inproc", call, True, SMALL)
+        end = LazyChannel(THERE, "inproc", call, True, SMALL)
         receiving = asyncio.ensure_future(end.recv())
         if speak:
             assert not end.send_nowait(numbered(0))
