@@ -1,7 +1,6 @@
-"""Grouped-query attention over paged keys and values, and the block around it: norm, projections, residual, norm.
+"""Grouped-query attention over paged keys and values; `attention_for` chooses the kind of attention of a model.
 
-`attention_for` chooses the block that a model needs. attention_plan.py groups the sequences of a step; latent_attention.py holds the
-block for latent attention.
+attention_block.py holds the block around it, attention_plan.py groups the sequences of a step, latent_attention.py holds latent attention.
 """
 
 from __future__ import annotations
@@ -9,49 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrt.operators.attention_plan import StepPlan, plan_step
-from flowrt.operators.kernels.choice import has_cpu_kernels, kernels_for
+from flowrt.operators.attention_block import AttentionBlock, BlockWeights, ReadPart
+from flowrt.operators.attention_plan import StepPlan
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.latent_attention import LatentAttentionBlock
+from flowrt.operators.latent_attention import LatentAttention
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.normalization import RowNorm
 from flowrt.operators.products import Product, lay_out
-from flowrt.operators.rotary import RotaryTable, rotate
+from flowrt.operators.rotary import rotate
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.step_layout import StepLayout
-from flowrt.operators.weights import Checkpoint, torch_dtype
+from flowrt.operators.weights import Checkpoint
 
 
-@dataclass(frozen=True)
-class _GroupedWeights:
-    input_norm_H: Tensor
+@dataclass(frozen=True, kw_only=True)
+class _GroupedWeights(BlockWeights):
     qkv: Product  # [(N + 2K) * D, H]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [N + K, D]
-    output: Product  # [H, N * D]
-    output_bias: Tensor | None
-    mlp_norm_H: Tensor
-
-
-class Attention(Protocol):
-    """The interface of every attention block, independent of the contents of its pages."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-
-    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
-        """(residual_TH, normed_TH): x plus attention, and its norm, which is the input of gate and MLP.
-
-        Writes the keys and values (or latents) of the step's rows into `pages`. Running a step again writes the same bits.
-        """
-        ...
 
 
 def attention_for(
@@ -60,43 +40,20 @@ def attention_for(
     layers: Iterable[int],
     device: torch.device | str = "cpu",
     blocks: RowBlocks = WHOLE,
-) -> Attention:
+) -> AttentionBlock[Any]:
     """The attention block of the model, for some layers."""
-    block = AttentionBlock if config.latent is None else LatentAttentionBlock
+    block = GroupedAttention if config.latent is None else LatentAttention
     return block(config, checkpoint, layers, device, blocks)
 
 
-class AttentionBlock:
-    """The attention halves of some layers, with their weights."""
+class GroupedAttention(AttentionBlock[_GroupedWeights]):
+    """Attention whose pages hold keys and values by head."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layers: Iterable[int],
-        device: torch.device | str = "cpu",
-        blocks: RowBlocks = WHOLE,
-    ) -> None:
-        self.config, self._blocks = config, blocks
-        self._rotary = RotaryTable(config.head_dim, config.rotary, torch_dtype(config), device)
-        self._norm = RowNorm(config, device)
-        self._rms_norm = kernels_for(torch_dtype(config), device).rms_norm
-        self._is_paged = not blocks.strict and config.head_dim % 2 == 0 and has_cpu_kernels(torch_dtype(config), device)
-        self._weights = {layer: _read_layer(config, checkpoint, layer, device) for layer in layers}
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(self._weights)
-
-    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
-        """As Attention.forward; pages take keys and values."""
-        weights, plan = self._weights[layer], self._plan(layout, pages)
-        attend = self._attend_in_pages if self._is_paged else self._attend_in_groups
-        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, attend(layer, x_TH, layout, plan, pages))
-
-    def _attend_in_pages(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
-        """Attention [T, N * D]. Writes keys and values to their pages, and reads them there."""
-        config, weights = self.config, self._weights[layer]
+    def _attend(self, layer: int, weights: _GroupedWeights, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
+        """Writes keys and values to their pages, and reads them there if there are kernels for that."""
+        if not self._is_paged:
+            return self._attend_in_groups(layer, weights, x_TH, layout, plan, pages)
+        config = self.config
         qkv_TC = self._blocks.run("attention in", partial(self._project, weights), x_TH)
         rows.rope_and_store_kv(qkv_TC, config.num_heads, plan, weights.qk_norm, config.norm_epsilon, layout.slots_T, layer, pages)
         out_TC = qkv_TC.new_empty(qkv_TC.shape[0], config.num_heads * config.head_dim)
@@ -108,9 +65,11 @@ class AttentionBlock:
             _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)
         return out_TC
 
-    def _attend_in_groups(self, layer: int, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
-        """Attention [T, N * D] for every device and dtype, in blocks of rows."""
-        project = partial(self._project_and_turn, self._weights[layer])
+    def _attend_in_groups(
+        self, layer: int, weights: _GroupedWeights, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages
+    ) -> Tensor:
+        """The same for every device and dtype, in blocks of rows."""
+        project = partial(self._project_rotated, weights)
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
         pages.write(layer, layout.slots_T, k_TKD, v_TKD)
         out_TC = q_TND.new_empty(q_TND.shape[0], self.config.num_heads * self.config.head_dim)
@@ -123,23 +82,31 @@ class AttentionBlock:
         qkv_TC = weights.qkv(self._norm(x_TH, weights.input_norm_H), weights.qkv_bias)
         return qkv_TC if self.config.clip_qkv is None else qkv_TC.clamp_(-self.config.clip_qkv, self.config.clip_qkv)
 
-    def _project_and_turn(self, weights: _GroupedWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_rotated(self, weights: _GroupedWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_TND, k_TKD, v_TKD); queries and keys are rotated to their positions."""
         config = self.config
-        turning = config.num_heads + config.num_kv_heads
-        heads = self._project(weights, x_TH).view(-1, turning + config.num_kv_heads, config.head_dim)
-        qk, v_TKD = heads.split((turning, config.num_kv_heads), dim=1)
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = self._project(weights, x_TH).view(-1, num_rotated + config.num_kv_heads, config.head_dim)
+        qk, v_TKD = heads.split((num_rotated, config.num_kv_heads), dim=1)
         if weights.qk_norm is not None:
             qk = self._rms_norm(qk, weights.qk_norm, config.norm_epsilon)
         q_TND, k_TKD = rotate(qk, cos_T1D, sin_T1D).split((config.num_heads, config.num_kv_heads), dim=1)
         return q_TND, k_TKD, v_TKD
 
-    def _finish(self, weights: _GroupedWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
-
-    def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
-        strict = self._blocks.strict
-        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=strict, is_paged=self._is_paged)
+    def _read_layer(self, read: ReadPart) -> _GroupedWeights:
+        config = self.config
+        head_dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+        qk_norm = None
+        if config.qk_norm:
+            query_norm, key_norm = read("query_norm", (head_dim,)), read("key_norm", (head_dim,))
+            qk_norm = torch.cat((query_norm.expand(num_heads, head_dim), key_norm.expand(num_kv_heads, head_dim)))
+        qkv_rows = (num_heads + 2 * num_kv_heads) * head_dim
+        return _GroupedWeights(
+            **self._read_shared(read, head_dim),
+            qkv=lay_out(read("qkv", (qkv_rows, config.hidden_size))),
+            qkv_bias=read("qkv_bias", (qkv_rows,)) if config.attention_bias else None,
+            qk_norm=qk_norm,
+        )
 
 
 def _attend_groups(layer: int, q_TND: Tensor, num_kv_heads: int, plan: StepPlan, pages: KvPages, out_TC: Tensor) -> None:
@@ -181,24 +148,3 @@ def _attend_chunks(
             is_causal=chunk.mask_TL is None,
         )
         out_TC[rows_of].view(-1, num_kv_heads, q_TKND.shape[2], head_dim).copy_(mixed.permute(2, 0, 1, 3))
-
-
-def _read_layer(config: ModelConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> _GroupedWeights:
-    def read(part: str, *shape: int) -> Tensor:
-        return checkpoint.read_part(config, part, shape, layer=layer, device=device)
-
-    hidden, head_dim, num_heads, num_kv_heads = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
-    qk_norm = None
-    if config.qk_norm:
-        query_norm, key_norm = read("query_norm", head_dim), read("key_norm", head_dim)
-        qk_norm = torch.cat((query_norm.expand(num_heads, head_dim), key_norm.expand(num_kv_heads, head_dim)))
-    qkv_rows = (num_heads + 2 * num_kv_heads) * head_dim
-    return _GroupedWeights(
-        input_norm_H=read("attention_norm", hidden),
-        qkv=lay_out(read("qkv", qkv_rows, hidden)),
-        qkv_bias=read("qkv_bias", qkv_rows) if config.attention_bias else None,
-        qk_norm=qk_norm,
-        output=lay_out(read("attention_output", hidden, num_heads * head_dim)),
-        output_bias=read("attention_output_bias", hidden) if config.attention_bias else None,
-        mlp_norm_H=read("mlp_norm", hidden),
-    )

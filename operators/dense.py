@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,19 +26,22 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
-class _GatedMlp:
+class _GatedMlp(ABC):
+    """The gated MLPs of some layers. `part` names their weights, and their function in strict blocks."""
+
+    part: ClassVar[str]
+
     def __init__(
         self,
         config: ModelConfig,
         checkpoint: Checkpoint,
         layers: Iterable[int],
-        device: torch.device | str,
-        blocks: RowBlocks,
-        part: str,
-        width: int,
+        device: torch.device | str = "cpu",
+        blocks: RowBlocks = WHOLE,
     ) -> None:
+        part, width = self.part, self._width(config)
         hidden = config.hidden_size
-        self._blocks, self._part = blocks, part
+        self._blocks = blocks
         self._weights = {
             layer: (
                 read_product(checkpoint, config, f"{part}_gate_up", (2 * width, hidden), layer=layer, device=device),
@@ -45,9 +50,13 @@ class _GatedMlp:
             for layer in layers
         }
 
+    @staticmethod
+    @abstractmethod
+    def _width(config: ModelConfig) -> int: ...
+
     def forward(self, layer: int, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
         """x_TH: the residual plus the MLP of the normed rows."""
-        return self._blocks.run(self._part, partial(_gated_mlp, *self._weights[layer]), normed_TH, residual_TH)
+        return self._blocks.run(self.part, partial(_gated_mlp, *self._weights[layer]), normed_TH, residual_TH)
 
 
 def _gated_mlp(gate_up: Product, down: Product, normed_TH: Tensor, residual_TH: Tensor) -> Tensor:
@@ -57,26 +66,18 @@ def _gated_mlp(gate_up: Product, down: Product, normed_TH: Tensor, residual_TH: 
 class DenseMlp(_GatedMlp):
     """The MLPs of the layers without experts."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layers: Iterable[int],
-        device: torch.device | str = "cpu",
-        blocks: RowBlocks = WHOLE,
-    ) -> None:
-        super().__init__(config, checkpoint, layers, device, blocks, "dense", config.dense_width)
+    part = "dense"
+
+    @staticmethod
+    def _width(config: ModelConfig) -> int:
+        return config.dense_width
 
 
 class SharedExperts(_GatedMlp):
     """The experts of MoE layers that every row goes through, as one MLP. What routed experts give is added to what `forward` gives."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layers: Iterable[int],
-        device: torch.device | str = "cpu",
-        blocks: RowBlocks = WHOLE,
-    ) -> None:
-        super().__init__(config, checkpoint, layers, device, blocks, "shared", config.shared_expert_width)
+    part = "shared"
+
+    @staticmethod
+    def _width(config: ModelConfig) -> int:
+        return config.shared_expert_width

@@ -8,78 +8,68 @@ uses the form that costs less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan, plan_step
-from flowrt.operators.kernels.choice import kernels_for
+from flowrt.operators.attention_block import AttentionBlock, BlockWeights, ReadPart
+from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import LatentConfig, ModelConfig
-from flowrt.operators.normalization import RowNorm
+from flowrt.operators.model_config import LatentConfig
 from flowrt.operators.products import Product, lay_out
-from flowrt.operators.rotary import RotaryTable, pairs_to_halves_, rotate
-from flowrt.operators.row_blocks import WHOLE, RowBlocks
+from flowrt.operators.rotary import pairs_to_halves_, rotate
 from flowrt.operators.step_layout import StepLayout
-from flowrt.operators.weights import Checkpoint, torch_dtype
 
 Form = Literal["cheaper", "absorbed", "expanded"]
 
 
-@dataclass(frozen=True)
-class _LatentWeights:
-    input_norm_H: Tensor
+@dataclass(frozen=True, kw_only=True)
+class _LatentWeights(BlockWeights):
     down: Product  # [query rows + rank + rope, H]: query latent (or queries, where they have none), latent, rotary key
     down_bias: Tensor | None
     query_norm: Tensor | None  # [query rank]
     query_up: Product | None  # [N * key width, query rank]
     latent_norm: Tensor  # [rank]
     up: Tensor  # [N, nope + value, rank]
-    output: Product  # [H, N * value]
-    output_bias: Tensor | None
-    mlp_norm_H: Tensor
 
 
-class LatentAttentionBlock:
-    """The attention halves of some layers, with their weights."""
+class LatentAttention(AttentionBlock[_LatentWeights]):
+    """Attention whose pages hold latents and rotary keys."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layers: Iterable[int],
-        device: torch.device | str = "cpu",
-        blocks: RowBlocks = WHOLE,
-        *,
-        chunk_form: Form = "cheaper",
-    ) -> None:
-        """`chunk_form` fixes the form of chunks, for tests. ValueError when the model has no latent attention."""
-        if config.latent is None:
-            raise ValueError(f"a {config.family} model without latent attention was given to LatentAttentionBlock")
-        self.config, self._latent = config, config.latent
-        self._chunk_form, self._blocks = chunk_form, blocks
-        self._rotary = RotaryTable(config.latent.rope_width, config.rotary, torch_dtype(config), device)
-        self._norm = RowNorm(config, device)
-        self._rms_norm = kernels_for(torch_dtype(config), device).rms_norm
-        self._weights = {layer: _read_layer(config, config.latent, checkpoint, layer, device) for layer in layers}
+    chunk_form: Form = "cheaper"  # tests fix the form of chunks
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(self._weights)
+    @cached_property
+    def _latent(self) -> LatentConfig:
+        if self.config.latent is None:
+            raise ValueError(f"a {self.config.family} model without latent attention was given to LatentAttention")
+        return self.config.latent
 
-    def forward(self, layer: int, x_TH: Tensor, layout: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
-        """As Attention.forward in attention.py; pages take latents and rotary keys."""
-        weights, plan = self._weights[layer], self._plan(layout, pages)
+    def _attend(self, layer: int, weights: _LatentWeights, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
         project = partial(self._project, weights)
-        q_nope, q_rope, kept_T1D = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
-        pages.write(layer, layout.slots_T, kept_T1D)
-        mixed = self._attend(layer, q_nope, q_rope, kept_T1D, plan, pages)
-        return self._blocks.run("attention out", partial(self._finish, weights), x_TH, mixed)
+        q_nope, q_rope, entries_T1D = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
+        pages.write(layer, layout.slots_T, entries_T1D)
+        up = weights.up
+        num_rows, num_heads = q_nope.shape[:2]
+        out = q_nope.new_empty(num_rows, num_heads, self._latent.value_width)
+        for group in plan.groups:
+            entries, _ = pages.read(layer, group.slots)
+            if group.rows_S is None:
+                return self._decode(q_nope, q_rope, entries, group, up).flatten(1)
+            q_rows = q_nope.index_select(0, group.rows_S), q_rope.index_select(0, group.rows_S)
+            out.index_copy_(0, group.rows_S, self._decode(*q_rows, entries, group, up))
+        for chunk in plan.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            entries = (entries_T1D[rows] if chunk.slots_L is None else pages.read(layer, chunk.slots_L)[0]).squeeze(1)
+            expanded = self.chunk_form == "expanded" or (
+                self.chunk_form == "cheaper" and expanding_pays(self._latent, chunk.stop - chunk.start)
+            )
+            q_rows = self._blocks.settled(q_nope[rows]), self._blocks.settled(q_rope[rows])
+            out[rows] = (self._expanded if expanded else self._absorbed)(*q_rows, self._blocks.settled(entries), chunk, up)
+        return out.flatten(1)
 
     def _project(self, weights: _LatentWeights, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without and with position [T, N, D], and the page entry of each token [T, 1, rank + rope]."""
@@ -91,41 +81,14 @@ class LatentAttentionBlock:
         q_TND = queries.reshape(-1, self.config.num_heads, latent.key_width)
         q_nope, q_rope = q_TND.split((latent.nope_width, latent.rope_width), dim=2)
         q_rope = rotate(q_rope, cos_T1D, sin_T1D)
-        kept_T1D = torch.cat(
+        entries_T1D = torch.cat(
             (
                 self._rms_norm(compressed, weights.latent_norm, latent.norm_epsilon).unsqueeze(1),
                 rotate(key_rope.unsqueeze(1), cos_T1D, sin_T1D),
             ),
             dim=2,
         )
-        return q_nope, q_rope, kept_T1D
-
-    def _finish(self, weights: _LatentWeights, x_TH: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        return self._norm.of_sum(x_TH, weights.output(mixed, weights.output_bias), weights.mlp_norm_H)
-
-    def _plan(self, layout: StepLayout, pages: KvPages) -> StepPlan:
-        return plan_step(layout, pages, self._rotary, self.config.sliding_window, each_alone=self._blocks.strict)
-
-    def _attend(self, layer: int, q_nope: Tensor, q_rope: Tensor, kept_T1D: Tensor, plan: StepPlan, pages: KvPages) -> Tensor:
-        """Attention of every row over its sequence's context: [T, N * value width]."""
-        up = self._weights[layer].up
-        num_rows, num_heads = q_nope.shape[:2]
-        out = q_nope.new_empty(num_rows, num_heads, self._latent.value_width)
-        for group in plan.groups:
-            kept, _ = pages.read(layer, group.slots)
-            if group.rows_S is None:
-                return self._decode(q_nope, q_rope, kept, group, up).flatten(1)
-            q_rows = q_nope.index_select(0, group.rows_S), q_rope.index_select(0, group.rows_S)
-            out.index_copy_(0, group.rows_S, self._decode(*q_rows, kept, group, up))
-        for chunk in plan.chunks:
-            rows = slice(chunk.start, chunk.stop)
-            kept = (kept_T1D[rows] if chunk.slots_L is None else pages.read(layer, chunk.slots_L)[0]).squeeze(1)
-            expanded = self._chunk_form == "expanded" or (
-                self._chunk_form == "cheaper" and expanding_pays(self._latent, chunk.stop - chunk.start)
-            )
-            q_rows = self._blocks.settled(q_nope[rows]), self._blocks.settled(q_rope[rows])
-            out[rows] = (self._expanded if expanded else self._absorbed)(*q_rows, self._blocks.settled(kept), chunk, up)
-        return out.flatten(1)
+        return q_nope, q_rope, entries_T1D
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor, up: Tensor) -> Tensor:
         """Queries to multiply with latents and rotary keys: [T, N, rank + rope]."""
@@ -136,29 +99,29 @@ class LatentAttentionBlock:
         """The value up-projection of mixed latents [N, T, rank]: [T, N, value]."""
         return torch.bmm(mixed, up[:, self._latent.nope_width :].transpose(1, 2)).transpose(0, 1)
 
-    def _decode(self, q_nope: Tensor, q_rope: Tensor, kept: Tensor, group: DecodeGroup, up: Tensor) -> Tensor:
+    def _decode(self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, group: DecodeGroup, up: Tensor) -> Tensor:
         """One row per sequence, its heads being the rows of one small product: [S, N, value]."""
-        kept_S1LD = kept.view(-1, 1, group.length, self._latent.page_width)
+        entries_S1LD = entries.view(-1, 1, group.length, self._latent.page_width)
         # Values are the latents. Including the rotary part and dropping it afterwards costs less than the kernel for unequal widths.
         mixed = F.scaled_dot_product_attention(
-            self._absorb(q_nope, q_rope, up).unsqueeze(1), kept_S1LD, kept_S1LD, attn_mask=group.mask_S11L, scale=self._latent.scale
+            self._absorb(q_nope, q_rope, up).unsqueeze(1), entries_S1LD, entries_S1LD, attn_mask=group.mask_S11L, scale=self._latent.scale
         )
         return self._values(mixed.squeeze(1)[..., : self._latent.rank].transpose(0, 1), up)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kept_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, entries_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
         """A chunk over latents: [T, N, value]."""
         q_1NTD = self._absorb(q_nope, q_rope, up).transpose(0, 1).unsqueeze(0)
-        kept_1NLD = kept_LD.expand(1, q_1NTD.shape[1], -1, -1)
+        entries_1NLD = entries_LD.expand(1, q_1NTD.shape[1], -1, -1)
         mixed = F.scaled_dot_product_attention(
-            q_1NTD, kept_1NLD, kept_1NLD, attn_mask=chunk.mask_TL, is_causal=chunk.mask_TL is None, scale=self._latent.scale
+            q_1NTD, entries_1NLD, entries_1NLD, attn_mask=chunk.mask_TL, is_causal=chunk.mask_TL is None, scale=self._latent.scale
         )
         return self._values(mixed[0, :, :, : self._latent.rank], up)
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, kept_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, entries_LD: Tensor, chunk: Chunk, up: Tensor) -> Tensor:
         """A chunk over the keys and values of its context: [T, N, value]."""
         latent = self._latent
-        num_heads, length = q_nope.shape[1], kept_LD.shape[0]
-        latents_LR, key_rope = kept_LD.split((latent.rank, latent.rope_width), dim=1)
+        num_heads, length = q_nope.shape[1], entries_LD.shape[0]
+        latents_LR, key_rope = entries_LD.split((latent.rank, latent.rope_width), dim=1)
         expanded = F.linear(latents_LR, up.flatten(0, 1)).view(length, num_heads, -1)
         keys_LND = torch.cat((expanded[..., : latent.nope_width], key_rope.unsqueeze(1).expand(-1, num_heads, -1)), dim=2)
         width = max(latent.key_width, latent.value_width)  # kernels without a score matrix need equal widths
@@ -168,6 +131,36 @@ class LatentAttentionBlock:
             q_1NTD, keys_1NLD, values_1NLD, attn_mask=chunk.mask_TL, is_causal=chunk.mask_TL is None, scale=latent.scale
         )
         return mixed[0, :, :, : latent.value_width].transpose(0, 1)
+
+    def _read_layer(self, read: ReadPart) -> _LatentWeights:
+        config, latent, num_heads = self.config, self._latent, self.config.num_heads
+        all_queries = num_heads * latent.key_width
+        query_rows = all_queries if latent.query_rank is None else latent.query_rank
+        down = read("latent_down", (query_rows + latent.page_width, config.hidden_size))
+        down_bias = query_norm = query_up = None
+        if config.attention_bias:
+            down_bias = torch.zeros(down.shape[0], dtype=down.dtype, device=self._device)
+            down_bias[query_rows:] = read("kv_down_bias", (latent.page_width,))
+            if latent.query_rank is not None:
+                down_bias[:query_rows] = read("query_down_bias", (query_rows,))
+        if latent.query_rank is not None:
+            query_norm = read("query_latent_norm", (query_rows,))
+            query_up = read("query_up", (all_queries, query_rows))
+        if config.rotary.interleaved:
+            pairs_to_halves_(down[query_rows:], latent.rope_width)
+            if down_bias is not None:
+                pairs_to_halves_(down_bias[query_rows:, None], latent.rope_width)
+            queries = down[:query_rows] if query_up is None else query_up
+            pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
+        return _LatentWeights(
+            **self._read_shared(read, latent.value_width),
+            down=lay_out(down),
+            down_bias=down_bias,
+            query_norm=query_norm,
+            query_up=None if query_up is None else lay_out(query_up),
+            latent_norm=read("kv_latent_norm", (latent.rank,)),
+            up=read("kv_up", (num_heads * (latent.nope_width + latent.value_width), latent.rank)).view(num_heads, -1, latent.rank),
+        )
 
 
 def expanding_pays(latent: LatentConfig, num_rows: int) -> bool:
@@ -181,42 +174,3 @@ def expanding_pays(latent: LatentConfig, num_rows: int) -> bool:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _read_layer(
-    config: ModelConfig, latent: LatentConfig, checkpoint: Checkpoint, layer: int, device: torch.device | str
-) -> _LatentWeights:
-    def read(part: str, *shape: int) -> Tensor:
-        return checkpoint.read_part(config, part, shape, layer=layer, device=device)
-
-    hidden, num_heads = config.hidden_size, config.num_heads
-    all_queries = num_heads * latent.key_width
-    query_rows = all_queries if latent.query_rank is None else latent.query_rank
-    down = read("latent_down", query_rows + latent.page_width, hidden)
-    down_bias = query_norm = query_up = None
-    if config.attention_bias:
-        down_bias = torch.zeros(down.shape[0], dtype=down.dtype, device=device)
-        down_bias[query_rows:] = read("kv_down_bias", latent.page_width)
-        if latent.query_rank is not None:
-            down_bias[:query_rows] = read("query_down_bias", query_rows)
-    if latent.query_rank is not None:
-        query_norm = read("query_latent_norm", query_rows)
-        query_up = read("query_up", all_queries, query_rows)
-    if config.rotary.interleaved:
-        pairs_to_halves_(down[query_rows:], latent.rope_width)
-        if down_bias is not None:
-            pairs_to_halves_(down_bias[query_rows:, None], latent.rope_width)
-        queries = down[:query_rows] if query_up is None else query_up
-        pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
-    return _LatentWeights(
-        input_norm_H=read("attention_norm", hidden),
-        down=lay_out(down),
-        down_bias=down_bias,
-        query_norm=query_norm,
-        query_up=None if query_up is None else lay_out(query_up),
-        latent_norm=read("kv_latent_norm", latent.rank),
-        up=read("kv_up", num_heads * (latent.nope_width + latent.value_width), latent.rank).view(num_heads, -1, latent.rank),
-        output=lay_out(read("attention_output", hidden, num_heads * latent.value_width)),
-        output_bias=read("attention_output_bias", hidden) if config.attention_bias else None,
-        mlp_norm_H=read("mlp_norm", hidden),
-    )

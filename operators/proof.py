@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrt.operators.attention import Attention, attention_for
+from flowrt.operators.attention import attention_for
+from flowrt.operators.attention_block import AttentionBlock
 from flowrt.operators.dense import DenseMlp, SharedExperts
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
@@ -32,7 +34,7 @@ def blocks_of(config: ModelConfig, num_threads: int) -> StrictBlocks:
 
 @torch.inference_mode()
 def prove(
-    module: Attention | Gate | DenseMlp | SharedExperts | Experts | Head, config: ModelConfig, device: torch.device | str = "cpu"
+    module: AttentionBlock[Any] | Gate | DenseMlp | SharedExperts | Experts | Head, config: ModelConfig, device: torch.device | str = "cpu"
 ) -> None:
     """Runs the functions of the module once on PROOF_ROWS rows. Raises ModelError when no block size passes the proof on this machine."""
     x_TH = _drawn_rows(config, device)

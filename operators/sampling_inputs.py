@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -40,9 +39,10 @@ class Draw(NamedTuple):
     forbidden_token_ids: Collection[int] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class SamplingInputs:
-    """S = samples. Settings that only some samples use have their own length, 0 if unused, so that the host does not wait for a device.
+class SamplingInputs(NamedTuple):
+    """The tensors that are sent, in this order. S = samples.
+
+    Settings that only some samples use have their own length, 0 if unused, so that the host does not wait for a device.
 
     `integers_5S` int64: row, top_k, seed, choice (which of a request's outputs), token index (in that output).
     `floats_5S` float64: temperature, top_p, repetition, presence and frequency penalty.
@@ -84,24 +84,6 @@ class SamplingInputs:
             _NONE if not max_logprobs else torch.arange(max_logprobs),
         )
         return cls(*(tensor.to(device) for tensor in tensors))
-
-    def to_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are sent, in a fixed order."""
-        return (
-            self.integers_5S,
-            self.floats_5S,
-            self.unfiltered_U,
-            self.filtered_F,
-            self.penalized_3N,
-            self.forbidden_2M,
-            self.logprobs_L,
-            self.ranks_K,
-        )
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> SamplingInputs:
-        """The inverse of to_tensors."""
-        return cls(*tensors)
 
     @property
     def rows_S(self) -> Tensor:

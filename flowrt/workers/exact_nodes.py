@@ -198,7 +198,7 @@ def _dense(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
 
 def _head(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
     def run(firing: Firing) -> dict[str, Payload]:
-        inputs = SamplingInputs.from_tensors(firing.inputs["sampling"].tensors)
+        inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
         logits_SV = torch.from_numpy(model.logits(_array(firing, "x")[inputs.rows_S.numpy()]))
         token_S = sample(logits_SV, inputs)
         if not inputs.logprobs_L.numel():

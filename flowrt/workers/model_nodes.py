@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,8 @@ from flowrt.exchange.expert_service import ExpertService
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, OUTPUT, Graph, GraphLimits, Node
 from flowrt.graph.placement import expert_map_of, held_experts
-from flowrt.operators.attention import Attention, attention_for
+from flowrt.operators.attention import attention_for
+from flowrt.operators.attention_block import AttentionBlock
 from flowrt.operators.dense import DenseMlp, SharedExperts
 from flowrt.operators.embedding import Embedding
 from flowrt.operators.experts import Experts
@@ -43,7 +44,7 @@ log = logging.getLogger("flowrt.worker")
 
 MAX_BATCH_BYTES = 1 << 30  # of rows and intermediate values when an expert server computes several requests in one call
 Outputs = list[dict[str, Payload]]
-M = TypeVar("M", Attention, Gate, DenseMlp, SharedExperts, Experts, Head)
+M = TypeVar("M", AttentionBlock[Any], Gate, DenseMlp, SharedExperts, Experts, Head)
 
 
 def build_model_nodes(
@@ -141,7 +142,7 @@ def batch_payloads(batch: Batch, page_size: int, device: torch.device) -> dict[s
     return {
         "tokens": Payload((torch.tensor(batch.token_ids, dtype=torch.int64, device=device),)),
         "layout": Payload(layout.to_tensors()),
-        "sampling": Payload(SamplingInputs.from_draws(draws, device).to_tensors()),
+        "sampling": Payload(tuple(SamplingInputs.from_draws(draws, device))),
     }
 
 
@@ -184,7 +185,7 @@ class _EmbedNode:
 class _AttentionNode:
     """Stateful by its pages. The layers of a step get one layout message between them, so it is read once per step and micro-batch."""
 
-    def __init__(self, block: Attention, pages: KvPages) -> None:
+    def __init__(self, block: AttentionBlock[Any], pages: KvPages) -> None:
         self._block = block
         self._pages = pages
         self._read: dict[tuple[str, int], tuple[Payload, StepLayout]] = {}
@@ -229,7 +230,7 @@ class _HeadNode:
         self._head = head
 
     def __call__(self, firing: Firing) -> dict[str, Payload]:
-        inputs = SamplingInputs.from_tensors(firing.inputs["sampling"].tensors)
+        inputs = SamplingInputs(*firing.inputs["sampling"].tensors)
         logits_SV = self._head.forward(firing.inputs["x"].tensors[0], inputs.rows_S)
         token_S = sample(logits_SV, inputs)
         if not inputs.logprobs_L.numel():

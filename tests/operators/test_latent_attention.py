@@ -11,7 +11,7 @@ from fast_model import FastModel
 
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.latent_attention import Form, LatentAttentionBlock, expanding_pays
+from flowrt.operators.latent_attention import Form, LatentAttention, expanding_pays
 from flowrt.operators.model_config import LatentConfig, ModelError
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
@@ -23,7 +23,8 @@ NAMES = ["deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2 li
 def attend(directory: Any, form: Form, cuts: list[list[int]]) -> list[torch.Tensor]:
     """Residuals and normed rows of steps in which several sequences bring rows, in float64."""
     config = read_model_config(directory, "float64")
-    block = LatentAttentionBlock(config, Checkpoint(directory), [0], chunk_form=form)
+    block = LatentAttention(config, Checkpoint(directory), [0])
+    block.chunk_form = form
     pages = KvPages.for_model(config, 64, 4)
     generator = torch.Generator().manual_seed(5)
     lengths, results = [0] * len(cuts), []
@@ -50,7 +51,8 @@ def test_absorbed_and_expanded_chunks_agree(models: Any, name: str) -> None:
 def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str) -> None:
     """The same rows, one per step, always absorbed, or in one expanded chunk."""
     config = read_model_config(models[name], "float64")
-    block = LatentAttentionBlock(config, Checkpoint(models[name]), [0], chunk_form="expanded")
+    block = LatentAttention(config, Checkpoint(models[name]), [0])
+    block.chunk_form = "expanded"
     x_TH = torch.randn(12, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     with torch.inference_mode():
         whole, _ = block.forward(0, x_TH, StepLayout.from_lists([12], [12], [[3, 1, 2]], 4), KvPages.for_model(config, 4, 4))
@@ -101,7 +103,7 @@ def test_pages_of_another_sequence_do_not_leak_in(models: Any, name: str) -> Non
 
 def test_a_model_without_latents_is_refused(models: Any) -> None:
     with pytest.raises(ValueError, match="a qwen3_moe model without latent attention"):
-        LatentAttentionBlock(read_model_config(models["plain"]), Checkpoint(models["plain"]), [0])
+        LatentAttention(read_model_config(models["plain"]), Checkpoint(models["plain"]), [0])
 
 
 @pytest.mark.parametrize("name", ["plain", "deepseek_v3"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from drawn import DTYPES, drawn
 
-from flowrt.operators.attention import AttentionBlock
+from flowrt.operators.attention import GroupedAttention
 from flowrt.operators.attention_plan import PagedRows, plan_step
 from flowrt.operators.combine import combine
 from flowrt.operators.families.registry import read_model_config
@@ -258,7 +258,7 @@ def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtyp
     config = read_model_config(models[name]).with_dtype(dtype)
     found: list[list[torch.Tensor]] = []
     for is_paged in (True, False):
-        block = AttentionBlock(config, Checkpoint(models[name]), [0])
+        block = GroupedAttention(config, Checkpoint(models[name]), [0])
         assert block._is_paged
         block._is_paged = is_paged
         pages = KvPages.for_model(config, 40, 4)

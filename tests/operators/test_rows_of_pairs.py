@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from drawn import DTYPES, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.operators.attention import AttentionBlock
+from flowrt.operators.attention import GroupedAttention
 from flowrt.operators.combine import combine
 from flowrt.operators.dispatch import Part, ReplicaTable, partition, repartition
 from flowrt.operators.experts import Experts
@@ -26,6 +27,11 @@ from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
 needs_rows = pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")
+
+
+@pytest.mark.parametrize("name", [name for name in vars(choice.Kernels) if not name.startswith("_")])
+def test_c_and_torch_kernels_have_equal_signatures(name: str) -> None:
+    assert inspect.signature(getattr(rows, name)) == inspect.signature(getattr(torch_rows, name))
 
 
 @needs_rows
@@ -195,7 +201,7 @@ def test_without_the_c_module_the_library_computes(models: Any, monkeypatch: pyt
     monkeypatch.setattr(rows, "_rows", None, raising=False)
     choice._chosen.cache_clear()
     request.addfinalizer(choice._chosen.cache_clear)  # what was chosen here holds for no other test
-    block, gate = AttentionBlock(config, checkpoint, [0]), Gate(config, checkpoint, [0])
+    block, gate = GroupedAttention(config, checkpoint, [0]), Gate(config, checkpoint, [0])
     pages, layout = KvPages.for_model(config, 4, 16), StepLayout.from_lists([5, 1], [5, 1], [[0], [1]], 16)
     residual, normed = block.forward(0, truth.model.embed_tokens.weight[:6].detach().float(), layout, pages)
     expert_ids, weights = gate.forward(0, normed)
