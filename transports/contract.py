@@ -55,6 +55,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     capacity_bytes: int = 1 << 25
     copy_threads: int = 1  # that copy a bulk payload in stripes; at most MAX_COPY_THREADS; shm only
 
+    def smaller(self, other: Limits) -> Limits:
+        """The smaller of both values, field by field."""
+        return Limits(**{name: min(getattr(self, name), getattr(other, name)) for name in Limits.__struct_fields__})
+
 
 class Identity(msgspec.Struct, frozen=True):
     """One end of a channel: the process's name in the graph and its incarnation."""
@@ -270,5 +274,5 @@ class Transport(ABC):
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
         """A channel to whoever listens at `address`. `key` is 32 bytes; both sides prove it. No time-out of its own.
 
-        Raises AddressError (nobody there), HandshakeError, UnavailableError.
+        Raises AddressError (no listener), HandshakeError, UnavailableError.
         """

@@ -10,7 +10,7 @@ from math import prod
 from typing import ClassVar
 
 from flowrt.transports.channel.message_windows import RESERVED
-from flowrt.transports.channel.queued import Backlog, QueuedChannel
+from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError, InvalidMessageError, LimitError
 from flowrt.transports.wire.address import expect_scheme
@@ -51,7 +51,7 @@ class InprocChannel(QueuedChannel):
         if message.tensors or type(message.header) is bytes:
             size = self._payload_bytes(message)
         if message.kind[:1] == RESERVED:
-            other._hear_of_windows(message)
+            other._on_window_message(message)
             return True
         if inbox and (len(inbox) >= self._capacity_messages or other._inbox_bytes + size > self._capacity_bytes):
             return False
@@ -78,7 +78,7 @@ class InprocChannel(QueuedChannel):
             other._wake_sender()
         return message
 
-    def _hear_of_windows(self, message: Message) -> None:
+    def _on_window_message(self, message: Message) -> None:
         try:
             if not self._closed:
                 self._message_windows().arrived(message)
@@ -112,42 +112,30 @@ class InprocChannel(QueuedChannel):
         self._other._end()
 
 
-class InprocListener(Listener):
+class InprocListener(QueuedListener):
     """Accepts channels from the same event loop."""
 
     def __init__(self, address: str, limits: Limits, key: bytes, identity: Identity) -> None:
-        self.address = address
+        super().__init__(address)
         self.limits = limits
         self.identity = identity
         self.loop = asyncio.get_running_loop()
-        self.backlog = Backlog()
         self._key = key
-        self._rejected = 0
 
     def admit(self, limits: Limits, key: bytes, identity: Identity) -> Channel:
         """The connecting side's end of a new channel."""
         if not hmac.compare_digest(key, self._key):
-            self._rejected += 1
+            self.rejected += 1
             raise HandshakeError("the peer does not know the key of this run")
-        if self.backlog.full:
-            raise AddressError(f"{self.address} has {self.backlog.capacity} connections that nobody has accepted yet")
-        names = Limits.__struct_fields__
-        agreed = Limits(**{name: min(getattr(limits, name), getattr(self.limits, name)) for name in names})
-        ours, theirs = InprocChannel.pair(agreed, self.identity, identity)
-        self.backlog.put(ours)
+        if self.full:
+            raise AddressError(f"{self.address} has {self.capacity} connections that were not accepted yet")
+        ours, theirs = InprocChannel.pair(limits.smaller(self.limits), self.identity, identity)
+        self.put(ours)
         return theirs
 
-    async def accept(self) -> Channel:
-        return await self.backlog.accept()
-
-    @property
-    def rejected(self) -> int:
-        return self._rejected
-
-    async def aclose(self) -> None:
+    def _stop(self) -> None:
         if _listeners.get(self.address) is self:
             del _listeners[self.address]
-        await self.backlog.aclose()
 
 
 class InprocTransport(Transport):
@@ -167,7 +155,7 @@ class InprocTransport(Transport):
             address = f"inproc://free-{next(_free_names)}"
         held = _listeners.get(address)
         if held is not None and not held.loop.is_closed():
-            raise AddressError(f"somebody listens at {address} already")
+            raise AddressError(f"another listener is at {address} already")
         listener = _listeners[address] = InprocListener(address, limits, key, identity)
         return listener
 
@@ -176,5 +164,5 @@ class InprocTransport(Transport):
         expect_scheme(address, self.scheme)
         listener = _listeners.get(address)
         if listener is None or listener.loop is not asyncio.get_running_loop():
-            raise AddressError(f"nobody listens at {address} in this event loop")
+            raise AddressError(f"no listener is at {address} in this event loop")
         return listener.admit(limits, key, identity)

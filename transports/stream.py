@@ -19,13 +19,12 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Generator
 from typing import ClassVar, Self
 
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.contract import LINGER_SECONDS, Identity, Limits
-from flowrt.transports.wire.codec import Envelope, Part, WireError, decode_envelope, encode, is_repeat
-from flowrt.transports.wire.message import Message
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 
 _FRAME = struct.Struct("<B3xI")
 _TAKEN = struct.Struct("<QQ")
@@ -38,6 +37,7 @@ class StreamChannel(FlowControlledChannel):
     """One end of a socket pair, or of any connected stream socket. Use `from_socket` to create it."""
 
     scheme: ClassVar[str] = "pipe"
+    body_bytes: ClassVar[dict[int, int]] = {_TAKEN_KIND: _TAKEN.size, _WAITING_KIND: 0, _CLOSE_KIND: 0}
 
     def __init__(self, sock: socket.socket, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
@@ -48,13 +48,9 @@ class StreamChannel(FlowControlledChannel):
         self._flushed: asyncio.Future[None] | None = None
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._scratch_start = self._scratch_end = 0
-        self._target = memoryview(bytearray(_FRAME.size))
-        self._filled = 0
-        self._then: Callable[[], None] = self._read_frame
-        self._frame_buffer = self._target
-        self._envelope: Envelope | None = None
-        self._buffers: list[bytearray] = []
-        self._payload_index = 0
+        self._targets = self._read_frames()
+        self._target = next(self._targets)
+        self._filled = 0  # bytes of it
         self._loop.add_reader(self._fd, self._on_readable)
 
     @classmethod
@@ -64,19 +60,13 @@ class StreamChannel(FlowControlledChannel):
 
     # Sending.
 
-    def _transmit(self, message: Message) -> bool:
-        parts = encode(message, self._sending.sent_messages, self.limits)
-        size = sum(map(len, parts)) - len(parts[0])
-        if not self._sending.fits(size):
-            return False
-        self._count_sent(size)
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         self._write([_FRAME.pack(_MESSAGE_KIND, len(parts[0])), *parts])
-        return True
 
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
         self._write([_FRAME.pack(_TAKEN_KIND, _TAKEN.size), _TAKEN.pack(messages, payload_bytes)])
 
-    def _say_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         self._write([_FRAME.pack(_WAITING_KIND, 0)])
 
     def _write(self, parts: list[Part]) -> None:
@@ -125,7 +115,7 @@ class StreamChannel(FlowControlledChannel):
                 if received < 0:
                     return
                 if received == 0:
-                    raise ConnectionError(f"{self.peer.name or 'the peer'} died: its end of the line closed without a word")
+                    raise ConnectionError(f"{self.peer.name or 'the peer'} died: its end of the connection closed without a close frame")
                 budget -= received
                 self._parse()
                 if self._ended or self._closed:
@@ -149,7 +139,7 @@ class StreamChannel(FlowControlledChannel):
             return -1
 
     def _parse(self) -> None:
-        while True:
+        while not self._ended:
             missing = len(self._target) - self._filled
             if missing:
                 count = min(missing, self._scratch_end - self._scratch_start)
@@ -161,52 +151,42 @@ class StreamChannel(FlowControlledChannel):
                 self._filled += count
                 if count < missing:
                     return
-            self._then()
-            if self._ended:
-                return
+            self._target = next(self._targets)
+            self._filled = 0
 
-    def _expect(self, target: bytearray | memoryview, then: Callable[[], None]) -> None:
-        self._target = target if isinstance(target, memoryview) else memoryview(target)
-        self._filled = 0
-        self._then = then
+    def _read_frames(self) -> Generator[memoryview, None, None]:
+        """Yields the memory of the next bytes, and processes them when it is full. Raises WireError."""
+        head = memoryview(bytearray(_FRAME.size))
+        while True:
+            yield head
+            kind, length = _FRAME.unpack(head)
+            if kind == _MESSAGE_KIND and length <= self.limits.max_header_bytes:
+                body = bytearray(length)
+                yield memoryview(body)
+                envelope, sizes = decode_envelope(bytes(body), self.limits)
+                payload_bytes = sum(sizes)
+                if not is_repeat(envelope.sequence, self._expected):
+                    self._receiving.arrived(payload_bytes)  # checks the credit before memory is allocated
+                buffers = [bytearray(size) for size in sizes]
+                for buffer in buffers:
+                    yield memoryview(buffer)
+                self._deliver(envelope, buffers, payload_bytes)
+            elif self.body_bytes.get(kind) == length:
+                body = bytearray(length)
+                yield memoryview(body)
+                self._on_frame(kind, body)
+            else:
+                raise WireError(f"a frame of kind {kind} and {length} bytes")
 
-    def _read_frame(self) -> None:
-        kind, length = _FRAME.unpack(self._frame_buffer)
-        if kind == _MESSAGE_KIND and length <= self.limits.max_header_bytes:
-            self._expect(bytearray(length), self._read_envelope)
-        elif kind == _TAKEN_KIND and length == _TAKEN.size:
-            self._expect(bytearray(length), self._read_taken)
-        elif kind == _WAITING_KIND and not length:
-            self._hear_waiting()
-            self._expect(self._frame_buffer, self._read_frame)
-        elif kind == _CLOSE_KIND and not length:
+    def _on_frame(self, kind: int, body: bytearray) -> None:
+        """Processes a frame of a kind in `body_bytes`."""
+        if kind == _TAKEN_KIND:
+            self._on_taken(*_TAKEN.unpack(body))
+        elif kind == _WAITING_KIND:
+            self._on_waiting()
+        else:
             self._stop_reading()
             self._end()
-        else:
-            raise WireError(f"a frame of kind {kind} and {length} bytes")
-
-    def _read_taken(self) -> None:
-        self._hear_taken(*_TAKEN.unpack(self._target))
-        self._expect(self._frame_buffer, self._read_frame)
-
-    def _read_envelope(self) -> None:
-        self._envelope, sizes = decode_envelope(bytes(self._target), self.limits)
-        if not is_repeat(self._envelope.sequence, self._expected):
-            self._receiving.arrived(sum(sizes))  # checks the credit before memory is allocated
-        self._buffers = [bytearray(size) for size in sizes]
-        self._payload_index = 0
-        self._read_payload()
-
-    def _read_payload(self) -> None:
-        if self._payload_index < len(self._buffers):
-            self._payload_index += 1
-            self._expect(self._buffers[self._payload_index - 1], self._read_payload)
-            return
-        envelope, buffers = self._envelope, self._buffers
-        assert envelope is not None
-        self._envelope, self._buffers = None, []
-        self._expect(self._frame_buffer, self._read_frame)
-        self._deliver(envelope, buffers, sum(map(len, buffers)))
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)
@@ -231,4 +211,5 @@ class StreamChannel(FlowControlledChannel):
             self._loop.remove_writer(self._fd)
             self._outbox.clear()
             self._inbox.clear()
+            self._targets.close()
             self._socket.close()

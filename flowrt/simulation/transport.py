@@ -22,14 +22,13 @@ from flowrt.simulation.waitables import current_node
 from flowrt.simulation.weather import LinkState, NetworkConditions
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.message_windows import RESERVED
-from flowrt.transports.channel.queued import Backlog
+from flowrt.transports.channel.queued import QueuedListener
 from flowrt.transports.channel.window_memory import TOKEN_BYTES
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError
 from flowrt.transports.wire.address import expect_scheme
-from flowrt.transports.wire.codec import Part, WireError, decode, encode, is_repeat
+from flowrt.transports.wire.codec import Part, WireError, decode, is_repeat
 from flowrt.transports.wire.handshake import NONCE_BYTES, Handshake, check_key
-from flowrt.transports.wire.message import Message
 
 _ALIGNMENT = 64
 
@@ -197,19 +196,13 @@ class SimulatedChannel(FlowControlledChannel):
         self._send_frame("broken")
         self._break("this end was severed")
 
-    def _transmit(self, message: Message) -> bool:
-        parts = encode(message, self._sending.sent_messages, self.limits)
-        size = sum(map(len, parts)) - len(parts[0])
-        if not self._sending.fits(size):
-            return False
-        self._count_sent(size)
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         self._send_frame("message", [bytes(parts[0]), *map(_aligned, parts[1:])])
-        return True
 
-    def _say_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         self._send_frame("waiting")
 
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
         self._send_frame("taken", [b"%d %d" % (messages, payload_bytes)])
 
     def _send_frame(self, kind: FrameKind, parts: list[Part] | None = None) -> None:
@@ -235,9 +228,9 @@ class SimulatedChannel(FlowControlledChannel):
                 self._arrive_message(parts)
             elif kind == "taken":
                 messages, size = bytes(parts[0]).split()
-                self._hear_taken(int(messages), int(size))
+                self._on_taken(int(messages), int(size))
             elif kind == "waiting":
-                self._hear_waiting()
+                self._on_waiting()
             elif kind == "close":
                 self._end()
             else:
@@ -254,7 +247,7 @@ class SimulatedChannel(FlowControlledChannel):
         size = message.payload_bytes
         self._receiving.arrived(size)
         if message.kind[:1] == RESERVED:
-            self._hear_of_windows(message, size)
+            self._on_window_message(message, size)
         else:
             self._inbox.append((message, size))
             self._wake_receiver()
@@ -265,28 +258,18 @@ class SimulatedChannel(FlowControlledChannel):
             self._send_frame("close")
 
 
-class SimulatedListener(Listener):
+class SimulatedListener(QueuedListener):
     """Accepts channels for the node that made it."""
 
     def __init__(self, network: SimulatedNetwork, address: str, limits: Limits, key: bytes, identity: Identity) -> None:
-        self.address = address
-        self.backlog = Backlog()
+        super().__init__(address)
         self.limits, self.key, self.identity = limits, key, identity
         self.node = current_node.get()
-        self.num_rejected = 0
         self._network = network
 
-    async def accept(self) -> Channel:
-        return await self.backlog.accept()
-
-    @property
-    def rejected(self) -> int:
-        return self.num_rejected
-
-    async def aclose(self) -> None:
+    def _stop(self) -> None:
         if self._network.listeners.get(self.address) is self:
             del self._network.listeners[self.address]
-        await self.backlog.aclose()
 
 
 class SimulatedTransport(Transport):
@@ -327,7 +310,7 @@ class SimulatedTransport(Transport):
             await network.trip(here, listener.node, len(proof))
             theirs.receive(proof)
         except BaseException:
-            listener.num_rejected += 1  # a connection that came to nothing, whatever it came to
+            listener.rejected += 1  # a connection that came to nothing, whatever it came to
             raise
         if self._find(address) is not listener:
             raise HandshakeError(f"{address} changed hands during the handshake")
@@ -337,14 +320,14 @@ class SimulatedTransport(Transport):
         listener = self._network.listeners.get(address)
         if listener is None:
             raise AddressError(f"nobody listens at {address}")
-        if listener.backlog.full:
-            raise AddressError(f"{address} has {listener.backlog.capacity} connections that nobody has accepted yet")
+        if listener.full:
+            raise AddressError(f"{address} has {listener.capacity} connections that were not accepted yet")
         return listener
 
     def _join(self, listener: SimulatedListener, ours: Handshake, theirs: Handshake, limits: Limits) -> Channel:
         first, second = (theirs.peer, current_node.get()), (ours.peer, listener.node)
         near, far = SimulatedChannel.pair(self._network, first, second, limits)
-        listener.backlog.put(far)
+        listener.put(far)
         return near
 
 

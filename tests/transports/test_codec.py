@@ -172,7 +172,7 @@ def test_window_never_holds_more_and_never_gets_stuck(steps: list[tuple[int, boo
     for size, take in steps:
         if take and on_the_way:
             if receiver.took(on_the_way.pop(0)):
-                sender.update(*receiver.told())
+                sender.update(*receiver.report())
         elif sender.fits(size):
             sender.add(size)
             receiver.arrived(size)
@@ -182,7 +182,7 @@ def test_window_never_holds_more_and_never_gets_stuck(steps: list[tuple[int, boo
     receiver.sender_waits = True
     while on_the_way:
         assert receiver.took(on_the_way.pop(0))
-    sender.update(*receiver.told())
+    sender.update(*receiver.report())
     assert sender.fits(400)
 
 

@@ -55,7 +55,7 @@ async def test_a_caller_whose_proof_has_arrived_is_not_evicted() -> None:
     """The loop has yet to read the proof when the eviction is due."""
 
     def make_channel(meeting: Meeting) -> InprocChannel:
-        meeting.line.close()
+        meeting.sock.close()
         return InprocChannel(meeting.limits, meeting.peer)
 
     async with SocketListener("shm", "proved", SMALL, KEY, HERE, make_channel) as listener:
@@ -173,6 +173,6 @@ def call(address: str) -> socket.socket:
     return line
 
 
-def close(lines: list[socket.socket]) -> None:
-    for line in lines:
-        line.close()
+def close(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

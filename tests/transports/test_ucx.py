@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowrt.transports.channel.rendezvous import Lifeline
+from flowrt.transports.channel import greeted
+from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, other_process, pair_maker, pause
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
 from flowrt.transports.contract import Channel, Limits
@@ -115,33 +116,33 @@ class TappedLink(UCXLink):
         return self.send(self.array(data), self.tags[lane])
 
 
-class HeldLifeline(Lifeline):
-    """The line of a meeting; its end is told late while `holds`."""
+class HeldWatch(PeerWatch):
+    """Reports the end of its socket late while `holds`."""
 
-    def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
-        self.holds, self.untold = False, list[str | None]()
-        self._tell = on_gone
-        super().__init__(line, lambda reason: self.untold.append(reason) if self.holds else on_gone(reason))
+    def __init__(self, sock: socket.socket, on_end: Callable[[str | None], None]) -> None:
+        self.holds, self.unreported = False, list[str | None]()
+        self._report = on_end
+        super().__init__(sock, lambda reason: self.unreported.append(reason) if self.holds else on_end(reason))
 
     def let_go(self) -> None:
         self.holds = False
-        while self.untold:
-            self._tell(self.untold.pop())
+        while self.unreported:
+            self._report(self.unreported.pop())
 
 
 class End:
     """What is under one end of a pair."""
 
-    def __init__(self, link: TappedLink, lifeline: HeldLifeline) -> None:
-        self.link, self.lifeline = link, lifeline
+    def __init__(self, link: TappedLink, watch: HeldWatch) -> None:
+        self.link, self.watch = link, watch
 
     def stand(self) -> None:
         """As if its process were stopped."""
-        self.link.stands = self.lifeline.holds = True
+        self.link.stands = self.watch.holds = True
 
     def go_on(self) -> None:
         self.link.stands = False
-        self.lifeline.let_go()
+        self.watch.let_go()
 
 
 class Pairs:
@@ -149,24 +150,24 @@ class Pairs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.links: list[TappedLink] = []
-        self.lifelines: dict[str, HeldLifeline] = {}
+        self.watches: dict[str, HeldWatch] = {}
         monkeypatch.setattr(ucx, "UCXLink", self._link)
-        monkeypatch.setattr(ucx, "Lifeline", self._lifeline)
+        monkeypatch.setattr(greeted, "PeerWatch", self._watch)
 
     def _link(self) -> TappedLink:
         self.links.append(TappedLink())
         return self.links[-1]
 
-    def _lifeline(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> HeldLifeline:
-        made = HeldLifeline(line, on_gone)
-        self.lifelines[on_gone.__self__.peer.name] = made  # type: ignore[attr-defined]
+    def _watch(self, sock: socket.socket, on_end: Callable[[str | None], None]) -> HeldWatch:
+        made = HeldWatch(sock, on_end)
+        self.watches[on_end.__self__.peer.name] = made  # type: ignore[attr-defined]
         return made
 
     @asynccontextmanager
     async def open(self, limits: Limits = WIDE, *, fresh: bool = False) -> AsyncIterator[tuple[Channel, Channel, End, End]]:
         """The connecting end, the accepted one, and what is under each. Unless `fresh`, UCX is through with its own greetings."""
         async with opened(pair_maker("ucx"), limits) as (one, two):
-            ends = [End(link, self.lifelines[name]) for link, name in zip(self.links, (HERE.name, THERE.name), strict=True)]
+            ends = [End(link, self.watches[name]) for link, name in zip(self.links, (HERE.name, THERE.name), strict=True)]
             if not fresh:
                 for sender, receiver in ((one, two), (two, one)):
                     await sender.send(numbered(0, 10_000))
@@ -494,7 +495,7 @@ async def test_an_idle_channel_does_nothing(pairs: Pairs, loop_kind: str) -> Non
 @needs_ucx
 async def test_a_region_whose_sender_has_gone_is_not_believed(pairs: Pairs, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     """A stopped receiver wakes up when the sender has given up, and its memory may hold anything."""
-    monkeypatch.setattr(ucx, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(greeted, "LINGER_SECONDS", 0.05)
     async with pairs.open() as (one, two, _, under_two):
         under_two.stand()
         await one.send(numbered(0, 10))

@@ -23,12 +23,12 @@ if unavailable_reason("shm") is not None:
 
 from flowrt.transports.channel.window_memory import WindowKey
 from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
-from flowrt.transports.shared_memory.window import SEALS, WindowLine
+from flowrt.transports.shared_memory.window import SEALS, WindowSocket
 
 
-def line_of(channel: Channel) -> WindowLine:
+def socket_of(channel: Channel) -> WindowSocket:
     assert isinstance(channel, SharedMemoryChannel)
-    return channel._lifeline
+    return channel._peer_watch
 
 
 def mapped() -> int:
@@ -119,7 +119,7 @@ def _unsealed(nbytes: int) -> int:
 @pytest.mark.parametrize("wrong", ["unsealed", "size", "no descriptor", "no memfd", "flags", "kind", "nonsense", "twice", "too many"])
 async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind: str) -> None:
     async with opened(pair_maker("shm")) as (one, two):
-        line = line_of(one)._line
+        connection = socket_of(one)._socket
         key = WindowKey.new(4096, 1)
         null = os.open("/dev/null", os.O_RDONLY)
         good, unsealed = sealed_memory(8192), _unsealed(8192)
@@ -137,9 +137,9 @@ async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind:
         }
         descriptors = len(os.listdir("/proc/self/fd"))
         for kind, each, passed in said[wrong]:
-            socket.send_fds(line, [shared_window._OFFER.pack(kind, *each)], passed)
+            socket.send_fds(connection, [shared_window._OFFER.pack(kind, *each)], passed)
         if wrong == "nonsense":
-            line.send(b"hello")
+            connection.send(b"hello")
         with pytest.raises(BrokenChannelError, match="the peer"):
             async with asyncio.timeout(60):
                 await two.recv()
@@ -153,17 +153,17 @@ async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind:
 async def test_withdrawing_waits_for_a_full_line(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     async with opened(pair_maker("shm")) as (one, two):
         windows = [one.open_window(10) for _ in range(10)]
-        line = line_of(one)
+        sender = socket_of(one)
         full = True
-        say = line._say
-        monkeypatch.setattr(line, "_say", lambda *arguments: not full and say(*arguments))
+        send = sender._send
+        monkeypatch.setattr(sender, "_send", lambda *arguments: not full and send(*arguments))
         for window in windows:
             await window.aclose()
         with pytest.raises(UnavailableError):
             one.open_window(10)
         full = False
         async with asyncio.timeout(60):
-            while line._unsaid or line_of(two).offers:  # noqa: ASYNC110  (a line wakes nobody here)
+            while sender._unsent or socket_of(two).offers:  # noqa: ASYNC110  (nothing reports it)
                 await asyncio.sleep(0.001)
         assert (await two.attach_window(one.open_window(10).key)).nbytes == 10
 

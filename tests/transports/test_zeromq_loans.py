@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from flowrt.transports.channel import greeted
 from flowrt.transports.conformance.connection_checks import SMALL, other_process, pause
 from flowrt.transports.conformance.kit import within
 from flowrt.transports.contract import Channel
@@ -88,7 +89,7 @@ async def test_without_the_c_module_all_is_copied(monkeypatch: pytest.MonkeyPatc
 
 @needs_loans
 async def test_what_is_lent_comes_back_when_the_channel_ends_before_the_peer_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(greeted, "LINGER_SECONDS", 0.05)
     data = bytearray(os.urandom(LARGE))
     async with other_process("zmq", "echo") as (channel, peer):
         lender = the_lender()

@@ -39,29 +39,19 @@ class SendWindow:
 class ReceiveWindow:
     """The receiver's half: counts what arrived and what the user took, and decides when to report to the sender."""
 
-    __slots__ = (
-        "arrived_bytes",
-        "arrived_messages",
-        "limits",
-        "sender_waits",
-        "taken_bytes",
-        "taken_messages",
-        "told_bytes",
-        "told_messages",
-    )
-
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.arrived_bytes = self.arrived_messages = self.taken_bytes = self.taken_messages = self.told_bytes = self.told_messages = 0
+        self.arrived_bytes = self.taken_bytes = self.reported_bytes = 0
+        self.arrived_messages = self.taken_messages = self.reported_messages = 0
         self.sender_waits = False
 
     def arrived(self, payload_bytes: int) -> None:
         """Counts an arrived message. Raises WireError when the peer had no credit for it."""
         self.arrived_messages += 1
         self.arrived_bytes += payload_bytes
-        on_the_way = self.arrived_messages - self.told_messages
+        on_the_way = self.arrived_messages - self.reported_messages
         if on_the_way > 1 and (
-            on_the_way > self.limits.capacity_messages or self.arrived_bytes - self.told_bytes > self.limits.capacity_bytes
+            on_the_way > self.limits.capacity_messages or self.arrived_bytes - self.reported_bytes > self.limits.capacity_bytes
         ):
             raise WireError("the peer sent more than the channel may hold")
 
@@ -71,13 +61,13 @@ class ReceiveWindow:
         self.taken_bytes += payload_bytes
         return (
             self.sender_waits
-            or 2 * (self.taken_messages - self.told_messages) >= self.limits.capacity_messages
-            or 2 * (self.taken_bytes - self.told_bytes) >= self.limits.capacity_bytes
+            or 2 * (self.taken_messages - self.reported_messages) >= self.limits.capacity_messages
+            or 2 * (self.taken_bytes - self.reported_bytes) >= self.limits.capacity_bytes
         )
 
-    def told(self) -> tuple[int, int]:
+    def report(self) -> tuple[int, int]:
         """Returns the totals (messages, bytes) to report to the sender, and marks them as reported."""
-        self.told_messages = self.taken_messages
-        self.told_bytes = self.taken_bytes
+        self.reported_messages = self.taken_messages
+        self.reported_bytes = self.taken_bytes
         self.sender_waits = False
         return self.taken_messages, self.taken_bytes

@@ -12,7 +12,7 @@ from flowrt.transports.channel.flow_control import ReceiveWindow, SendWindow
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Identity, Limits
-from flowrt.transports.wire.codec import Envelope, assemble, is_repeat
+from flowrt.transports.wire.codec import Envelope, Part, assemble, encode, is_repeat
 from flowrt.transports.wire.message import Message
 
 
@@ -24,30 +24,40 @@ class FlowControlledChannel(QueuedChannel):
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
         self._sending = SendWindow(limits)
-        self._asked_for_room = False
+        self._has_requested_room = False
         self._receiving = ReceiveWindow(limits)
         self._inbox: deque[tuple[Message, int]] = deque()
         self._expected = 0
 
     @abstractmethod
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
         """Sends the totals taken since the start to the peer."""
 
     @abstractmethod
-    def _say_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         """Requests a report from the peer as soon as its user takes more."""
 
-    def _count_sent(self, payload_bytes: int) -> None:
+    @abstractmethod
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
+        """Sends an encoded message, for which there is room."""
+
+    def _transmit(self, message: Message) -> bool:
+        parts = encode(message, self._sending.sent_messages, self.limits)
+        payload_bytes = sum(map(len, parts)) - len(parts[0])
+        if not self._sending.fits(payload_bytes):
+            return False
         self._sending.add(payload_bytes)
         self._counters.messages_sent += 1
         self._counters.bytes_sent += payload_bytes
+        self._send_message(parts, payload_bytes)
+        return True
 
-    def _hear_of_windows(self, message: Message, payload_bytes: int) -> None:
+    def _on_window_message(self, message: Message, payload_bytes: int) -> None:
         """Processes a window message at once. Its credit returns to the sender independently of what the user takes."""
         self._counters.messages_received += 1
         self._counters.bytes_received += payload_bytes
         if self._receiving.took(payload_bytes):
-            self._tell_taken()
+            self._report_taken()
         if not self._closed:
             self._message_windows().arrived(message)
 
@@ -61,16 +71,16 @@ class FlowControlledChannel(QueuedChannel):
     def _num_posted(self) -> int:
         return 0 if self._windows is None else self._windows.num_posted
 
-    def _hear_taken(self, messages: int, payload_bytes: int) -> None:
+    def _on_taken(self, messages: int, payload_bytes: int) -> None:
         """Applies the peer's totals. Raises WireError when they are impossible."""
         self._sending.update(messages, payload_bytes)
-        self._asked_for_room = False
+        self._has_requested_room = False
         self._wake_sender()
 
-    def _hear_waiting(self) -> None:
+    def _on_waiting(self) -> None:
         self._receiving.sender_waits = True
-        if self._receiving.taken_messages > self._receiving.told_messages:
-            self._tell_taken()
+        if self._receiving.taken_messages > self._receiving.reported_messages:
+            self._report_taken()
 
     def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> None:
         """Adds a complete message to the inbox, or drops a repeated one. Raises WireError when an earlier message is missing."""
@@ -79,7 +89,7 @@ class FlowControlledChannel(QueuedChannel):
             return
         self._expected += 1
         if envelope.kind[:1] == RESERVED:
-            self._hear_of_windows(assemble(envelope, buffers), payload_bytes)
+            self._on_window_message(assemble(envelope, buffers), payload_bytes)
         elif not self._closed:
             self._inbox.append((assemble(envelope, buffers), payload_bytes))
             self._wake_receiver()
@@ -89,17 +99,17 @@ class FlowControlledChannel(QueuedChannel):
             return None
         message, payload_bytes = self._inbox.popleft()
         if self._receiving.took(payload_bytes):
-            self._tell_taken()
+            self._report_taken()
         self._counters.messages_received += 1
         self._counters.bytes_received += payload_bytes
         return message
 
     def _expect_room(self) -> bool:
-        if not self._asked_for_room:
-            self._asked_for_room = True
-            self._say_waiting()
+        if not self._has_requested_room:
+            self._has_requested_room = True
+            self._send_waiting()
         return False
 
-    def _tell_taken(self) -> None:
+    def _report_taken(self) -> None:
         if not self._ended and self._broken is None:
-            self._say_taken(*self._receiving.told())
+            self._send_taken(*self._receiving.report())

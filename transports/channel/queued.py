@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from flowrt.transports.channel.message_windows import MessageWindows
-from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, RemoteWindow, Window
+from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Window
 from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
 from flowrt.transports.wire.message import Message
 
@@ -45,7 +45,7 @@ class QueuedChannel(Channel):
         self._windows: MessageWindows | None = None
         self._new_token: Callable[[], bytes] | None = None  # makes the tokens of window keys; None: random tokens
         self._waiting: list[asyncio.Future[None]] = []  # waits for acknowledgements, flags and responses
-        self._gone: asyncio.Future[None] | None = None
+        self._shutdown: asyncio.Future[None] | None = None
         self._streak = 0
 
     # Implemented by each scheme.
@@ -164,11 +164,14 @@ class QueuedChannel(Channel):
             finally:
                 self._receiver = None
 
+    async def opened(self) -> None:
+        """Waits until the peer has confirmed the channel. Raises HandshakeError."""
+
     async def aclose(self) -> None:
-        if self._gone is not None:
-            await asyncio.shield(self._gone)
+        if self._shutdown is not None:
+            await asyncio.shield(self._shutdown)
             return
-        self._gone = self._loop.create_future()
+        self._shutdown = self._loop.create_future()
         self._closed = True
         self._wake_receiver()
         self._wake_sender()
@@ -177,7 +180,7 @@ class QueuedChannel(Channel):
                 await self._windows.close()
             await self._shut()
         finally:
-            self._gone.set_result(None)
+            self._shutdown.set_result(None)
 
     @property
     def closed(self) -> bool:
@@ -312,15 +315,24 @@ class QueuedChannel(Channel):
         raise BrokenChannelError(self._broken)
 
 
-class Backlog:
-    """The queue of channels that wait for `accept`, at most `capacity` of them."""
+class QueuedListener(Listener):
+    """Holds channels until `accept` takes them, at most `capacity`. A subclass adds them with `put` and counts rejected connections."""
 
-    def __init__(self, capacity: int = 128, on_room: Callable[[], None] | None = None) -> None:
-        self.capacity = capacity
-        self._on_room = on_room
-        self.closed = False
+    capacity = 128
+    rejected = 0
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._closed = False
         self._channels: deque[Channel] = deque()
         self._acceptor: asyncio.Future[None] | None = None
+
+    def _on_room(self) -> None:
+        """Called after a channel was accepted."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Stops listening; called once."""
 
     @property
     def full(self) -> bool:
@@ -332,14 +344,12 @@ class Backlog:
         self._wake()
 
     async def accept(self) -> Channel:
-        """See Listener.accept."""
         if self._acceptor is not None:
             raise BusyChannelError("another task is in accept of this listener")
-        while not self.closed:
+        while not self._closed:
             if self._channels:
                 channel = self._channels.popleft()
-                if self._on_room is not None:
-                    self._on_room()
+                self._on_room()
                 return channel
             self._acceptor = asyncio.get_running_loop().create_future()
             try:
@@ -349,8 +359,10 @@ class Backlog:
         raise ClosedChannelError("this listener was closed")
 
     async def aclose(self) -> None:
-        """Wakes `accept` and closes the channels that were not accepted."""
-        self.closed = True
+        """Also closes the channels that were not accepted."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
         self._wake()
         while self._channels:
             await self._channels.popleft().aclose()

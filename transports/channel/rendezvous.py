@@ -1,4 +1,4 @@
-"""Connects two processes of one host over an authenticated socket, whose end-of-file later reports the peer's death.
+"""Connects two processes over an authenticated socket, whose end-of-file later reports the peer's death.
 
 The connector allocates memory and descriptors only after the listener has proved the key, so an unauthenticated caller costs a listener one
 socket and some bytes. A name `x` under scheme `s` is the abstract unix socket `flowrt/s/x`: it leaves nothing in the file system, and the
@@ -18,10 +18,11 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from flowrt.transports.channel.queued import Backlog
-from flowrt.transports.contract import Channel, Identity, Limits, Listener
+from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
+from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import AddressError, HandshakeError, TransportError, UnavailableError
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError
@@ -41,14 +42,28 @@ _CONNECT_AGAIN_SECONDS = 0.005
 
 
 class Meeting(NamedTuple):
-    """The result of a handshake: the socket, the peer's identity, the agreed limits, the connector's payload and descriptors."""
+    """A handshake over `sock`. On the listener's side, `descriptors` are those that the connector has passed."""
 
-    line: socket.socket
-    peer: Identity
-    limits: Limits
+    sock: socket.socket
+    handshake: Handshake
+    encryption: str  # the option of the address, see socket_address
+    descriptors: list[int]
+
+    @property
+    def peer(self) -> Identity:
+        return self.handshake.peer
+
+    @property
+    def limits(self) -> Limits:
+        return self.handshake.limits
+
+
+class Offer(NamedTuple):
+    """What a connector sends with its proof, and how it makes its end of the channel once the listener is ready."""
+
     payload: bytes
     descriptors: list[int]
-    handshake: Handshake
+    make_channel: Callable[[Meeting], QueuedChannel]
 
 
 def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
@@ -78,10 +93,10 @@ def free_name() -> str:
     return secrets.token_hex(8) if sys.platform == "linux" else "127.0.0.1:0"
 
 
-class SocketListener(Listener):
+class SocketListener(QueuedListener):
     """Listens on a socket and turns each connector that has proved the key into a channel through `make_channel`.
 
-    `make_channel` takes ownership of the meeting's line and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
+    `make_channel` takes ownership of the meeting's socket and descriptors, or raises (OSError, WireError, TransportError) and leaves them.
 
     At most MAX_CALLERS connectors are in the handshake. While the table is full, the oldest is evicted after FULL_TABLE_SECONDS.
     """
@@ -94,18 +109,16 @@ class SocketListener(Listener):
         key: bytes,
         identity: Identity,
         make_channel: Callable[[Meeting], Channel],
-        *,
         encryption: str = "",
     ) -> None:
         family, address = socket_address(scheme, name, encryption)
         self._loop = asyncio.get_running_loop()
-        self._backlog = Backlog(on_room=self._watch)
         self._callers: dict[_Caller, None] = {}  # oldest first
         self._alarm: asyncio.TimerHandle | None = None  # the next eviction, or the end of a pause
         self._pause_seconds = MIN_PAUSE_SECONDS
-        self._rejected = 0
         self._make_channel = make_channel
-        self._handshake_arguments = (key, identity, limits, scheme)
+        self._encryption = encryption
+        self._new_handshake = partial(Handshake, "listener", key, identity, limits, scheme=scheme)
         self._new_handshake()  # raises now for a bad key or identity of this listener
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -115,34 +128,21 @@ class SocketListener(Listener):
         except OSError as error:
             self._socket.close()
             if error.errno == errno.EADDRINUSE:
-                raise AddressError(f"somebody listens at {scheme}://{name} already") from error
+                raise AddressError(f"another process listens at {scheme}://{name} already") from error
             raise AddressError(f"cannot listen at {scheme}://{name}: {error.strerror}") from error
         bound = self._socket.getsockname()
-        self.address = f"{scheme}://{name}" if family != socket.AF_INET else f"{scheme}://{bound[0]}:{bound[1]}"
-        self.address += f"?{encryption}" if encryption else ""
-        self._watching = False
+        place = f"{scheme}://{name}" if family != socket.AF_INET else f"{scheme}://{bound[0]}:{bound[1]}"
+        super().__init__(f"{place}?{encryption}" if encryption else place)
+        self._is_watched = False
         self._watch()
 
-    async def accept(self) -> Channel:
-        return await self._backlog.accept()
-
-    @property
-    def rejected(self) -> int:
-        return self._rejected
-
-    async def aclose(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._unwatch()
-            self._socket.close()
-            self._cancel_alarm()
-            for caller in self._callers:
-                caller.hang_up()
-            self._callers.clear()
-        await self._backlog.aclose()
-
-    def _new_handshake(self) -> Handshake:
-        key, identity, limits, scheme = self._handshake_arguments
-        return Handshake("listener", key, identity, limits, scheme=scheme)
+    def _stop(self) -> None:
+        self._unwatch()
+        self._socket.close()
+        self._cancel_alarm()
+        for caller in self._callers:
+            caller.hang_up()
+        self._callers.clear()
 
     def _watch(self) -> None:
         """Accepts connections while there is room. When the table of callers is full, schedules the eviction of the oldest one."""
@@ -153,15 +153,17 @@ class SocketListener(Listener):
         if is_table_full:
             oldest = next(iter(self._callers))
             self._alarm = self._loop.call_at(oldest.since + FULL_TABLE_SECONDS, oldest.evict)
-        if is_table_full or self._backlog.full:
+        if is_table_full or self.full:
             self._unwatch()
-        elif not self._watching:
-            self._watching = True
+        elif not self._is_watched:
+            self._is_watched = True
             self._loop.add_reader(self._socket.fileno(), self._on_call)
 
+    _on_room = _watch
+
     def _unwatch(self) -> None:
-        if self._watching:
-            self._watching = False
+        if self._is_watched:
+            self._is_watched = False
             self._loop.remove_reader(self._socket.fileno())
 
     def _cancel_alarm(self) -> None:
@@ -171,7 +173,7 @@ class SocketListener(Listener):
 
     def _on_call(self) -> None:
         try:
-            line, _ = self._socket.accept()
+            sock, _ = self._socket.accept()
         except OSError as error:  # usually the caller has already disconnected
             if error.errno in _NO_DESCRIPTOR:  # the listening socket stays readable, so the loop would spin
                 self._unwatch()
@@ -179,96 +181,98 @@ class SocketListener(Listener):
                 self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
             return
         self._pause_seconds = MIN_PAUSE_SECONDS
-        line.setblocking(False)
-        if not _same_user(line):
-            self._rejected += 1
-            line.close()
+        sock.setblocking(False)
+        if not _same_user(sock):
+            self.rejected += 1
+            sock.close()
             return
-        self._callers[_Caller(self, line, self._new_handshake())] = None
+        self._callers[_Caller(self, Meeting(sock, self._new_handshake(), self._encryption, []))] = None
         self._watch()
 
     def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
         """Removes a caller whose handshake has succeeded, or failed (`meeting` is None)."""
         del self._callers[caller]
-        if meeting is None:
-            self._rejected += 1
+        try:
+            channel = None if meeting is None else self._make_channel(meeting)
+        except (OSError, WireError, TransportError):
+            channel = None
+            caller.release()
+        if meeting is None or channel is None:
+            self.rejected += 1
         else:
-            try:
-                channel = self._make_channel(meeting)
-            except (OSError, WireError, TransportError):
-                self._rejected += 1
-                _close_all(meeting.descriptors)
-                meeting.line.close()
-            else:
-                with contextlib.suppress(OSError):  # already disconnected; the channel reports it
-                    meeting.line.send(_READY)
-                self._backlog.put(channel)
+            with contextlib.suppress(OSError):  # already disconnected; the channel reports it
+                meeting.sock.send(_READY)
+            self.put(channel)
         self._watch()
 
 
 class _Caller:
     """A connection in the handshake, on the listener's side. It uses callbacks only, so that a silent peer costs no task."""
 
-    def __init__(self, listener: SocketListener, line: socket.socket, handshake: Handshake) -> None:
+    def __init__(self, listener: SocketListener, meeting: Meeting) -> None:
         self._listener = listener
-        self._line = line
-        self._handshake = handshake
-        self._descriptors: list[int] = []
+        self._meeting = meeting
         self._loop = asyncio.get_running_loop()
         self.since = self._loop.time()
         self._timer = self._loop.call_at(self.since + HANDSHAKE_SECONDS, self._fail)
-        self._loop.add_reader(line.fileno(), self._on_readable)
+        self._loop.add_reader(meeting.sock.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
+        sock, handshake = self._meeting.sock, self._meeting.handshake
         try:
             data = self._read()
             if not data:
-                raise RefusedError("the caller hung up")
-            answer = self._handshake.receive(data)
-            if answer and self._line.send(answer) != len(answer):
+                raise RefusedError("the caller has closed the connection")
+            reply = handshake.receive(data)
+            if reply and sock.send(reply) != len(reply):
                 raise RefusedError("the caller does not read")
         except BlockingIOError:
             return
         except (OSError, HandshakeError) as error:
             if isinstance(error, RefusedError) and error.reply:
                 with contextlib.suppress(OSError):
-                    self._line.send(error.reply)
+                    sock.send(error.reply)
             self._fail()
             return
-        if self._handshake.done:
-            self._leave()
-            shake = self._handshake
-            self._listener.settle(self, Meeting(self._line, shake.peer, shake.limits, shake.payload, self._descriptors, shake))
+        if handshake.done:
+            self._unwatch()
+            self._listener.settle(self, self._meeting)
 
     def _read(self) -> bytes:
-        if self._line.family == socket.AF_INET:
-            return self._line.recv(_READ_BYTES)
-        data, found, flags, _ = socket.recv_fds(self._line, _READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        self._descriptors += found
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
+        sock, descriptors = self._meeting.sock, self._meeting.descriptors
+        if sock.family == socket.AF_INET:
+            return sock.recv(_READ_BYTES)
+        data, passed, flags, _ = socket.recv_fds(sock, _READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        descriptors += passed
+        if flags & socket.MSG_CTRUNC or len(descriptors) > MAX_DESCRIPTORS:
             raise RefusedError("too many descriptors")
         return data
 
     def evict(self) -> None:
         """Closes the connection to make room, unless the proof has arrived. Sends EVICTED, so that the caller may connect again."""
         self._on_readable()
-        if self._line.fileno() >= 0 and not self._handshake.done:
+        if self._meeting.sock.fileno() >= 0 and not self._meeting.handshake.done:
             with contextlib.suppress(OSError):
-                self._line.send(EVICTED)
+                self._meeting.sock.send(EVICTED)
             self._fail()
 
-    def _leave(self) -> None:
+    def _unwatch(self) -> None:
         self._timer.cancel()
-        self._loop.remove_reader(self._line.fileno())
+        self._loop.remove_reader(self._meeting.sock.fileno())
 
     def _fail(self) -> None:
         self.hang_up()
         self._listener.settle(self, None)
 
     def hang_up(self) -> None:
-        self._leave()
-        _close_all(self._descriptors)
-        self._line.close()
+        self._unwatch()
+        self.release()
+
+    def release(self) -> None:
+        """Closes the connection and the descriptors that came over it."""
+        while self._meeting.descriptors:
+            os.close(self._meeting.descriptors.pop())
+        self._meeting.sock.close()
 
 
 async def meet(
@@ -277,162 +281,101 @@ async def meet(
     limits: Limits,
     key: bytes,
     identity: Identity,
-    bring: Callable[[Limits], tuple[bytes, list[int]]],
-    *,
+    offer: Callable[[Meeting], Offer],
     encryption: str = "",
-    begin: Callable[[socket.socket, Handshake], None] | None = None,
 ) -> Meeting:
     """Connects to the listener at `name` and completes the handshake.
 
-    `bring` is called with the agreed limits once the listener has proved the key; it returns the payload to send and the descriptors to
-    pass, which the caller still owns. `begin` is called earlier, with the connected line and the handshake. Raises AddressError (no
-    listener), HandshakeError, UnavailableError (no descriptor), and any exception of `bring`. Connects again, at most MAX_EVICTIONS times
-    in all, when the listener evicts this connector.
+    `offer` is called once the listener has proved the key and the limits are agreed on; its caller still owns the descriptors that it
+    returns. Raises AddressError (no listener), HandshakeError, UnavailableError (no descriptor), and any exception of
+    `offer`. Connects again, at most MAX_EVICTIONS times in all, when the listener evicts this connector.
     """
+    family, address = socket_address(scheme, name, encryption)
+    new_handshake = partial(Handshake, "connector", key, identity, limits, scheme=scheme)
     for _ in range(MAX_EVICTIONS):
-        with contextlib.suppress(EvictedError):
-            return await _meet(scheme, name, limits, key, identity, bring, encryption, begin)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise UnavailableError(f"cannot connect to {scheme}://{name}: {error.strerror}") from error
+        try:
+            sock.setblocking(False)
+            await _connect(sock, address, f"{scheme}://{name}")
+            if not _same_user(sock):
+                raise HandshakeError(f"{scheme}://{name} belongs to another user")
+            return await _shake_hands(sock, encryption, new_handshake, offer)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError):
+                raise HandshakeError(f"{scheme}://{name} closed the connection in the handshake: {error.strerror}") from error
+            if not isinstance(error, EvictedError):
+                raise
         await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
     raise HandshakeError(f"{scheme}://{name} has too many callers in the handshake and evicted this one {MAX_EVICTIONS} times")
 
 
-async def _meet(
-    scheme: str,
-    name: str,
-    limits: Limits,
-    key: bytes,
-    identity: Identity,
-    bring: Callable[[Limits], tuple[bytes, list[int]]],
-    encryption: str,
-    begin: Callable[[socket.socket, Handshake], None] | None,
+async def _shake_hands(
+    sock: socket.socket, encryption: str, new_handshake: Callable[..., Handshake], offer: Callable[[Meeting], Offer]
 ) -> Meeting:
+    """The connector's side of the handshake."""
     descriptors: list[int] = []
 
-    def payload(agreed: Limits) -> bytes:
-        told, given = bring(agreed)
-        descriptors.extend(given)
-        return told
+    def payload(_: Limits) -> bytes:
+        offered = offer(meeting)
+        descriptors.extend(offered.descriptors)
+        return offered.payload
 
-    handshake = Handshake("connector", key, identity, limits, scheme=scheme, payload=payload)
-    family, address = socket_address(scheme, name, encryption)
-    try:
-        line = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UnavailableError(f"cannot connect to {scheme}://{name}: {error.strerror}") from error
-    try:
-        line.setblocking(False)
-        await _connect(line, address, f"{scheme}://{name}")
-        if not _same_user(line):
-            raise HandshakeError(f"{scheme}://{name} belongs to another user")
-        if begin is not None:
-            begin(line, handshake)
-        with contextlib.suppress(ConnectionError):  # `_read` reports the reason
-            line.send(handshake.start())
-        while not handshake.done:
-            answer = handshake.receive(await _read(line))
-            if answer:
-                _send_with(line, answer, descriptors)
-        if await _read(line, len(_READY)) != _READY:  # exactly these bytes: the bytes after them belong to the channel
-            raise HandshakeError("the listener answered nonsense at the end of the handshake")
-    except BaseException as error:
-        line.close()
-        if isinstance(error, OSError):
-            raise HandshakeError(f"{scheme}://{name} hung up in the handshake: {error.strerror}") from error
-        raise
-    return Meeting(line, handshake.peer, handshake.limits, handshake.payload, descriptors, handshake)
+    handshake = new_handshake(payload=payload)
+    meeting = Meeting(sock, handshake, encryption, [])
+    with contextlib.suppress(ConnectionError):  # `_read` reports the reason
+        sock.send(handshake.start())
+    while not handshake.done:
+        reply = handshake.receive(await _read(sock))
+        if reply and (socket.send_fds(sock, [reply], descriptors) if descriptors else sock.send(reply)) != len(reply):
+            raise HandshakeError("the listener does not read")
+    if await _read(sock, len(_READY)) != _READY:  # exactly these bytes: the bytes after them belong to the channel
+        raise HandshakeError("the listener sent invalid data at the end of the handshake")
+    return meeting
 
 
-class Lifeline:
-    """Watches the socket of a meeting. Calls `on_gone` once: with None when the peer's end is closed, with a reason when it sends data."""
-
-    def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
-        self._line = line
-        self._on_gone = on_gone
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(line.fileno(), self._on_readable)
-        self._watching = True
-
-    def close(self) -> None:
-        """Closes the socket, which notifies the peer. Idempotent."""
-        self._unwatch()
-        self._line.close()
-
-    def _unwatch(self) -> None:
-        if self._watching:
-            self._watching = False
-            self._loop.remove_reader(self._line.fileno())
-
-    def _on_readable(self) -> None:
-        reason = None
-        try:
-            if self._line.recv(_READ_BYTES):
-                reason = "the peer spoke on a line that is only kept to see whether it lives"
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            pass  # a reset counts as closed
-        self._unwatch()
-        self._on_gone(reason)
-
-
-async def _connect(line: socket.socket, address: str | tuple[str, int], shown: str) -> None:
-    loop = asyncio.get_running_loop()
+async def _connect(sock: socket.socket, address: str | tuple[str, int], shown: str) -> None:
     while True:
         try:
-            if line.family == socket.AF_INET:
-                await loop.sock_connect(line, address)
+            if sock.family == socket.AF_INET:
+                await asyncio.get_running_loop().sock_connect(sock, address)
             else:
-                line.connect(address)
+                sock.connect(address)
             return
         except BlockingIOError:  # the backlog of a unix socket is full
             await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
         except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise AddressError(f"nobody listens at {shown}") from error
+            raise AddressError(f"no process listens at {shown}") from error
         except OSError as error:
-            if error.errno in _NO_DESCRIPTOR:
-                raise UnavailableError(f"cannot connect to {shown}: {error.strerror}") from error
-            raise AddressError(f"cannot connect to {shown}: {error.strerror}") from error
+            failure = UnavailableError if error.errno in _NO_DESCRIPTOR else AddressError
+            raise failure(f"cannot connect to {shown}: {error.strerror}") from error
 
 
-async def _read(line: socket.socket, most: int = _READ_BYTES) -> bytes:
+async def _read(sock: socket.socket, max_bytes: int = _READ_BYTES) -> bytes:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data = line.recv(most)
+            data = sock.recv(max_bytes)
         except (BlockingIOError, InterruptedError):
-            readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(line.fileno(), _set, readable)
+            readable = asyncio.Event()
+            loop.add_reader(sock.fileno(), readable.set)
             try:
-                await readable
+                await readable.wait()
             finally:
-                loop.remove_reader(line.fileno())
+                loop.remove_reader(sock.fileno())
             continue
         except ConnectionError:
             data = b""
         if not data:
-            raise HandshakeError("the listener hung up in the handshake: it has another key, or refuses this process")
+            raise HandshakeError("the listener closed the connection in the handshake: it has another key, or refuses this process")
         return data
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _send_with(line: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    sent = socket.send_fds(line, [data], descriptors) if descriptors else line.send(data)
-    if sent != len(data):
-        raise HandshakeError("the listener does not read")
-
-
-def _same_user(line: socket.socket) -> bool:
-    if line.family != socket.AF_UNIX:
+def _same_user(sock: socket.socket) -> bool:
+    if sock.family != socket.AF_UNIX:
         return True  # the key decides
-    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(user == os.geteuid())
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-    descriptors.clear()

@@ -23,16 +23,15 @@ from typing import ClassVar
 
 import msgspec
 
-from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_name, meet
-from flowrt.transports.contract import Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
+from flowrt.transports.channel.rendezvous import Meeting
+from flowrt.transports.channel.socket_transport import SocketTransport
+from flowrt.transports.contract import Capabilities, ChannelStatistics, Limits
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
 from flowrt.transports.cuda.memory import ALIGNMENT, Area, DeviceBuffer, HeldRanges, Ranges, aligned, device_pointer
 from flowrt.transports.errors import InvalidMessageError, UnavailableError
 from flowrt.transports.stream import StreamChannel
-from flowrt.transports.wire.address import expect_scheme
 from flowrt.transports.wire.codec import Envelope, WireError, check_limits, encode, spec_bytes
-from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 GIVE_BACK_SECONDS = 0.001  # polling interval for the device to finish its work on freed ranges
@@ -60,9 +59,10 @@ class CUDAChannel(StreamChannel):
     """One end of a channel. Its device work is ordered with torch's default stream (see driver.py)."""
 
     scheme: ClassVar[str] = "cuda"
+    body_bytes: ClassVar[dict[int, int]] = {**StreamChannel.body_bytes, _AREA_KIND: _AREA.size, _GIVEN_BACK_KIND: _START.size}
 
     def __init__(self, meeting: Meeting, driver: Driver, area: Area) -> None:
-        super().__init__(meeting.line, meeting.limits, meeting.peer)
+        super().__init__(meeting.sock, meeting.limits, meeting.peer)
         self._driver = driver
         self._capacity_bytes = meeting.limits.capacity_bytes
         self._area = area
@@ -139,31 +139,20 @@ class CUDAChannel(StreamChannel):
 
     # Receiving.
 
-    def _read_frame(self) -> None:
-        kind, length = _FRAME.unpack(self._frame_buffer)
-        if kind == _AREA_KIND and length == _AREA.size and not self._peer_area:
-            self._expect(bytearray(length), self._read_area)
-        elif kind == _GIVEN_BACK_KIND and length == _START.size:
-            self._expect(bytearray(length), self._read_given_back)
+    def _on_frame(self, kind: int, body: bytearray) -> None:
+        if kind == _AREA_KIND:
+            nbytes, handle = _AREA.unpack(body)
+            if nbytes != self._area.nbytes or self._peer_area:
+                raise WireError(f"an area of {nbytes} bytes on the device, one of {self._area.nbytes} was agreed on")
+            with suppress(DriverError):  # without access, payloads go over the host instead
+                self._peer_area = self._driver.open(handle)
+                self._ranges = Ranges(nbytes)
+        elif kind == _GIVEN_BACK_KIND:
+            (start,) = _START.unpack(body)
+            if not self._ranges.give_back(start):
+                raise WireError("the peer gives back memory that it did not have")
         else:
-            super()._read_frame()
-
-    def _read_area(self) -> None:
-        nbytes, handle = _AREA.unpack(self._target)
-        if nbytes != self._area.nbytes:
-            raise WireError(f"an area of {nbytes} bytes on the device, {self._area.nbytes} were agreed on")
-        self._expect(self._frame_buffer, self._read_frame)
-        try:
-            self._peer_area = self._driver.open(handle)
-        except DriverError:
-            return  # payloads go over the host instead
-        self._ranges = Ranges(nbytes)
-
-    def _read_given_back(self) -> None:
-        (start,) = _START.unpack(self._target)
-        if not self._ranges.give_back(start):
-            raise WireError("the peer gives back memory that it did not have")
-        self._expect(self._frame_buffer, self._read_frame)
+            super()._on_frame(kind, body)
 
     def _deliver(self, envelope: Envelope, buffers: list[object] | list[bytearray], payload_bytes: int) -> None:
         if envelope.kind[:1] != _MARK:
@@ -176,7 +165,7 @@ class CUDAChannel(StreamChannel):
         total = self._check(placed, envelope)
         window = self._receiving
         window.arrived_bytes += total - payload_bytes
-        if window.arrived_messages - window.told_messages > 1 and window.arrived_bytes - window.told_bytes > self._capacity_bytes:
+        if window.arrived_messages - window.reported_messages > 1 and window.arrived_bytes - window.reported_bytes > self._capacity_bytes:
             raise WireError("the peer sent more than the channel may hold")
         try:
             tensors: list[object] = self._pick_up(placed, buffers) if not self._closed else [b""] * len(placed.tensors)
@@ -264,7 +253,7 @@ class CUDAChannel(StreamChannel):
                     self._driver.close(self._peer_area)
 
 
-class CUDATransport(Transport):
+class CUDATransport(SocketTransport):
     """`cuda://name`, between processes of one user on one Linux host that see the same GPU."""
 
     scheme: ClassVar[str] = "cuda"
@@ -274,30 +263,14 @@ class CUDATransport(Transport):
     def unavailable_reason(cls) -> str | None:
         return cuda_driver.unavailable_reason()
 
-    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
-        check_key(key)
-        name = expect_scheme(address, self.scheme) or free_name()
-        return SocketListener(self.scheme, name, limits, key, identity, lambda meeting: _channel(meeting, cuda_driver.load()))
-
-    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        check_key(key)
-        name = expect_scheme(address, self.scheme)
+    def _accept(self, meeting: Meeting) -> CUDAChannel:
+        needed = _area_bytes(meeting.limits)
         driver = cuda_driver.load()
-        meeting = await meet(self.scheme, name, limits, key, identity, lambda _: (b"", []))
         try:
-            return _channel(meeting, driver)
-        except BaseException:
-            meeting.line.close()
-            raise
-
-
-def _channel(meeting: Meeting, driver: Driver) -> CUDAChannel:
-    needed = _area_bytes(meeting.limits)
-    try:
-        area = Area(driver, needed)
-    except DriverError as error:
-        raise UnavailableError(f"cuda cannot take {needed} bytes of the device ({error}); lower the limits of its edges") from error
-    return CUDAChannel(meeting, driver, area)
+            area = Area(driver, needed)
+        except DriverError as error:
+            raise UnavailableError(f"cuda cannot take {needed} bytes of the device ({error}); lower the limits of its edges") from error
+        return CUDAChannel(meeting, driver, area)
 
 
 def _area_bytes(limits: Limits) -> int:

@@ -13,30 +13,20 @@ import asyncio
 import fcntl
 import os
 import sys
+from contextlib import ExitStack
 from functools import cache
 from typing import ClassVar
 
 from flowrt.transports.channel.queued import QueuedChannel
-from flowrt.transports.channel.rendezvous import Meeting, SocketListener, free_name, meet
-from flowrt.transports.contract import (
-    Capabilities,
-    Channel,
-    ChannelStatistics,
-    Identity,
-    Limits,
-    Listener,
-    RemoteWindow,
-    Transport,
-    Window,
-)
+from flowrt.transports.channel.rendezvous import Meeting, Offer
+from flowrt.transports.channel.socket_transport import SocketTransport
+from flowrt.transports.contract import Capabilities, ChannelStatistics, RemoteWindow, Window
 from flowrt.transports.errors import UnavailableError
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
-from flowrt.transports.shared_memory.window import SEALS, SharedWindows, Sleeping, WindowLine
-from flowrt.transports.wire.address import expect_scheme
+from flowrt.transports.shared_memory.window import SEALS, SharedWindows, Sleeping, WindowSocket
 from flowrt.transports.wire.codec import WireError
-from flowrt.transports.wire.handshake import check_key
 from flowrt.transports.wire.message import Message
 
 try:
@@ -74,9 +64,9 @@ class SharedMemoryChannel(QueuedChannel):
         self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
         self._unreadable = False
         self._looks = 0  # in a row that found a message without a wake-up
-        self._lifeline = WindowLine(meeting.line, self._on_gone)
+        self._peer_watch = WindowSocket(meeting.sock, self._on_peer_end)
         self._shared_windows = SharedWindows(
-            self._lifeline,
+            self._peer_watch,
             Sleeping(memory, layout.words(incoming), layout.words(side), peer_wake),
             layout.copy_threads,
             own_wake,
@@ -205,14 +195,14 @@ class SharedMemoryChannel(QueuedChannel):
             self._wake_receiver()
             self._wake_sender()
 
-    def _on_gone(self, reason: str | None) -> None:
+    def _on_peer_end(self, reason: str | None) -> None:
         if reason is None and self._reader.peer_has_closed():
             self._end()
         else:
             self._break(reason or f"{self.peer.name or 'the peer'} died", nonsense=reason is not None)
 
     def _hang_up(self) -> None:
-        self._lifeline.close()
+        self._peer_watch.close()
 
     async def _shut(self) -> None:
         self._timer.cancel()
@@ -223,12 +213,12 @@ class SharedMemoryChannel(QueuedChannel):
             if not future.done():
                 future.set_result(None)
         self._reader.close()
-        self._lifeline.close()  # after the ring has the mark of the end
+        self._peer_watch.close()  # after the ring has the mark of the end
         os.close(self._own_wake)
         os.close(self._peer_wake)
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(SocketTransport):
     """`shm://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "shm"
@@ -245,57 +235,40 @@ class SharedMemoryTransport(Transport):
             )
         return None
 
-    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
-        check_key(key)
-        name = expect_scheme(address, self.scheme) or free_name()
-        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+    def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
+        layout = Layout.of(meeting.limits)
+        memfd = sealed_memory(layout.total_bytes, by_parts=can_populate())
+        on_failure.callback(os.close, memfd)
+        wakes = []
+        for _ in range(2):
+            wakes.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            on_failure.callback(os.close, wakes[-1])
 
-    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        check_key(key)
-        name = expect_scheme(address, self.scheme)
-        made: list[int] = []
+        def make_channel(meeting: Meeting) -> SharedMemoryChannel:
+            memory = Memory(memfd, layout.total_bytes)
+            memory.populate(0, PAGE_BYTES)  # what every message needs; slots and areas are allocated as they are used
+            for direction in range(2):
+                memory.populate(layout.records(direction), layout.records_bytes)
+            channel = SharedMemoryChannel(_CONNECTOR, meeting, memory, layout, *wakes)
+            os.close(memfd)
+            return channel
 
-        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            made.append(sealed_memory(Layout.of(agreed).total_bytes, by_parts=can_populate()))
-            made.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
-            return b"", made
+        return Offer(b"", [memfd, *wakes], make_channel)
 
-        try:
-            meeting = await meet(self.scheme, name, limits, key, identity, bring)
-            try:
-                layout = Layout.of(meeting.limits)
-                memory = Memory(made[0], layout.total_bytes)
-                memory.populate(0, PAGE_BYTES)  # what every message needs; slots and areas are allocated as they are used
-                for direction in range(2):
-                    memory.populate(layout.records(direction), layout.records_bytes)
-                channel = SharedMemoryChannel(_CONNECTOR, meeting, memory, layout, made[1], made[2])
-            except BaseException:
-                meeting.line.close()
-                raise
-        except BaseException as error:
-            for descriptor in made:
-                os.close(descriptor)
-            if isinstance(error, OSError):
-                raise UnavailableError(f"shm cannot be set up: {error.strerror}") from error
-            raise
-        os.close(made[0])
+    def _accept(self, meeting: Meeting) -> SharedMemoryChannel:
+        """Checks the descriptors that the connector has passed before it uses them."""
+        layout = Layout.of(meeting.limits)
+        if len(meeting.descriptors) != 3:
+            raise WireError(f"{len(meeting.descriptors)} descriptors came instead of 3")
+        memfd, peer_wake, own_wake = meeting.descriptors
+        if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(memfd).st_size != layout.total_bytes:
+            raise WireError("the memory is not sealed, or not of the size agreed on")
+        for descriptor in (peer_wake, own_wake):
+            if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
+                raise WireError("a descriptor that is not a non-blocking eventfd")
+        channel = SharedMemoryChannel(_LISTENER, meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
+        os.close(memfd)
         return channel
-
-
-def _accepted(meeting: Meeting) -> Channel:
-    """The listener's end. Whatever the connector passed is checked before it is used."""
-    layout = Layout.of(meeting.limits)
-    if len(meeting.descriptors) != 3:
-        raise WireError(f"{len(meeting.descriptors)} descriptors came instead of 3")
-    memfd, peer_wake, own_wake = meeting.descriptors
-    if fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(memfd).st_size != layout.total_bytes:
-        raise WireError("the memory is not sealed, or not of the size agreed on")
-    for descriptor in (peer_wake, own_wake):
-        if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventfd]" or os.get_blocking(descriptor):
-            raise WireError("a descriptor that is not a non-blocking eventfd")
-    channel = SharedMemoryChannel(_LISTENER, meeting, Memory(memfd, layout.total_bytes), layout, own_wake, peer_wake)
-    os.close(memfd)
-    return channel
 
 
 @cache

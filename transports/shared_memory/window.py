@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
-from flowrt.transports.channel.rendezvous import Lifeline
+from flowrt.transports.channel.peer_watch import PeerWatch
 from flowrt.transports.channel.window_memory import TOKEN_BYTES, WindowKey, check_flag, check_range, check_window, flat
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, RemoteWindow, Window
 from flowrt.transports.errors import UnavailableError, WindowError
@@ -34,91 +34,83 @@ _SHUT, _FIELDS, _NOBODY, _FLAGS = 0, 512, 64, 1088  # in a window's first page; 
 assert _FLAGS + 8 * MAX_FLAGS <= PAGE_BYTES
 
 
-class WindowLine(Lifeline):
-    """A line that also carries the memory of windows. `on_gone` is called when the peer sends anything else on it."""
+class WindowSocket(PeerWatch):
+    """The socket of the handshake, over which each end passes the memory of its windows to the other. Other data ends the channel."""
 
-    def __init__(self, line: socket.socket, on_gone: Callable[[str | None], None]) -> None:
+    def __init__(self, sock: socket.socket, on_end: Callable[[str | None], None]) -> None:
         self.offers: dict[bytes, tuple[WindowKey, int]] = {}  # of the peer: a window's key and its descriptor
-        self._unsaid: deque[WindowKey] = deque()  # withdrawn, and the line was full; no more than there were windows
-        super().__init__(line, on_gone)
+        self._unsent: deque[WindowKey] = deque()  # withdrawn, and the line was full; no more than there were windows
+        super().__init__(sock, on_end)
 
     def offer(self, key: WindowKey, memfd: int) -> bool:
         """False when the socket is full or closed."""
-        return not self._unsaid and self._say(_OFFERED, key, [memfd])
+        return not self._unsent and self._send(_OFFERED, key, [memfd])
 
     def withdraw(self, key: WindowKey) -> None:
-        if self._watching and (self._unsaid or not self._say(_WITHDRAWN, key, [])):
-            if not self._unsaid:
-                self._loop.add_writer(self._line.fileno(), self._say_rest)
-            self._unsaid.append(key)
+        if self._is_watched and (self._unsent or not self._send(_WITHDRAWN, key, [])):
+            if not self._unsent:
+                self._loop.add_writer(self._socket.fileno(), self._send_rest)
+            self._unsent.append(key)
 
-    def _say_rest(self) -> None:
-        while self._unsaid and self._say(_WITHDRAWN, self._unsaid[0], []):
-            self._unsaid.popleft()
-        if not self._unsaid:
-            self._loop.remove_writer(self._line.fileno())
+    def _send_rest(self) -> None:
+        while self._unsent and self._send(_WITHDRAWN, self._unsent[0], []):
+            self._unsent.popleft()
+        if not self._unsent:
+            self._loop.remove_writer(self._socket.fileno())
 
-    def _say(self, kind: int, key: WindowKey, descriptors: list[int]) -> bool:
+    def _send(self, kind: int, key: WindowKey, descriptors: list[int]) -> bool:
         try:
-            return socket.send_fds(self._line, [_OFFER.pack(kind, *key)], descriptors, socket.MSG_NOSIGNAL) == _OFFER.size
+            return socket.send_fds(self._socket, [_OFFER.pack(kind, *key)], descriptors, socket.MSG_NOSIGNAL) == _OFFER.size
         except BlockingIOError:
             return False
         except OSError:  # closed, and the peer with it: the rest is not needed
-            self._unsaid.clear()
+            self._unsent.clear()
             return kind == _WITHDRAWN
 
-    def listen(self) -> None:
-        """Read what is there."""
-        if self._watching:
+    def read_pending(self) -> None:
+        """Reads the offers that have arrived."""
+        if self._is_watched:
             self._on_readable()
 
     def close(self) -> None:
-        if self._unsaid:
-            self._unsaid.clear()
-            self._loop.remove_writer(self._line.fileno())
+        if self._unsent:
+            self._unsent.clear()
+            self._loop.remove_writer(self._socket.fileno())
         super().close()
         for _, descriptor in self.offers.values():
             os.close(descriptor)
         self.offers.clear()
 
-    def _on_readable(self) -> None:
-        reason = None
-        found: list[int] = []
-        try:
-            while reason is None:
-                data, found, flags, _ = socket.recv_fds(self._line, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
-                if not data:
-                    break
-                reason = self._hear(data, found, flags)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            pass  # a reset counts as closed
-        if reason is not None:
-            for descriptor in found:
-                os.close(descriptor)
-        self._unwatch()
-        self._on_gone(reason)
+    def _read(self) -> str | None:
+        while True:
+            data, descriptors, flags, _ = socket.recv_fds(self._socket, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return None
+            reason = self._take_offer(data, descriptors, flags)
+            if reason is not None:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return reason
 
-    def _hear(self, data: bytes, found: list[int], flags: int) -> str | None:
+    def _take_offer(self, data: bytes, descriptors: list[int], flags: int) -> str | None:
         """The error in what the peer sent; None when it is valid, and its descriptor was kept or closed."""
         if len(data) != _OFFER.size or flags & socket.MSG_CTRUNC:
-            return "the peer spoke nonsense on the line of the windows"
-        kind, *words = _OFFER.unpack(data)
-        key = WindowKey(*words)
-        if kind == _WITHDRAWN and not found:
+            return "the peer sent invalid data on the socket of the windows"
+        kind, *fields = _OFFER.unpack(data)
+        key = WindowKey(*fields)
+        if kind == _WITHDRAWN and not descriptors:
             if key.token in self.offers:
                 os.close(self.offers.pop(key.token)[1])
             return None
-        if kind != _OFFERED or len(found) != 1 or key.token in self.offers or len(self.offers) >= MAX_WINDOWS:
-            return "the peer offered a window that cannot be"
+        if kind != _OFFERED or len(descriptors) != 1 or key.token in self.offers or len(self.offers) >= MAX_WINDOWS:
+            return "the peer offered an impossible window"
         try:
-            sealed = fcntl.fcntl(found[0], fcntl.F_GET_SEALS) & SEALS == SEALS
+            sealed = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & SEALS == SEALS
         except OSError:
             sealed = False
-        if not sealed or os.fstat(found[0]).st_size != PAGE_BYTES + key.nbytes or key.num_flags > MAX_FLAGS:
+        if not sealed or os.fstat(descriptors[0]).st_size != PAGE_BYTES + key.nbytes or key.num_flags > MAX_FLAGS:
             return "the peer offered a window whose memory is not sealed, or of another size"
-        self.offers[key.token] = key, found[0]
+        self.offers[key.token] = key, descriptors[0]
         return None
 
 
@@ -145,7 +137,7 @@ class SharedWindows:
 
     def __init__(
         self,
-        line: WindowLine,
+        offers: WindowSocket,
         sleeping: Sleeping,
         num_copy_threads: int,
         own_wake: int,
@@ -157,7 +149,7 @@ class SharedWindows:
         self.until = until
         self.wake = wake
         self._asleep: set[Callable[[], bool]] = set()
-        self._line = line
+        self._offers = offers
         self._num_copy_threads = num_copy_threads
         self._own_wake = own_wake
         self._new_memory = new_memory
@@ -172,7 +164,7 @@ class SharedWindows:
         memfd = self._new_memory(PAGE_BYTES + nbytes)
         try:
             memory = Memory(memfd, PAGE_BYTES + nbytes)
-            if not self._line.offer(key, memfd):
+            if not self._offers.offer(key, memfd):
                 raise UnavailableError("the peer does not take the memory of any more windows")
         except OSError as error:
             raise UnavailableError(f"a window of {nbytes} bytes cannot be mapped: {error.strerror}") from error
@@ -186,8 +178,8 @@ class SharedWindows:
         from flowrt.transports.native._words import Memory
 
         wanted = WindowKey.read(key)
-        self._line.listen()  # the memory was sent before the key
-        offered, memfd = self._line.offers.get(wanted.token, (None, -1))
+        self._offers.read_pending()  # the memory was sent before the key
+        offered, memfd = self._offers.offers.get(wanted.token, (None, -1))
         if offered != wanted:
             raise WindowError("no window of this channel has that key, or it was closed")
         try:
@@ -201,7 +193,7 @@ class SharedWindows:
 
     def withdraw(self, window: _SharedWindow, key: WindowKey) -> None:
         self._owned.discard(window)
-        self._line.withdraw(key)
+        self._offers.withdraw(key)
         self.sleeping.nudge()
         self.wake()
 

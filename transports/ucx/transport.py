@@ -17,24 +17,20 @@ The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD), because i
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 import struct
 from collections import deque
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from flowrt.transports.channel.flow_controlled import FlowControlledChannel
-from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
-from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from flowrt.transports.errors import HandshakeError
+from flowrt.transports.channel.greeted import GreetedChannel
+from flowrt.transports.channel.rendezvous import Meeting, Offer
+from flowrt.transports.channel.socket_transport import SocketTransport
+from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.ucx.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
 from flowrt.transports.ucx.regions import RegionArrival, RegionReceiver, RegionSender
-from flowrt.transports.wire.address import expect_scheme
-from flowrt.transports.wire.codec import Part, WireError, decode_envelope, encode, is_repeat
-from flowrt.transports.wire.handshake import check_key
-from flowrt.transports.wire.message import Message
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
 FRAMES_AHEAD = 96  # frames that the peer has not reported as read; UCX's ring has 256 slots
@@ -49,24 +45,22 @@ _PROOF_BYTES = 32
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
-class UCXChannel(FlowControlledChannel):
+class UCXChannel(GreetedChannel):
     """One end of a channel: a UCX link and the socket of the handshake."""
 
     scheme: ClassVar[str] = "ucx"
 
     def __init__(self, side: str, meeting: Meeting, link: UCXLink) -> None:
-        super().__init__(meeting.limits, meeting.peer)
+        super().__init__(meeting)
         self._side = side
         self._link = link
         secret = meeting.handshake.session_key("ucx tags")
         self._tag = link.tag(int.from_bytes(secret[:8], "little"))
         bulk_tag = link.tag(int.from_bytes(secret[8:16], "little"))
         self._proof = meeting.handshake.session_key("ucx greeting")
-        self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
-        self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.line)
+        self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.sock)
         self._arrivals: deque[RegionArrival] = deque()  # incomplete messages, and the messages behind them
         self._envelope = b""  # the parts of an envelope that arrived before its REGION frame
         self._outbox: deque[bytes] = deque()  # frames that wait for a slot; bounded by the credit window
@@ -81,7 +75,6 @@ class UCXChannel(FlowControlledChannel):
         self._scheduled = False
         self._open = True
         self._loop.add_reader(link.descriptor, self._turn)
-        self._lifeline = Lifeline(meeting.line, self._on_gone)
         if side == _LISTENER:
             self.greeted.set_result(None)
             address = link.address()
@@ -94,14 +87,9 @@ class UCXChannel(FlowControlledChannel):
 
     # Sending.
 
-    def _transmit(self, message: Message) -> bool:
-        parts = encode(message, self._sending.sent_messages, self.limits)
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         envelope = parts[0]
-        size = sum(map(len, parts)) - len(envelope)
-        if not self._sending.fits(size):
-            return False
-        self._count_sent(size)
-        if _HEAD_BYTES + len(envelope) + size <= FRAME_BYTES:
+        if _HEAD_BYTES + len(envelope) + payload_bytes <= FRAME_BYTES:
             self._write(_MESSAGE, len(envelope), 0, 0, envelope if len(parts) == 1 else b"".join(parts))
         else:
             while len(envelope) > _BODY_BYTES:
@@ -110,7 +98,6 @@ class UCXChannel(FlowControlledChannel):
             self._write(_REGION, len(envelope), body=envelope)
             self._regions_out.send(parts[1:])
             self._turn_soon()
-        return True
 
     def _write(self, kind: int, envelope_bytes: int = 0, a: int = 0, b: int = 0, body: Part = b"") -> None:
         """Sends a frame, or queues it until the peer's ring has a free slot."""
@@ -151,10 +138,10 @@ class UCXChannel(FlowControlledChannel):
             _READ_SO_FAR.pack_into(self._out, _HEAD_BYTES - _READ_SO_FAR.size, self._frames_read)
             self._send_out(len(frame))
 
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
         self._write(_TAKEN, 0, messages, payload_bytes)
 
-    def _say_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         self._write(_WAITING)
 
     # Progress.
@@ -234,9 +221,9 @@ class UCXChannel(FlowControlledChannel):
             if not body or len(self._envelope) > self.limits.max_header_bytes:
                 raise WireError(f"an envelope of more than {self.limits.max_header_bytes} bytes")
         elif kind == _TAKEN:
-            self._hear_taken(a, b)
+            self._on_taken(a, b)
         elif kind == _WAITING:
-            self._hear_waiting()
+            self._on_waiting()
         elif kind == _CLOSE:
             self._arrivals.append(RegionArrival())
             self._hand_over_whole()
@@ -286,7 +273,7 @@ class UCXChannel(FlowControlledChannel):
 
     # Closing.
 
-    def _on_gone(self, reason: str | None) -> None:
+    def _on_peer_end(self, reason: str | None) -> None:
         """Handles the end of the handshake's socket. Frames that the peer wrote into this end's ring are processed first."""
         try:
             read = -1
@@ -301,16 +288,8 @@ class UCXChannel(FlowControlledChannel):
         self._finish()
 
     def _fail(self, reason: str, nonsense: bool = False) -> None:
-        self._break(reason, nonsense)
+        super()._fail(reason, nonsense)
         self._stop()
-        self._finish()
-        if not self.greeted.done():
-            self.greeted.set_exception(HandshakeError(reason))
-            self.greeted.exception()  # retrieved, even if no task waits
-
-    def _finish(self) -> None:
-        if not self._finished.done():
-            self._finished.set_result(None)
 
     def _stop(self) -> None:
         """Stops all turns; later events of UCX are ignored."""
@@ -318,20 +297,16 @@ class UCXChannel(FlowControlledChannel):
             self._open = False
             self._loop.remove_reader(self._link.descriptor)
 
-    def _hang_up(self) -> None:
-        self._lifeline.close()
+    def _send_close(self) -> None:
+        self._write(_CLOSE)
 
     async def _shut(self) -> None:
         try:
-            self._inbox.clear()
-            if not self._ended and self._broken is None and self.greeted.done():
-                self._write(_CLOSE)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER_SECONDS):
-                        await self._finished
+            if self.greeted.done():
+                await self._close_in_order()
         finally:
             self._stop()
-            self._lifeline.close()  # before memory that the peer may be reading is freed
+            self._peer_watch.close()  # before memory that the peer may be reading is freed
             self._in_request = None  # cancels the request
             self._link.close()
             self._regions_out.clear()
@@ -343,7 +318,7 @@ class UCXChannel(FlowControlledChannel):
             self._pool.close()
 
 
-class UCXTransport(Transport):
+class UCXTransport(SocketTransport):
     """`ucx://name`, between processes of one user on one Linux host."""
 
     scheme: ClassVar[str] = "ucx"
@@ -353,41 +328,17 @@ class UCXTransport(Transport):
     def unavailable_reason(cls) -> str | None:
         return unavailable_reason()
 
-    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
-        check_key(key)
-        name = expect_scheme(address, self.scheme) or free_name()
-        return SocketListener(self.scheme, name, limits, key, identity, _accepted)
+    def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
+        link = UCXLink()
+        on_failure.callback(link.close)
+        return Offer(link.address(), [], lambda meeting: UCXChannel(_CONNECTOR, meeting, link))
 
-    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        check_key(key)
-        name = expect_scheme(address, self.scheme)
-        links: list[UCXLink] = []
-
-        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            links.append(UCXLink())
-            return links[0].address(), []
-
+    def _accept(self, meeting: Meeting) -> UCXChannel:
+        """Connects to the worker whose address the connector sent under its proof."""
+        link = UCXLink()
         try:
-            meeting = await meet(self.scheme, name, limits, key, identity, bring)
-        except BaseException:
-            if links:
-                links[0].close()
+            link.connect(meeting.handshake.payload)
+            return UCXChannel(_LISTENER, meeting, link)
+        except WireError:
+            link.close()
             raise
-        channel = UCXChannel(_CONNECTOR, meeting, links[0])
-        try:
-            await asyncio.shield(channel.greeted)
-        except BaseException:
-            await channel.aclose()
-            raise
-        return channel
-
-
-def _accepted(meeting: Meeting) -> Channel:
-    """Creates the listener's end, connected to the worker whose address the connector sent under its proof."""
-    link = UCXLink()
-    try:
-        link.connect(meeting.payload)
-        return UCXChannel(_LISTENER, meeting, link)
-    except WireError:
-        link.close()
-        raise

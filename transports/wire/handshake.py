@@ -172,12 +172,7 @@ class Handshake:
             raise refused(f"the peer speaks {hello.scheme[:32]!r} here, this process {self._scheme!r}")
         self._peer_hello = body
         self.peer = Identity(hello.name, hello.incarnation)
-        self.limits = Limits(
-            **{
-                name: min(ours, theirs)
-                for name, ours, theirs in zip(Limits.__struct_fields__, msgspec.structs.astuple(self.limits), hello.limits, strict=True)
-            }
-        )
+        self.limits = self.limits.smaller(Limits(**dict(zip(Limits.__struct_fields__, hello.limits, strict=True))))
 
     def _mac(self, label: str, payload: bytes = b"") -> bytes:
         hellos = (self._hello, self._peer_hello) if self.role == "connector" else (self._peer_hello, self._hello)

@@ -19,23 +19,20 @@ libzmq's I/O thread writes it into the kernel in place, and it is kept until lib
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
 import socket
 import struct
 import weakref
-from functools import partial
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from flowrt.transports.channel.flow_controlled import FlowControlledChannel
-from flowrt.transports.channel.rendezvous import Lifeline, Meeting, SocketListener, free_name, meet
-from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, ChannelStatistics, Identity, Limits, Listener, Transport
-from flowrt.transports.errors import AddressError, HandshakeError, UnavailableError
-from flowrt.transports.wire.address import expect_scheme
-from flowrt.transports.wire.codec import Part, WireError, decode_envelope, encode, is_repeat
-from flowrt.transports.wire.handshake import Handshake, check_key
-from flowrt.transports.wire.message import Message
+from flowrt.transports.channel.greeted import GreetedChannel
+from flowrt.transports.channel.rendezvous import Meeting, Offer
+from flowrt.transports.channel.socket_transport import SocketTransport
+from flowrt.transports.contract import Capabilities, ChannelStatistics
+from flowrt.transports.errors import AddressError, UnavailableError
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
@@ -53,13 +50,13 @@ _MESSAGES_AT_ONCE = 64  # read before the event loop turns
 _CONNECTOR, _LISTENER = "connector", "listener"
 
 
-class ZeroMQChannel(FlowControlledChannel):
+class ZeroMQChannel(GreetedChannel):
     """One end of a channel: a PAIR socket, its monitor, and the socket of the handshake."""
 
     scheme: ClassVar[str] = "zmq"
 
     def __init__(self, side: str, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
-        super().__init__(meeting.limits, meeting.peer)
+        super().__init__(meeting)
         self._side = side
         self._pair = pair
         self._monitor = monitor
@@ -67,16 +64,13 @@ class ZeroMQChannel(FlowControlledChannel):
         self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
         self._own_greeting = meeting.handshake.session_key(f"zmq {side}")
         self._peer_greeting = meeting.handshake.session_key(f"zmq {_LISTENER if side == _CONNECTOR else _CONNECTOR}")
-        self.greeted: asyncio.Future[None] = self._loop.create_future()
-        self._finished: asyncio.Future[None] = self._loop.create_future()  # for aclose: the peer has received everything, or has ended
         self._reading_soon = False
         self._connections: set[int] = set()  # libzmq's descriptors, as the monitor reports them
-        self._disconnected = self._line_gone = False
+        self._is_disconnected = self._is_socket_closed = False
         self._death: asyncio.TimerHandle | None = None
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._read)
         self._loop.add_reader(self._descriptors[1], self._read_monitor)
-        self._lifeline = Lifeline(meeting.line, self._on_gone)
         if side == _LISTENER:
             self._write(_GREETING_KIND, self._own_greeting)
         self._read_soon()
@@ -88,18 +82,12 @@ class ZeroMQChannel(FlowControlledChannel):
 
     # Sending.
 
-    def _transmit(self, message: Message) -> bool:
-        parts = encode(message, self._sending.sent_messages, self.limits)
-        size = sum(map(len, parts)) - len(parts[0])
-        if not self._sending.fits(size):
-            return False
-        self._count_sent(size)
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         head = _FRAME.pack(_MESSAGE_KIND, len(parts[0]))
-        if size <= INLINE_BYTES:
+        if payload_bytes <= INLINE_BYTES:
             self._send_frames([b"".join((head, *parts))])
         else:
             self._send_frames([head + parts[0], *parts[1:]])
-        return True
 
     def _send_frames(self, frames: list[Part]) -> None:
         """Passes the frames to libzmq, which copies small frames and borrows large ones."""
@@ -125,10 +113,10 @@ class ZeroMQChannel(FlowControlledChannel):
     def _write(self, kind: int, body: bytes = b"") -> None:
         self._send_frames([_FRAME.pack(kind, 0) + body])
 
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
         self._write(_TAKEN_KIND, _TAKEN.pack(messages, payload_bytes))
 
-    def _say_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         self._write(_WAITING_KIND)
 
     # Receiving.
@@ -146,7 +134,7 @@ class ZeroMQChannel(FlowControlledChannel):
             for _ in range(_MESSAGES_AT_ONCE):
                 events = int(self._pair.get(zmq.EVENTS))
                 if not events & zmq.POLLIN:
-                    if self._disconnected and not events & zmq.POLLOUT:
+                    if self._is_disconnected and not events & zmq.POLLOUT:
                         self._fail(f"{self.peer.name or 'the peer'} died")
                     return
                 self._read_message()
@@ -178,11 +166,11 @@ class ZeroMQChannel(FlowControlledChannel):
         elif kind == _MESSAGE_KIND:
             self._read_data(body, envelope_bytes, frames)
         elif kind == _TAKEN_KIND and len(body) == _FRAME.size + _TAKEN.size:
-            self._hear_taken(*_TAKEN.unpack_from(body, _FRAME.size))
+            self._on_taken(*_TAKEN.unpack_from(body, _FRAME.size))
             if shared_context.lender is not None:
                 shared_context.lender.collect()
         elif kind == _WAITING_KIND:
-            self._hear_waiting()
+            self._on_waiting()
         elif kind == _CLOSE_KIND:
             self._write(_CLOSED_KIND)
             self._end()
@@ -247,9 +235,9 @@ class ZeroMQChannel(FlowControlledChannel):
         ):  # before the greeting, the ended connection may have been a foreign one
             self._disconnect()
 
-    def _on_gone(self, reason: str | None) -> None:
+    def _on_peer_end(self, reason: str | None) -> None:
         """Handles the end of the meeting's socket. Messages that the peer sent before may still be in libzmq's queues."""
-        self._line_gone = True
+        self._is_socket_closed = True
         if reason is not None:
             self._fail(reason)
         else:
@@ -260,13 +248,13 @@ class ZeroMQChannel(FlowControlledChannel):
         """Handles the end of libzmq's connection. When libzmq cuts the connection because of invalid input, it reports the end before
         it returns the messages received earlier; they are all returned once the socket is not writable. A socket that connected to a peer
         that died stays writable, without a receiver."""
-        self._disconnected = True
+        self._is_disconnected = True
         if not self._pair.closed:
             self._lost_soon()
 
     def _lost_soon(self) -> None:
         """Marks the peer dead, at once when no message can be in flight, otherwise after DEATH_SECONDS or at the end of the queue."""
-        if self._disconnected and (self._line_gone or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
+        if self._is_disconnected and (self._is_socket_closed or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
             self._lost()
         elif not self._ended and self._broken is None and self._death is None:
             self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
@@ -281,42 +269,24 @@ class ZeroMQChannel(FlowControlledChannel):
             self._fail(f"{self.peer.name or 'the peer'} died")
         self._finish()
 
-    def _fail(self, reason: str, nonsense: bool = False) -> None:
-        self._break(reason, nonsense)
-        self._finish()
-        if not self.greeted.done():
-            self.greeted.set_exception(HandshakeError(reason))
-            self.greeted.exception()  # retrieved, even if no task waits
-
-    def _finish(self) -> None:
-        if not self._finished.done():
-            self._finished.set_result(None)
-
-    def _hang_up(self) -> None:
-        self._lifeline.close()
+    def _send_close(self) -> None:
+        self._write(_CLOSE_KIND)
 
     async def _shut(self) -> None:
         try:
-            self._inbox.clear()
-            greeted = (
-                self.greeted.done() or self._side == _LISTENER
-            )  # the listener sends its greeting first, so the peer may already use the channel
-            if greeted and not self._ended and self._broken is None:
-                self._write(_CLOSE_KIND)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER_SECONDS):
-                        await self._finished
+            if self.greeted.done() or self._side == _LISTENER:  # the listener greets first, so the peer may already use the channel
+                await self._close_in_order()
         finally:
             if self._death is not None:
                 self._death.cancel()
             for descriptor in self._descriptors:
                 self._loop.remove_reader(descriptor)
-            self._lifeline.close()
+            self._peer_watch.close()
             self._frames.clear()
             shared_context.close(self._pair, self._monitor)
 
 
-class ZeroMQTransport(Transport):
+class ZeroMQTransport(SocketTransport):
     """`zmq://name` over ipc on one Linux host, `zmq://127.0.0.1:port` over TCP, `zmq://10.0.0.5:port?curve` encrypted over TCP."""
 
     scheme: ClassVar[str] = "zmq"
@@ -328,70 +298,43 @@ class ZeroMQTransport(Transport):
             return f"zmq needs the package pyzmq ({_missing}); install it with: pip install pyzmq"
         return None
 
-    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
-        check_key(key)
-        name, encryption = _parse(expect_scheme(address, self.scheme))
-        name = name or free_name()
-        return SocketListener(self.scheme, name, limits, key, identity, partial(_accepted, encryption), encryption=encryption)
+    def _split_name(self, rest: str) -> tuple[str, str]:
+        name, separator, option = rest.partition("?")
+        if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
+            raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
+        if separator and option != CURVE:
+            raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}")
+        if separator and not zmq.has("curve"):
+            raise UnavailableError("this libzmq was built without encryption (CURVE); the wheels of pyzmq have it: pip install pyzmq")
+        return name, option
 
-    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        check_key(key)
-        name, encryption = _parse(expect_scheme(address, self.scheme))
-        sockets: list[zmq.Socket[Any]] = []
-        met: list[tuple[socket.socket, Handshake]] = []
-
-        def bring(agreed: Limits) -> tuple[bytes, list[int]]:
-            line, handshake = met[-1]  # earlier attempts were evicted
-            sockets.extend(pair_and_monitor(agreed))
-            if encryption:
-                shared_context.encrypt_server(sockets[0], CurveKeys.derive(handshake))
-            host = line.getsockname()[0] if line.family == socket.AF_INET else None
-            return f"{bind(sockets[0], host)}?{encryption}".encode(), []
-
+    def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
         try:
-            meeting = await meet(self.scheme, name, limits, key, identity, bring, encryption=encryption, begin=lambda *of: met.append(of))
-        except BaseException as error:
-            if sockets:
-                shared_context.close(*sockets)
-            if isinstance(error, zmq.ZMQError):
-                raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
-            raise
-        channel = ZeroMQChannel(_CONNECTOR, meeting, *sockets)
+            pair, monitor = pair_and_monitor(meeting.limits)
+            on_failure.callback(shared_context.close, pair, monitor)
+            if meeting.encryption:
+                shared_context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
+            host = meeting.sock.getsockname()[0] if meeting.sock.family == socket.AF_INET else None
+            endpoint = bind(pair, host)
+        except zmq.ZMQError as error:
+            raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
+        return Offer(f"{endpoint}?{meeting.encryption}".encode(), [], lambda meeting: ZeroMQChannel(_CONNECTOR, meeting, pair, monitor))
+
+    def _accept(self, meeting: Meeting) -> ZeroMQChannel:
+        """Connects to the endpoint that the connector sent under its proof."""
+        endpoint, _, option = meeting.handshake.payload.decode("ascii", "replace").partition("?")
+        match = _ENDPOINT.fullmatch(endpoint)
+        host = meeting.sock.getpeername()[0] if meeting.sock.family == socket.AF_INET else None
+        if match is None or match[1] != host:
+            raise WireError(f"{endpoint!r} is not an endpoint of the caller")
+        if option != meeting.encryption:
+            raise WireError("one end requires encryption and the other does not")
+        pair, monitor = pair_and_monitor(meeting.limits)
         try:
-            await asyncio.shield(channel.greeted)
-        except BaseException:
-            await channel.aclose()
-            raise
-        return channel
-
-
-def _accepted(encryption: str, meeting: Meeting) -> Channel:
-    """Creates the listener's end, connected to the endpoint that the connector sent under its proof."""
-    endpoint, _, option = meeting.payload.decode("ascii", "replace").partition("?")
-    match = _ENDPOINT.fullmatch(endpoint)
-    host = meeting.line.getpeername()[0] if meeting.line.family == socket.AF_INET else None
-    if match is None or match[1] != host:
-        raise WireError(f"{endpoint!r} is no endpoint of the caller's")
-    if option != encryption:
-        raise WireError("one end wants encryption and the other does not")
-    pair, monitor = pair_and_monitor(meeting.limits)
-    try:
-        if encryption:
-            shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
-        pair.connect(endpoint)
-        return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
-    except zmq.ZMQError as error:
-        shared_context.close(pair, monitor)
-        raise WireError(str(error)) from error
-
-
-def _parse(rest: str) -> tuple[str, str]:
-    """Returns the name in an address and its option, or "" without one. Raises AddressError, UnavailableError."""
-    name, separator, option = rest.partition("?")
-    if not separator and re.fullmatch(r".*:(\d{1,5}|\*)", name) and not name.startswith("127."):
-        raise AddressError(f"zmq://{name[:80]} is not on this host and would not be encrypted; write zmq://ADDRESS:PORT?{CURVE}")
-    if separator and option != CURVE:
-        raise AddressError(f"zmq://{rest[:80]}: the only option is ?{CURVE}")
-    if separator and not zmq.has("curve"):
-        raise UnavailableError("this libzmq was built without encryption (CURVE); the wheels of pyzmq have it: pip install pyzmq")
-    return name, option
+            if meeting.encryption:
+                shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
+            pair.connect(endpoint)
+            return ZeroMQChannel(_LISTENER, meeting, pair, monitor)
+        except zmq.ZMQError as error:
+            shared_context.close(pair, monitor)
+            raise WireError(str(error)) from error

@@ -1,8 +1,8 @@
 """tcp://127.0.0.1:port: whole messages as frames over a plain TCP socket, in a package of its own.
 
-What it takes from flowrt: the meeting of two processes with its proofs (rendezvous), the credit window and the line of waiting senders
-(FlowControlledChannel), messages to bytes and back (codec). What is its own: frames, and reading and writing a socket. It is written to be
-read; flowrt's own transports copy less.
+flowrt provides listening, connecting and the proofs of the key (SocketTransport), the credit window and the queue of waiting senders
+(FlowControlledChannel), and the encoding of messages (codec). This file adds frames, and reading and writing a socket. It is written to
+be read; flowrt's own transports copy less.
 
 A frame is `uint32 length, uint8 kind` and a body. The body of a MESSAGE is `uint32 length` of the envelope, the envelope, the tensors.
 """
@@ -16,15 +16,13 @@ import struct
 from typing import ClassVar
 
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
-from flowrt.transports.channel.rendezvous import Meeting, SocketListener, meet
-from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Channel, Identity, Limits, Listener, Transport
-from flowrt.transports.wire.address import expect_scheme
-from flowrt.transports.wire.codec import WireError, decode_envelope, encode, is_repeat
-from flowrt.transports.wire.handshake import check_key
-from flowrt.transports.wire.message import Message
+from flowrt.transports.channel.rendezvous import Meeting
+from flowrt.transports.channel.socket_transport import SocketTransport
+from flowrt.transports.contract import LINGER_SECONDS, Capabilities, Identity, Limits
+from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 
 FRAME, LENGTH, TAKEN = struct.Struct("<IB"), struct.Struct("<I"), struct.Struct("<QQ")
-MESSAGE, SAY_TAKEN, SAY_WAITING, CLOSE = range(1, 5)
+MESSAGE, TAKEN_KIND, WAITING, CLOSE = range(1, 5)
 READ_BYTES, READS_AT_ONCE = 1 << 18, 8  # then the loop turns
 
 
@@ -43,22 +41,16 @@ class TcpChannel(FlowControlledChannel):
         self._most = LENGTH.size + limits.max_header_bytes + limits.max_message_bytes
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
-    # What FlowControlledChannel asks for.
+    # What FlowControlledChannel requires.
 
-    def _transmit(self, message: Message) -> bool:
-        parts = encode(message, self._sending.sent_messages, self.limits)
-        size = sum(map(len, parts)) - len(parts[0])
-        if not self._sending.fits(size):
-            return False
-        self._count_sent(size)
+    def _send_message(self, parts: list[Part], payload_bytes: int) -> None:
         self._write(MESSAGE, b"".join((LENGTH.pack(len(parts[0])), *parts)))
-        return True
 
-    def _say_taken(self, messages: int, payload_bytes: int) -> None:
-        self._write(SAY_TAKEN, TAKEN.pack(messages, payload_bytes))
+    def _send_taken(self, messages: int, payload_bytes: int) -> None:
+        self._write(TAKEN_KIND, TAKEN.pack(messages, payload_bytes))
 
-    def _say_waiting(self) -> None:
-        self._write(SAY_WAITING)
+    def _send_waiting(self) -> None:
+        self._write(WAITING)
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,10 +129,10 @@ class TcpChannel(FlowControlledChannel):
     def _read_frame(self, kind: int, body: memoryview) -> None:
         if kind == MESSAGE and len(body) >= LENGTH.size:
             self._read_message(body[LENGTH.size :], LENGTH.unpack_from(body)[0])
-        elif kind == SAY_TAKEN and len(body) == TAKEN.size:
-            self._hear_taken(*TAKEN.unpack(body))
-        elif kind == SAY_WAITING and not body:
-            self._hear_waiting()
+        elif kind == TAKEN_KIND and len(body) == TAKEN.size:
+            self._on_taken(*TAKEN.unpack(body))
+        elif kind == WAITING and not body:
+            self._on_waiting()
         elif kind == CLOSE and not body:
             self._loop.remove_reader(self._socket.fileno())
             self._end()
@@ -160,8 +152,8 @@ class TcpChannel(FlowControlledChannel):
         self._deliver(envelope, buffers, sum(sizes))
 
 
-class TcpTransport(Transport):
-    """The scheme. SocketListener and meet do the handshake on the very socket that then carries the frames."""
+class TcpTransport(SocketTransport):
+    """The scheme. SocketTransport does the handshake on the socket that then carries the frames."""
 
     scheme: ClassVar[str] = "tcp"
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -170,15 +162,8 @@ class TcpTransport(Transport):
     def unavailable_reason(cls) -> str | None:
         return None
 
-    async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
-        check_key(key)
-        name = expect_scheme(address, self.scheme) or "127.0.0.1:0"
-        return SocketListener(self.scheme, name, limits, key, identity, _channel)
+    def _split_name(self, rest: str) -> tuple[str, str]:
+        return rest or "127.0.0.1:0", ""
 
-    async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
-        check_key(key)
-        return _channel(await meet(self.scheme, expect_scheme(address, self.scheme), limits, key, identity, lambda agreed: (b"", [])))
-
-
-def _channel(meeting: Meeting) -> TcpChannel:
-    return TcpChannel(meeting.line, meeting.limits, meeting.peer)
+    def _accept(self, meeting: Meeting) -> TcpChannel:
+        return TcpChannel(meeting.sock, meeting.limits, meeting.peer)
