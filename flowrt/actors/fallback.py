@@ -49,7 +49,6 @@ class FallbackChannel(Channel):
 
     def __init__(self, channel: Channel, schemes: Sequence[str], reopen: Reopen) -> None:
         self.peer = channel.peer
-        self.scheme = channel.scheme  # type: ignore[misc]  # of the channel in use
         self.num_fallbacks = 0
         self.buffer = ResendBuffer()
         self._loop = asyncio.get_running_loop()
@@ -65,6 +64,11 @@ class FallbackChannel(Channel):
         self._broke: list[str] = []  # schemes that broke
         self._scheme_lost = ""
         self._num_waiting = 0  # calls of `send` that wait in the channel
+
+    @property
+    def scheme(self) -> str:  # type: ignore[override]
+        """The scheme of the channel in use, or of the last one."""
+        return self._scheme_lost if self._channel is None else self._channel.scheme
 
     # Sending.
 
@@ -233,7 +237,7 @@ class FallbackChannel(Channel):
         except (TransportError, asyncio.CancelledError) as error:
             self._fail(str(error) or "closed")
             return
-        self._channel, self.scheme = channel, channel.scheme  # type: ignore[misc]
+        self._channel = channel
         self.num_fallbacks += 1
         self._broke.append(self._scheme_lost)
         self.buffer.acknowledged = self.buffer.received

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from enum import Enum
 from typing import Any
 
@@ -26,11 +27,14 @@ from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChann
 from flowrt.transports.wire.codec import check_limits
 from flowrt.transports.wire.message import Message
 
+Call = Callable[[], Awaitable[Channel]]
+
 READY_KIND = "opening.ready"
+log = logging.getLogger("flowrt.links")
 RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # waits between calls, the first one included a call more
 
 
-async def connect_with_retries(call: Callable[[], Awaitable[Channel]]) -> Channel:
+async def connect_with_retries(call: Call) -> Channel:
     """The channel of the first call that succeeds. Raises TransportError: AddressError at once, since no process listens there.
 
     A handshake that was interrupted, or timed out on a busy machine, does not show that the peer is gone, so it is tried again.
@@ -112,22 +116,23 @@ SECOND: dict[tuple[LazyState, Event], Step] = {
 class LazyChannel(Channel):
     """One end of a lazy channel to `peer`. `call` opens a channel to it; `offer` takes the channels that `peer` opens.
 
-    `first`: this end comes first in the graph. `limits`: limits of the future channel, enforced before it is open.
+    `first`: this end comes first in the graph. `limits`: limits of the future channel, enforced before it is open. `fallback_calls`
+    open a channel over other transports; they are tried in order when `call` fails.
     """
 
-    def __init__(self, peer: Identity, scheme: str, call: Callable[[], Awaitable[Channel]], first: bool, limits: Limits) -> None:
+    def __init__(self, peer: Identity, scheme: str, call: Call, first: bool, limits: Limits, fallback_calls: Sequence[Call] = ()) -> None:
         self.peer = peer
         self.scheme = scheme  # type: ignore[misc]  # that of the channel to come
         self.state = LazyState.IDLE
         self._table = FIRST if first else SECOND
         self._limits = limits
-        self._call = call
+        self._calls = (call, *fallback_calls)
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
         self._unmarked: Channel | None = None  # the peer's call, until it has room for the mark
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._calling: asyncio.Task[None] | None = None
-        self._beside: set[asyncio.Task[None]] = set()  # late words, channels that are dropped
+        self._beside: set[asyncio.Task[None]] = set()  # late marks, channels that are dropped
         self._reason = ""
         self._receiving = False
 
@@ -248,29 +253,37 @@ class LazyChannel(Channel):
 
     def _adopt(self, channel: Channel) -> None:
         self._channel = channel
-        # From here on this channel costs nothing: who sends or receives finds the other one's functions.
+        self.scheme = channel.scheme  # type: ignore[misc]
+        # From here on this wrapper costs nothing: calls go to the channel's own methods.
         self.send_nowait = channel.send_nowait  # type: ignore[method-assign]
         self.send = channel.send  # type: ignore[method-assign]
         self.recv_nowait = channel.recv_nowait  # type: ignore[method-assign]
         self.recv = channel.recv  # type: ignore[method-assign]
 
     async def _open(self) -> None:
-        try:
-            channel = await connect_with_retries(self._call)
-        except TransportError as error:
-            self._reason = f"{self.scheme}: {error}"
-            self._step(Event.FAILED)
-            return
-        try:
-            marked = (await channel.recv()).kind == READY_KIND
-        except (EndOfChannel, BrokenChannelError):
-            marked = False
-        except asyncio.CancelledError:
+        event, reasons = Event.FAILED, []
+        for call in self._calls:
+            try:
+                channel = await connect_with_retries(call)
+            except TransportError as error:
+                reasons.append(f"{self.scheme}: {error}" if call is self._calls[0] else str(error))
+                continue
+            try:
+                marked = (await channel.recv()).kind == READY_KIND
+            except (EndOfChannel, BrokenChannelError):
+                marked = False
+            except asyncio.CancelledError:
+                await channel.aclose()
+                raise
+            if marked:
+                if reasons:
+                    log.warning("the lazy channel to %s opens over %s (%s)", self.peer.name, channel.scheme, "; ".join(reasons))
+                self._step(Event.OPENED, channel)
+                return
             await channel.aclose()
-            raise
-        if marked:
-            self._step(Event.OPENED, channel)
-            return
-        await channel.aclose()
-        self._reason = f"{self.peer.name} has refused the call"
-        self._step(Event.REFUSED)
+            event = Event.REFUSED
+            reasons.append(f"{self.peer.name} has refused the call")
+            if self._table is SECOND:
+                break  # in favour of its own call, which comes
+        self._reason = "; ".join(reasons)
+        self._step(event)

@@ -93,10 +93,12 @@ class Links:
 
     async def listen(self) -> dict[str, str]:
         """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
-        called = [plan for plan in self._plans.values() if plan.is_lazy or not plan.connects]
-        for scheme in sorted({plan.scheme for plan in called}):
-            limits = _widest([plan.limits for plan in called if plan.scheme == scheme])
-            self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", limits, self._key, self._identity)
+        limits: dict[str, list[Limits]] = {}
+        for plan in self._plans.values():
+            for scheme in self._first_schemes(plan) if plan.is_lazy or not plan.connects else ():
+                limits.setdefault(scheme, []).append(plan.limits)
+        for scheme, each in sorted(limits.items()):
+            self._listeners[scheme] = await self._transport(scheme).listen(f"{scheme}://", _widest(each), self._key, self._identity)
         return {scheme: listener.address for scheme, listener in self._listeners.items()}
 
     async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
@@ -111,7 +113,7 @@ class Links:
                 group.create_task(self._accept(scheme, listener, incarnations), name=f"accept {scheme}")
             for plan in self._plans.values():
                 if plan.is_lazy:
-                    self._expect(plan, addresses[plan.peer][plan.scheme], Identity(plan.peer, incarnations[plan.peer]))
+                    self._expect(plan, addresses[plan.peer], Identity(plan.peer, incarnations[plan.peer]))
                 elif plan.connects:
                     group.create_task(self._connect(plan, addresses[plan.peer][plan.scheme]), name=f"connect {plan.peer}")
 
@@ -120,7 +122,7 @@ class Links:
 
         Such a peer that ends in order ends its link only.
         """
-        schemes = {scheme for _, scheme in self._unopened}
+        schemes = {scheme for key in self._unopened for scheme in self._first_schemes(self._plans[key])}
         schemes |= {plan.scheme for plan in self._plans.values() if plan.peer in self._tolerated and not plan.connects}
         async with asyncio.TaskGroup() as callers:
             accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in sorted(schemes)]
@@ -238,9 +240,10 @@ class Links:
         if address is None:
             raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
         if plan.is_lazy:
-            expected = self._expect(plan, address, identity)
-            if (channel := self._callers.take(identity, plan.scheme)) is not None:
-                expected.offer(self._wrap(plan, channel))
+            expected = self._expect(plan, addresses, identity)
+            for scheme in self._first_schemes(plan):
+                if (channel := self._callers.take(identity, scheme)) is not None:
+                    expected.offer(self._wrap(plan, channel))
             return
         await self._connect(plan, address)
         if (found := self._links[plan.peer, plan.scheme].peer) != identity:
@@ -262,13 +265,19 @@ class Links:
             missing.discard(peer.name)
             self._add(self._plans[peer.name, scheme], channel)
 
-    def _expect(self, plan: LinkPlan, address: str, peer: Identity) -> LazyChannel:
-        """A link that opens at its first use."""
+    def _first_schemes(self, plan: LinkPlan) -> tuple[str, ...]:
+        """The schemes over which a link may open. A lazy link may fall back before it has ever been up, so both ends listen on each
+        fallback, except on one that is a link of its own to the same peer."""
+        return (plan.scheme, *(scheme for scheme in plan.fallbacks if plan.is_lazy and (plan.peer, scheme) not in self._plans))
 
-        async def call() -> Channel:
-            return self._wrap(plan, await self._transport(plan.scheme).connect(address, plan.limits, self._key, self._identity))
+    def _expect(self, plan: LinkPlan, addresses: Mapping[str, str], peer: Identity) -> LazyChannel:
+        """Prepare a lazy link."""
 
-        channel = self._unopened[plan.peer, plan.scheme] = LazyChannel(peer, plan.scheme, call, plan.connects, plan.limits)
+        async def call(scheme: str) -> Channel:
+            return self._wrap(plan, await self._transport(scheme).connect(addresses[scheme], plan.limits, self._key, self._identity))
+
+        first, *others = (partial(call, scheme) for scheme in self._first_schemes(plan) if scheme in addresses)
+        channel = self._unopened[plan.peer, plan.scheme] = LazyChannel(peer, plan.scheme, first, plan.connects, plan.limits, others)
         self._add(plan, channel)
         return channel
 
@@ -277,14 +286,14 @@ class Links:
         while True:
             channel = await self._listeners[scheme].accept()
             peer = channel.peer
-            plan = self._plans.get((peer.name, scheme))
-            expected = self._unopened.get((peer.name, scheme))
+            plan = next((plan for plan in self._plans.values() if plan.peer == peer.name and scheme in self._first_schemes(plan)), None)
             refused: Channel | None = channel
             if plan is not None and not self._incarnations.has_ended(peer):
+                expected = self._unopened.get((peer.name, plan.scheme))
                 if expected is not None and peer == expected.peer:
                     expected.offer(self._wrap(plan, channel))
                     refused = None
-                elif peer.name in self._tolerated and peer != self._links[peer.name, scheme].peer:
+                elif peer.name in self._tolerated and peer != self._links[peer.name, plan.scheme].peer:
                     refused = self._callers.put(channel, scheme)
             if refused is not None:
                 await refused.aclose()

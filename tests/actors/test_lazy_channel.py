@@ -162,7 +162,7 @@ async def test_a_handshake_that_is_hung_up_is_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(lazy_channel, "RETRY_SECONDS", (0.001, 0.001, 0.001))
     errors: list[TransportError] = [HandshakeError("hung up"), BrokenChannelError("reset"), UnavailableError("no descriptor")]
     async with asyncio.timeout(20), two_ends("inproc") as (one, two):
-        call, one._call = one._call, lambda: flaky()
+        (call,), one._calls = one._calls, (lambda: flaky(),)
 
         async def flaky() -> Channel:
             if errors:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
+from flowrt.actors import lazy_channel
 from flowrt.actors.lazy_channel import LazyChannel, LazyState
 from flowrt.actors.link_plan import LinkPlan
 from flowrt.actors.links import Links
 from flowrt.transports.conformance.connection_checks import KEY, SMALL
 from flowrt.transports.conformance.kit import numbered, until
-from flowrt.transports.contract import Identity
+from flowrt.transports.contract import Channel, Identity, Transport
+from flowrt.transports.errors import BrokenChannelError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.message import Message
 
@@ -22,8 +25,25 @@ NAMES = ("a", "b", "c")
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
 
 
+class Unreachable:
+    """A transport whose listeners work and whose calls fail."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def connect(self, *arguments: object) -> Channel:
+        self.num_calls += 1
+        raise BrokenChannelError("too many open files")
+
+
 @asynccontextmanager
-async def workers(scheme: str, fallbacks: tuple[str, ...] = ()) -> AsyncIterator[tuple[dict[str, Links], dict[str, list[Message]]]]:
+async def workers(
+    scheme: str, fallbacks: tuple[str, ...] = (), transport: Callable[[str], Transport] = get_transport
+) -> AsyncIterator[tuple[dict[str, Links], dict[str, list[Message]]]]:
     """Everybody is linked to everybody, and nothing is open."""
     received: dict[str, list[Message]] = {name: [] for name in NAMES}
     links = {
@@ -31,7 +51,7 @@ async def workers(scheme: str, fallbacks: tuple[str, ...] = ()) -> AsyncIterator
             Identity(name, f"{name}1"),
             KEY,
             [LinkPlan(peer, scheme, SMALL, 64, name < peer, None, fallbacks, True) for peer in NAMES if peer != name],
-            get_transport,
+            transport,
             lambda _, message, name=name: received[name].append(message),
         )
         for name in NAMES
@@ -94,3 +114,22 @@ async def test_all_workers_send_at_once(scheme: str) -> None:
         await until(lambda: all(steps(messages).count(99) == 2 for messages in received.values()), "all have the last of both peers")
         assert {len(messages) for messages in received.values()} == {22}
         assert set(states(links, scheme).values()) == {LazyState.READY}
+
+
+@pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
+async def test_first_call_that_fails_goes_to_the_fallback_transport(monkeypatch: pytest.MonkeyPatch, source: str, target: str) -> None:
+    monkeypatch.setattr(lazy_channel, "RETRY_SECONDS", (0.001,))
+    unreachable = Unreachable(get_transport(SCHEMES[-2]))
+
+    def transport(scheme: str) -> Transport:
+        return cast("Transport", unreachable) if scheme == SCHEMES[-2] else get_transport(scheme)
+
+    async with asyncio.timeout(60), workers(SCHEMES[-2], (SCHEMES[-1],), transport) as (links, received):
+        for number in range(20):
+            links[source][target, SCHEMES[-2]].post(numbered(number))
+        await until(lambda: len(received[target]) >= 20, "all messages arrive")
+        links[target][source, SCHEMES[-2]].post(numbered(0))
+        await until(lambda: len(received[source]) >= 1, "the other direction works too")
+        assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
+        assert unreachable.num_calls == 2
+        assert {each[peer, SCHEMES[-2]].scheme for each, peer in ((links[source], target), (links[target], source))} == {SCHEMES[-1]}
