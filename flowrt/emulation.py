@@ -1,7 +1,8 @@
 """Emulates compute time: makes each call take its modelled time, counts late calls, and decides whether a run's figures are valid.
 
-EmulatedCompute makes calls last, Lateness counts late waits, `judge` evaluates the counts of a run, and `smallest_dilation` holds the rule
-for the dilation. Emulated links are in transports/emulation/channel.py; flowrt/workers/emulated.py charges the times of a graph.
+EmulatedCompute makes calls last, Lateness counts late waits, `emulation_report` evaluates the counts of a run, and `smallest_dilation`
+holds the rule for the dilation. Emulated links are in transports/emulation/channel.py; flowrt/workers/emulated.py charges the times of a
+graph.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class EmulatedCompute:
 
 
 @dataclass(frozen=True)
-class Account:
-    """The result of `judge` for a run: counts of waits and late waits, whether the figures are void, and sentences for the user."""
+class EmulationReport:
+    """Lateness of a run: counts of waits and late waits, whether the figures are void, and sentences for the user."""
 
     dilation: float
     num_computed: int = 0
@@ -140,7 +141,7 @@ class Account:
     sentences: tuple[str, ...] = ()
 
 
-def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
+def emulation_report(dilation: float, workers: Iterable[EmulationStatistics]) -> EmulationReport:
     """Decide from the counts of all workers whether the figures of a run are void.
 
     They are void when more than MAX_LATE_SHARE of the computations, or of the messages, ended late by more than TOLERANCE of their length:
@@ -153,11 +154,11 @@ def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
         ("message", [(each.num_delivered, each.num_delivered_late, each.worst_delivered_seconds) for each in workers]),
     )
     counts, sentences, void, worst = [], [], False, 0.0
-    for name, told in kinds:
-        num, num_late = sum(each[0] for each in told), sum(each[1] for each in told)
+    for name, counts_of_kind in kinds:
+        num, num_late = sum(each[0] for each in counts_of_kind), sum(each[1] for each in counts_of_kind)
         counts += [num, num_late]
         if num_late:
-            latest = max(each[2] for each in told)
+            latest = max(each[2] for each in counts_of_kind)
             worst = max(worst, latest)
             void = void or num_late > MAX_LATE_SHARE * num
             how = "took longer than modelled" if name == "computation" else "came later than modelled"
@@ -171,7 +172,7 @@ def judge(dilation: float, workers: Iterable[EmulationStatistics]) -> Account:
     elif sentences:
         sentences.append("these are at most one in a hundred of their kind: the figures hold")
     computed, computed_late, delivered, delivered_late = counts
-    return Account(dilation, computed, computed_late, delivered, delivered_late, worst, free_share, void, tuple(sentences))
+    return EmulationReport(dilation, computed, computed_late, delivered, delivered_late, worst, free_share, void, tuple(sentences))
 
 
 def smallest_dilation(modelled_seconds: Mapping[str, float], error_seconds: float) -> tuple[float, str]:

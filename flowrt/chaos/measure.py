@@ -19,7 +19,7 @@ from flowrt.chaos.load import Load, LoadRequest, requests_of
 from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plan import check_processes, load_plan
-from flowrt.emulation import Account, judge
+from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import may_die
@@ -68,7 +68,7 @@ class ChaosResult:
     failure: str | None = None  # why the run ended early
     not_back: bool = False
     interrupted: bool = False
-    emulation: Account | None = None  # of an emulated run: whether its figures hold
+    emulation: EmulationReport | None = None  # of an emulated run: whether its figures hold
 
     @property
     def injected_faults(self) -> list[InjectedFault]:
@@ -149,7 +149,7 @@ async def measure(prepared: PreparedRun, log: Log) -> ChaosResult:
         found.ended = found.ended or seams.clock.now()
     if graph.emulation is not None:
         each = [worker.emulation for worker in running.final_statistics.values() if worker.emulation is not None]
-        found.emulation = judge(graph.emulation.dilation, each)
+        found.emulation = emulation_report(graph.emulation.dilation, each)
     with contextlib.suppress(asyncio.CancelledError):  # an interrupt: it ends anyway
         found.leaks += await once_settled(lambda: _left_behind(outside), seams.clock)
     return found

@@ -109,8 +109,8 @@ def held(worker: Any) -> dict[str, int]:
     if runner is not None:
         counts["rows"] = len(runner._table)
         counts["waiting"] = len(runner.waiting())
-        counts["credits outstanding"] = sum(window.size - window.free for window in runner._windows.values())
-        counts["credits unsent"] = sum(each.consumed for each in runner._owed.values())
+        counts["credits outstanding"] = sum(edge.size - edge.free for edge in runner._outbound.edges.values())
+        counts["credits unsent"] = sum(edge.consumed for edge in runner._inbound.edges.values())
     if group is not None:
         engine = group._engine.statistics()
         counts["sequences"] = engine.num_running + engine.num_waiting

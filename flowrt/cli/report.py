@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowrt.actors.control import Statistics
-from flowrt.emulation import Account as Emulated
-from flowrt.emulation import judge
+from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.graph.model import Graph
 
 _PLUMBING = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
@@ -51,7 +50,7 @@ class Account:
     start_seconds: float | None
     late_wakeups: int
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
-    emulation: Emulated | None = None
+    emulation: EmulationReport | None = None
     why: tuple[str, ...] = ()  # why `auto` took the transports it did
     fallbacks: tuple[str, ...] = ()  # links whose transport broke, and what carried on, a sentence each
 
@@ -118,10 +117,10 @@ def _process(
     )
 
 
-def _emulated(graph: Graph, statistics: Mapping[str, Statistics]) -> Emulated | None:
+def _emulated(graph: Graph, statistics: Mapping[str, Statistics]) -> EmulationReport | None:
     if graph.emulation is None:
         return None
-    return judge(graph.emulation.dilation, [each.emulation for each in statistics.values() if each.emulation is not None])
+    return emulation_report(graph.emulation.dilation, [each.emulation for each in statistics.values() if each.emulation is not None])
 
 
 def _process_of(graph: Graph, node: str) -> str:

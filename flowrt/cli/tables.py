@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flowrt.cli.record import Durations, Figures
 from flowrt.cli.report import Account, EdgeReport
-from flowrt.emulation import Account as Emulated
+from flowrt.emulation import EmulationReport
 from flowrt.observe import duration_text, size_text
 
 MAX_EDGES = 24
@@ -128,7 +128,7 @@ def _sentences(account: Account, figures: Figures) -> list[str]:
     return lines
 
 
-def _emulated(emulation: Emulated, figures: Figures) -> list[str]:
+def _emulated(emulation: EmulationReport, figures: Figures) -> list[str]:
     """The figures of the emulated hardware, and whether they are void."""
     dilation = emulation.dilation
     words = [

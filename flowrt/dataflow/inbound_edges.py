@@ -1,4 +1,4 @@
-"""Incoming edges: validates each received message before any other code uses it, and turns it into a payload.
+"""Incoming edges: validates each received message before any other code uses it, turns it into a payload, and returns credits.
 
 A peer of the same run is authenticated but may have bugs. A message that fails a check ends the link to its sender and affects
 nothing else in the run.
@@ -6,17 +6,18 @@ nothing else in the run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping
+
 import msgspec
 import torch
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import Owed
 from flowrt.dataflow.matching import arrives_at
-from flowrt.dataflow.outbound_edges import OutboundEdge
+from flowrt.dataflow.outbound_edges import CreditHeader, OutboundEdge, OutboundEdges
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, from_reference
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.graph.model import Edge
+from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Message, Tag
 
 FAILED = "failed"  # kind of the response to a request whose firing failed
@@ -35,26 +36,42 @@ class InboundEdge:
     `schema` is None for an edge whose messages are not described, and for an edge within this OS process. `requests` is the outbound
     edge whose responses arrive on this edge. If both edges have a schema, each response must match an outstanding request in tag, part
     and shape.
-    """
 
-    __slots__ = ("_device", "_layers", "_requests", "_schema", "alone", "by_reference", "edge", "owed", "peer", "port", "target", "via")
+    Outstanding credits: of the edge's `size` credits, `received` belong to messages that are here, and `consumed` of these messages have
+    been consumed. A response brings no credit (`size` 0): it returns its request's.
+    """
 
     def __init__(
         self,
         edge: Edge,
         peer: str,
-        owed: Owed | None,
         by_reference: bool,
         device: torch.device | None = None,
         schema: MessageSchema | None = None,
         requests: OutboundEdge | None = None,
     ) -> None:
-        self.edge, self.peer, self.owed, self.by_reference = edge, peer, owed, by_reference
+        self.edge, self.peer = edge, peer
         self.target, self.port, self.via = edge.target, edge.target_port, (edge.id,)
         self.alone: dict[int, bool] = {}  # by layer: whether one message of this edge is the only input of its node
-        self._device, self._schema = device, schema
+        self.size = edge.credits if edge.request_id is None else 0
+        self.half = max(1, self.size // 2)
+        self.received = self.consumed = 0
+        self._by_reference, self._device, self._schema = by_reference, device, schema
         self._requests = requests if requests is not None and requests.schema is not None and schema is not None else None
         self._layers: dict[int, bool] = {}  # whether this edge carries tags of that layer
+
+    def consume(self) -> int:
+        """Record one consumed message. Returns how many credits to return now.
+
+        Credits are returned once half of the edge's credits have gathered. If the sender has used all its credits, they are returned
+        at once: all its messages are then here, consumed or not. No sender ever waits for a credit that is held back here.
+        """
+        self.consumed += 1
+        if self.consumed < self.half and self.received < self.size:
+            return 0
+        count, self.consumed = self.consumed, 0
+        self.received -= count
+        return count
 
     def check(self, peer: str, message: Message) -> Tag:
         """Return the tag of a message that `peer` may send now, and clear the outstanding request that it responds to.
@@ -67,8 +84,8 @@ class InboundEdge:
         is_failed = message.kind == FAILED and self.edge.request_id is not None
         if tag is None or not (is_failed or message.kind == "data"):
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} {'without' if tag is None else 'with'} a tag on {self.edge}")
-        if self.owed is not None and self.owed.here >= self.owed.size:
-            raise BadMessageError(f"more messages on {self.edge} than its {self.owed.size} credits allow")
+        if self.size and self.received >= self.size:
+            raise BadMessageError(f"more messages on {self.edge} than its {self.size} credits allow")
         schema, sizes = self._schema, {}
         header_type: type[msgspec.Struct] | None = FailedHeader if is_failed else None
         if not is_failed:
@@ -101,15 +118,49 @@ class InboundEdge:
 
     def read(self, message: Message) -> Payload:
         """Convert a checked message to a payload."""
-        return from_reference(message) if self.by_reference else from_message(message, self._device)
+        return from_reference(message) if self._by_reference else from_message(message, self._device)
 
     def _brings(self, layer: int) -> bool:
-        known = self._layers.get(layer)
-        if known is None:
-            known = arrives_at(self.edge, layer)
-            if known:
-                self._layers[layer] = known
-        return known
+        arrives = self._layers.get(layer)
+        if arrives is None:
+            arrives = arrives_at(self.edge, layer)
+            if arrives:
+                self._layers[layer] = arrives
+        return arrives
+
+
+class InboundEdges:
+    """All edges that lead to the worker `process` from others, by id. `post(edge, message)` carries returned credits."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        process: str,
+        post: Callable[[Edge, Message], None],
+        outbound: OutboundEdges,
+        staying: Collection[int],
+        device: torch.device | None,
+        schemas: Mapping[int, MessageSchema],
+    ) -> None:
+        self._post = post
+        self.edges: dict[int, InboundEdge] = {}
+        for edge in graph.edges.values():
+            source, target = graph.ends_of(edge)
+            if source != process == target:
+                schema = None if edge.id in staying else schemas.get(edge.id)
+                requests = None if edge.request_id is None else outbound.edges.get(edge.request_id)
+                self.edges[edge.id] = InboundEdge(edge, source, edge.id in staying, device, schema, requests)
+
+    def consume(self, via: Iterable[int], tag: Tag | None = None, responded: Collection[tuple[int, Tag | None]] = ()) -> None:
+        """Return the credits of messages that came along the edges `via`, but for requests of `tag` that were responded to."""
+        for edge_id in via:
+            inbound = self.edges.get(edge_id)
+            if inbound is None or not inbound.size:
+                continue
+            if responded and (edge_id, tag) in responded:
+                inbound.received -= 1
+            elif count := inbound.consume():
+                self._post(inbound.edge, Message("credit", edge=edge_id, header=CreditHeader(count)))
 
 
 def _text(tag: Tag) -> str:

@@ -7,8 +7,10 @@ for all others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,9 +46,9 @@ _DROPPED = Arrival(dropped=True)
 
 
 @dataclass(slots=True)
-class _Row:
+class _MatchingRow:
     inputs: dict[str, Any] = field(default_factory=dict)
-    covers: dict[str, Cover[Any]] = field(default_factory=dict)
+    covers: defaultdict[str, Cover[Any]] = field(default_factory=partial(defaultdict, Cover))
     via: list[int] = field(default_factory=list)
 
 
@@ -73,8 +75,8 @@ class MatchingTable:
                 self._edges_into[edge.target].append(edge)
         self._plan_of = plan_of
         self._shapes: dict[tuple[str, int], _Shape] = {}
-        self._rows: dict[tuple[str, Tag], _Row] = {}
-        self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, lane) -> step
+        self._rows: dict[tuple[str, Tag], _MatchingRow] = {}
+        self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, micro-batch) -> step
         self._held: dict[tuple[str, str, int, int], dict[int, list[Firing]]] = {}
         self._finished: dict[tuple[str, Tag], None] = {}  # gather rows that have fired, oldest first
 
@@ -100,12 +102,9 @@ class MatchingTable:
                 return _DROPPED  # the plan is emitted before its parts: no row means that the tag is complete
             if port.takes == "gather" and key in self._finished:
                 return _DROPPED  # more messages than the plan expects
-            row = self._rows[key] = _Row()
+            row = self._rows[key] = _MatchingRow()
         if port.takes == "gather":
-            cover = row.covers.get(port.name)
-            if cover is None:
-                cover = row.covers[port.name] = Cover()
-            if not cover.arrive(part, value):
+            if not row.covers[port.name].arrive(part, value):
                 return _DROPPED
         elif port.name in row.inputs:
             raise ValueError(f"{edge.target}.{port.name} got a second message for {tag}; a port that takes one gets one per tag")
@@ -155,18 +154,11 @@ class MatchingTable:
         rows = [row for key in list(self._rows) if stale(key[1]) and (row := self._rows.pop(key, None)) is not None]
         via = [edge for row in rows for edge in row.via]
         dropped = len(rows)
-        for lane, steps in list(self._held.items()):
-            for step, firings in list(steps.items()):
-                old = [firing for firing in firings if stale(firing.tag)]
-                via += [edge for firing in old for edge in firing.via]
-                dropped += len(old)
-                steps[step] = [firing for firing in firings if not stale(firing.tag)]
-                if not steps[step]:
-                    del steps[step]
-            if not steps:
-                del self._held[lane]
-        for lane in [lane for lane in self._next_step if stale(Tag(lane[1], lane[2], lane[3]))]:
-            del self._next_step[lane]
+        for key in [key for key in (*self._next_step, *self._held) if stale(Tag(key[1], key[2], key[3]))]:
+            self._next_step.pop(key, None)
+            held = [firing for firings in self._held.pop(key, {}).values() for firing in firings]
+            via += [edge for firing in held for edge in firing.via]
+            dropped += len(held)
         return dropped, via
 
     def waiting(self) -> list[tuple[str, Tag, list[str]]]:
@@ -179,17 +171,14 @@ class MatchingTable:
             found.append((node, tag, empty))
         return found
 
-    def _expect(self, row: _Row, gather: str, value: Any) -> None:
-        cover = row.covers.get(gather)
-        if cover is None:
-            cover = row.covers[gather] = Cover()
+    def _expect(self, row: _MatchingRow, gather: str, value: Any) -> None:
         plan = self._plan_of(value)
         if isinstance(plan, int):
-            cover.expect_count(plan)
+            row.covers[gather].expect_count(plan)
         else:
-            cover.expect(plan)
+            row.covers[gather].expect(plan)
 
-    def _complete(self, key: tuple[str, Tag], row: _Row, shape: _Shape) -> Firing | None:
+    def _complete(self, key: tuple[str, Tag], row: _MatchingRow, shape: _Shape) -> Firing | None:
         if len(row.inputs) < len(shape.ports):
             return None
         inputs = row.inputs
@@ -206,21 +195,21 @@ class MatchingTable:
     def _in_turn(self, firing: Firing) -> tuple[Firing, ...]:
         """Release a stateful node's firings in step order per micro-batch: step s after step s-1. A new epoch starts at its first step."""
         tag = firing.tag
-        lane = (firing.node, tag.source, tag.epoch, tag.micro_batch)
-        expected = self._next_step.get(lane, tag.step if tag.epoch else 0)
+        key = (firing.node, tag.source, tag.epoch, tag.micro_batch)
+        expected = self._next_step.get(key, tag.step if tag.epoch else 0)
         if tag.step > expected:
-            self._held.setdefault(lane, {}).setdefault(tag.step, []).append(firing)
+            self._held.setdefault(key, {}).setdefault(tag.step, []).append(firing)
             return ()
         firings = [firing]
         if tag.step == expected:
-            held = self._held.get(lane, {})
+            held = self._held.get(key, {})
             expected += 1
             while expected in held:
                 firings += held.pop(expected)
                 expected += 1
-            self._next_step[lane] = expected
+            self._next_step[key] = expected
             if not held:
-                self._held.pop(lane, None)
+                self._held.pop(key, None)
         return tuple(firings)
 
     def _shape(self, node: str, layer: int) -> _Shape:

@@ -2,87 +2,97 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 import msgspec
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import CreditHeader, Window
 from flowrt.dataflow.payload import Payload, by_reference, to_device_message, to_message
-from flowrt.dataflow.region import OperatorError, Output, part_of
 from flowrt.dataflow.schemas import MessageSchema
-from flowrt.graph.model import Edge
+from flowrt.dataflow.subgraph import OperatorError, RoutedOutput, part_of
+from flowrt.graph.model import Edge, Graph
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import Message, Tag
 
 
-class OutboundEdge:
-    """An edge to another worker. `window` is None for responses; `sent` counts messages and payload bytes.
+class CreditHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a "credit" message: how many credits of its edge come back."""
 
-    `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of their free dimensions.
+    count: int
+
+
+class OutboundEdge:
+    """An edge to the process `peer`, with its credits. `sent` counts messages and payload bytes.
+
+    `free` of `size` credits are left, and `pending` outputs wait for one; a response needs no credit (`size` 0). `closed` means that no
+    process is at the other end. `outstanding`, for edges with a schema: requests without a response yet, by tag and part, with the sizes of
+    their free dimensions.
     """
 
-    __slots__ = ("edge", "outstanding", "peer", "schema", "sent", "to_message", "window")
-
     def __init__(
-        self,
-        edge: Edge,
-        peer: str,
-        window: Window | None,
-        to_message: Callable[[Payload, int, Tag], Message],
-        schema: MessageSchema | None = None,
+        self, edge: Edge, peer: str, to_message: Callable[[Payload, int, Tag], Message], schema: MessageSchema | None = None
     ) -> None:
-        self.edge, self.peer, self.window, self.to_message, self.schema = edge, peer, window, to_message, schema
+        self.edge, self.peer, self.to_message, self.schema = edge, peer, to_message, schema
+        self.size = edge.credits if edge.request_id is None else 0
         self.sent = [0, 0]
+        self.renew(closed=False)
+
+    def renew(self, closed: bool) -> None:
+        """Reset all credits, and drop pending outputs and requests, because the peer ended or its next incarnation starts.
+
+        A closed edge blocks no firing: `OutboundEdges` passes its outputs to `on_unsent`.
+        """
+        self.closed = closed
+        self.free = self.size
+        self.pending: deque[RoutedOutput] = deque()
         self.outstanding: dict[tuple[Tag, int | None], dict[str, int]] = {}
 
 
 class OutboundEdges:
-    """All edges that leave a worker.
+    """All edges that leave the worker `process`, by id.
 
-    `edges` leave the process. Edges in `staying` lead to another worker of the same OS process and pass tensors by reference. Edges in
-    `on_device` send tensors in device memory without a copy to the host; all others copy them to the host.
-
-    `post(edge, message)` never waits. `on_unsent` receives each output of a closed edge. `peer_of` maps an edge to its target process.
-    `schemas` holds the schemas of request edges whose responses are checked.
+    Edges in `staying` lead to another worker of the same OS process and pass tensors by reference. Edges in `on_device` send tensors in
+    device memory without a copy to the host; all others copy them to the host. `post(edge, message)` never waits. `on_unsent` receives each
+    output of a closed edge. `schemas` holds the schemas of edges; those of requests check their responses.
     """
 
     def __init__(
         self,
-        edges: Iterable[Edge],
-        staying: Collection[int],
+        graph: Graph,
+        process: str,
         post: Callable[[Edge, Message], None],
-        on_unsent: Callable[[Output], None],
+        on_unsent: Callable[[RoutedOutput], None] | None = None,
+        staying: Collection[int] = (),
         on_device: Collection[int] = (),
-        peer_of: Callable[[Edge], str] = lambda edge: "",
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
     ) -> None:
         self._post, self._on_unsent = post, on_unsent
-        edges = list(edges)
-        self.windows = {edge.id: Window(edge.credits) for edge in edges if edge.request_id is None}
-        self.edges = {
-            edge.id: OutboundEdge(
-                edge, peer_of(edge), self.windows.get(edge.id), _coding(edge.id, staying, on_device), schemas.get(edge.id)
-            )
-            for edge in edges
-        }
+        requests = {edge.request_id for edge in graph.edges.values()}
+        self.edges: dict[int, OutboundEdge] = {}
+        for edge in graph.edges.values():
+            source, target = graph.ends_of(edge)
+            if source == process != target:
+                coding = by_reference if edge.id in staying else to_device_message if edge.id in on_device else to_message
+                schema = schemas.get(edge.id) if edge.id in requests and edge.id not in staying else None
+                self.edges[edge.id] = OutboundEdge(edge, target, coding, schema)
         self.sent = {edge_id: outbound.sent for edge_id, outbound in self.edges.items()}
 
-    def take(self, output: Output) -> bool:
+    def take(self, output: RoutedOutput) -> bool:
         """Send an output as soon as there is a credit. Returns False for an edge within the process. Raises OperatorError on failure."""
         outbound = self.edges.get(output.edge.id)
         if outbound is None:
             return False
-        window = outbound.window
-        if window is not None:
-            if window.closed:
-                self._on_unsent(output)
+        if outbound.size:
+            if outbound.closed:
+                if self._on_unsent is not None:
+                    self._on_unsent(output)
                 return True
-            if window.free == 0 or window.pending:
-                window.pending.append(output)
+            if outbound.free == 0 or outbound.pending:
+                outbound.pending.append(output)
                 return True
-            window.free -= 1
+            outbound.free -= 1
         self._send(outbound, output)
         return True
 
@@ -99,28 +109,26 @@ class OutboundEdges:
 
     def release(self, edge_id: int, count: int) -> None:
         """Add returned credits to an edge and send what waits for them. Raises BadMessageError for more than are outstanding."""
-        window = self.windows.get(edge_id)
-        if window is not None and window.closed:
+        outbound = self.edges[edge_id]
+        if outbound.closed:
             return
-        if window is None or count < 1 or window.free + count > window.size:
+        if count < 1 or outbound.free + count > outbound.size:
             raise BadMessageError(f"{count} credits returned on edge {edge_id}, more than were outstanding")
-        window.free += count
-        while window.pending and window.free:
-            window.free -= 1
-            self._send(self.edges[edge_id], window.pending.popleft())
+        outbound.free += count
+        while outbound.pending and outbound.free:
+            outbound.free -= 1
+            self._send(outbound, outbound.pending.popleft())
 
     def renew(self, edges: Iterable[int], closed: bool) -> None:
         """Discard all messages and credits in flight: the peer process has ended (`closed`), or a new incarnation has joined."""
         for edge in edges:
-            if (window := self.windows.get(edge)) is not None:
-                window.renew(closed)
-                self.edges[edge].outstanding.clear()
+            self.edges[edge].renew(closed)
 
     def waiting(self) -> list[Edge]:
         """Edges with an output that waits for a credit."""
-        return [self.edges[edge].edge for edge, window in self.windows.items() if window.pending]
+        return [outbound.edge for outbound in self.edges.values() if outbound.pending]
 
-    def _send(self, outbound: OutboundEdge, output: Output) -> None:
+    def _send(self, outbound: OutboundEdge, output: RoutedOutput) -> None:
         edge, payload, sent = outbound.edge, output.payload, outbound.sent
         try:
             message = outbound.to_message(payload, edge.id, output.tag)
@@ -132,9 +140,3 @@ class OutboundEdges:
             self._post(edge, message)
         except (LimitError, InvalidMessageError, TypeError) as error:
             raise OperatorError(f"a message on {edge} cannot be sent: {error}") from error
-
-
-def _coding(edge: int, staying: Collection[int], on_device: Collection[int]) -> Callable[[Payload, int, Tag], Message]:
-    if edge in staying:
-        return by_reference
-    return to_device_message if edge in on_device else to_message

@@ -1,12 +1,12 @@
 """Parts: headers of parts and plans, and `Cover`, which decides when the responses of a tag are complete. Pure.
 
-A part is answered whole or not at all. New parts with new ids supersede a lost or late part and cover the same (row, slot)
+A part is responded whole or not at all. New parts with new ids supersede a lost or late part and cover the same (row, slot)
 pairs. The first complete cover counts; later responses are dropped (DESIGN section 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -75,7 +75,7 @@ class Cover(Generic[V]):
 
     def missing(self) -> list[int]:
         """Ids still expected, in plan order. A superseded part is listed as its missing replacements."""
-        return [part for planned in self._plan or () for part in self._missing_of(planned)]
+        return [part for part in self._cover(self._plan or ()) if part not in self._arrived]
 
     def complete(self) -> list[V] | None:
         """The first complete cover, in plan order, or None while a response is missing."""
@@ -83,31 +83,17 @@ class Cover(Generic[V]):
             if self._count is None or len(self._anonymous) < self._count:
                 return None
             return self._anonymous[: self._count]
-        chosen: list[V] = []
-        for part in self._plan:
-            values = self._values_of(part)
-            if values is None:
-                return None
-            chosen.extend(values)
-        return chosen
-
-    def _values_of(self, part: int) -> list[V] | None:
-        if part in self._arrived:
-            return [self._arrived[part]]
-        replacements = self._replaced_by.get(part)
-        if replacements is None:
+        cover = self._cover(self._plan)
+        if any(part not in self._arrived for part in cover):
             return None
-        chosen: list[V] = []
-        for replacement in replacements:
-            values = self._values_of(replacement)
-            if values is None:
-                return None
-            chosen.extend(values)
-        return chosen
+        return [self._arrived[part] for part in cover]
 
-    def _missing_of(self, part: int) -> list[int]:
-        if part in self._arrived:
-            return []
-        if part not in self._replaced_by:
-            return [part]
-        return [missing for replacement in self._replaced_by[part] for missing in self._missing_of(replacement)]
+    def _cover(self, parts: Sequence[int]) -> Sequence[int]:
+        """Ids that cover these parts: each part itself if it has arrived, else its replacements, if it has any."""
+        if not self._replaced_by:
+            return parts
+        cover: list[int] = []
+        for part in parts:
+            is_replaced = part in self._replaced_by and part not in self._arrived
+            cover += self._cover(self._replaced_by[part]) if is_replaced else (part,)
+        return cover

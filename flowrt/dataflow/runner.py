@@ -11,7 +11,6 @@ edge that it can reach has a credit left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,14 +21,12 @@ import msgspec
 import torch
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import CreditHeader, Owed
-from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdge
+from flowrt.dataflow.inbound_edges import FAILED, FailedHeader, InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
-from flowrt.dataflow.parts import PlanHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import NodeFunction, OperatorError, Output, Region, part_of
 from flowrt.dataflow.schemas import MessageSchema
+from flowrt.dataflow.subgraph import FusedSubgraph, NodeFunction, OperatorError, RoutedOutput, SendEarly, part_of, part_of_request, plan_of
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
@@ -60,7 +57,7 @@ class Runner:
     `functions` maps each node to its function; a node without one is a sink, whose firings go to `on_sink`. `post(edge, message)` passes
     a message to the link of that edge and never waits. `staying` and `on_device`: see OutboundEdges. `early`: long calls run on a separate
     thread, so outputs to other workers are sent while the rest of the firing is computed. `on_unsent` receives each output of a closed
-    edge; `on_answer` receives the edge and tag of every response. `on_failed(tag, error)` is called when a firing of that tag fails here,
+    edge; `on_response` receives the edge and tag of every response. `on_failed(tag, error)` is called when a firing of that tag fails here,
     unless it belongs to a request of another worker: that worker receives the error as the response, and its own `on_failed` is called.
     Without `on_failed` the first error ends `run`.
 
@@ -80,8 +77,8 @@ class Runner:
         device: torch.device | None = None,
         staying: Collection[int] = (),
         early: bool = False,
-        on_unsent: Callable[[Output], None] | None = None,
-        on_answer: Callable[[int, Tag], None] | None = None,
+        on_unsent: Callable[[RoutedOutput], None] | None = None,
+        on_response: Callable[[int, Tag], None] | None = None,
         on_device: Collection[int] = (),
         on_failed: Callable[[Tag, OperatorError], None] | None = None,
         schemas: Mapping[int, MessageSchema] = MappingProxyType({}),
@@ -89,59 +86,34 @@ class Runner:
         nodes = graph.nodes_of(process)
         self._sinks = {node.name for node in nodes if node.name not in functions}
         fused = frozenset(fuse(graph, process).fused) - self._sinks
-        self._edges = {edge.id: edge for edge in graph.edges.values()}
-        self._device = None if device is None or device.type == "cpu" else device
         self._early = early
         self._compute = compute
         self._clock = clock
         self._post = post
         self._on_sink = on_sink
-        self._on_answer = on_answer
+        self._on_response = on_response
         self._on_failed = on_failed
-        self._answers = {edge.request_id: edge for edge in graph.edges.values() if edge.request_id is not None}
-        self._table = MatchingTable(nodes, graph.edges.values(), _plan_of)
-        self._region = Region(graph, process, fused, functions, self._table)
-        local = {node.name for node in nodes}
+        self._table = MatchingTable(nodes, graph.edges.values(), plan_of)
+        self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
         self._batching = {node.name for node in nodes if node.batches}
+        local = {node.name for node in nodes}
         self._gathers = {edge.id for edge in graph.edges.values() if edge.target in local and self._table.gathers(edge)}
-        leaving = [edge for edge in graph.edges.values() if edge.source in local and edge.target not in local]
-        requests = {edge.request_id for edge in graph.edges.values() if edge.request_id is not None}
-        self._outbound_edges = OutboundEdges(
-            leaving,
-            staying,
-            post,
-            on_unsent or (lambda output: None),
-            on_device,
-            lambda edge: graph.nodes[edge.target].process,
-            {edge_id: schema for edge_id, schema in schemas.items() if edge_id in requests and edge_id not in staying},
-        )
-        self._windows = self._outbound_edges.windows
-        incoming = [edge for edge in graph.edges.values() if edge.target in local and edge.source not in local]
-        self._owed = {edge.id: Owed(edge.credits) for edge in incoming if edge.request_id is None}
-        self._incoming = {
-            edge.id: InboundEdge(
-                edge,
-                graph.nodes[edge.source].process,
-                self._owed.get(edge.id),
-                edge.id in staying,
-                self._device,
-                None if edge.id in staying else schemas.get(edge.id),
-                None if edge.request_id is None else self._outbound_edges.edges.get(edge.request_id),
-            )
-            for edge in incoming
-        }
-        self._reach = {node.name: [self._windows[edge] for edge in self._reachable(node.name, fused)] for node in nodes}
+        self._outbound = OutboundEdges(graph, process, post, on_unsent, staying, on_device, schemas)
+        device = None if device is None or device.type == "cpu" else device
+        self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas)
+        self._responses = {each.edge.request_id: each.edge for each in self._outbound.edges.values() if each.edge.request_id is not None}
+        self._reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
         self._epochs: dict[str, int] = {}
         self._ready: dict[str, deque[Firing]] = {}
         self._sleeper: asyncio.Future[None] | None = None  # future that `run` awaits when no firing is ready
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
-        self.statistics = RunnerStatistics(sent=self._outbound_edges.sent)
+        self.statistics = RunnerStatistics(sent=self._outbound.sent)
 
     # --- incoming messages -------------------------------------------------------------------------------------------------
 
     def emit(self, node: str, tag: Tag, outputs: Mapping[str, Payload]) -> None:
         """Send the messages of a new tag from a source node. Never waits; the source bounds the tags in flight."""
-        for output in self._region.route(Firing(node, tag, {}), outputs):
+        for output in self._subgraph.route(Firing(node, tag, {}), outputs):
             self._emit(output)
         self._wake()
 
@@ -152,19 +124,19 @@ class Runner:
         outstanding.
         """
         if message.kind == "credit":
-            self._outbound_edges.return_credits(peer, message)
+            self._outbound.return_credits(peer, message)
             return
-        incoming = self._incoming.get(message.edge)
-        if incoming is None:
+        inbound = self._inbound.edges.get(message.edge)
+        if inbound is None:
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} on edge {message.edge}, which does not lead here")
-        tag = incoming.check(peer, message)
-        edge = incoming.edge
-        if (owed := incoming.owed) is not None:
-            owed.here += 1
-        elif edge.request_id is not None:
-            self._outbound_edges.release(edge.request_id, 1)
-            if self._on_answer is not None:
-                self._on_answer(edge.id, tag)
+        tag = inbound.check(peer, message)
+        edge = inbound.edge
+        if edge.request_id is None:
+            inbound.received += 1
+        else:
+            self._outbound.release(edge.request_id, 1)
+            if self._on_response is not None:
+                self._on_response(edge.id, tag)
         if self._epochs and self._is_stale(tag):
             self._drop(edge)
             return
@@ -174,12 +146,12 @@ class Runner:
                 raise error
             self._on_failed(tag, error)
             return
-        payload = incoming.read(message)
-        alone = incoming.alone.get(tag.layer)
+        payload = inbound.read(message)
+        alone = inbound.alone.get(tag.layer)
         if alone is None:
-            alone = incoming.alone[tag.layer] = self._table.alone(edge, tag.layer)
-        if alone:  # the table would return the same firing, more slowly
-            self._fire(Firing(incoming.target, tag, {incoming.port: payload}, incoming.via))
+            alone = inbound.alone[tag.layer] = self._table.alone(edge, tag.layer)
+        if alone:  # the table would return the same firing more slowly
+            self._fire(Firing(inbound.target, tag, {inbound.port: payload}, inbound.via))
             return
         try:
             firings = self._match(edge, tag, payload)
@@ -196,8 +168,8 @@ class Runner:
         ready = self._ready
         if not ready or self._failure is not None:
             return
-        now, run_inline, run = self._clock.now, self._compute.run_inline, self._region.run
-        leave = self._leave if self._early else None
+        now, run_inline, run = self._clock.now, self._compute.run_inline, self._subgraph.run
+        send_early = self._send_early if self._early else None
         try:
             for _ in range(MAX_INLINE):
                 batch = self._take(inline=True)
@@ -205,7 +177,7 @@ class Runner:
                     break
                 start = now()
                 try:
-                    outputs = run_inline(batch[0].node, partial(run, batch, leave))
+                    outputs = run_inline(batch[0].node, partial(run, batch, send_early))
                 except OperatorError as error:
                     self._fail(batch[0], error)
                 else:
@@ -234,19 +206,19 @@ class Runner:
             del self._ready[node]
             if kept:
                 self._ready[node] = kept
-        self._return_credits(via)
+        self._inbound.consume(via)
         return dropped
 
     # --- peers of the edges ------------------------------------------------------------------------------------------
 
     def close_edges(self, edges: Iterable[int]) -> None:
         """Close edges whose peer process has ended. Messages sent or waiting there and credits in flight are discarded."""
-        self._outbound_edges.renew(edges, closed=True)
+        self._outbound.renew(edges, closed=True)
         self._wake()
 
     def open_edges(self, edges: Iterable[int]) -> None:
         """Open edges to a new incarnation, with all credits free."""
-        self._outbound_edges.renew(edges, closed=False)
+        self._outbound.renew(edges, closed=False)
         self._wake()
 
     def missing(self, node: str, port: str, tag: Tag) -> list[int]:
@@ -258,7 +230,7 @@ class Runner:
     ) -> None:
         """Replace `part` by the parts `by` at a gather port, and send `outputs` from `source`. No-op for a complete tag."""
         if self._table.supersede(node, port, tag, part, by):
-            for output in self._region.route(Firing(source, tag, {}), outputs):
+            for output in self._subgraph.route(Firing(source, tag, {}), outputs):
                 self._emit(output)
             self._wake()
 
@@ -266,14 +238,18 @@ class Runner:
 
     async def run(self) -> None:
         """Fire until cancelled. Raises OperatorError when an operator fails and there is no `on_failed`."""
-        num_inline = 0
+        loop, num_inline = asyncio.get_running_loop(), 0
+
+        def send_from_thread(outputs: list[RoutedOutput]) -> None:
+            loop.call_soon_threadsafe(self._send_early, outputs)
+
         while True:
             if self._failure is not None:
                 raise self._failure
-            if num_inline >= MAX_INLINE:  # what is short does not wait for anything: without this, links might never get a turn
+            if num_inline >= MAX_INLINE:  # short firings never wait: without this, links might never get a turn
                 num_inline = 0
                 await asyncio.sleep(0)
-            batch = self._take()  # after giving way: what is taken must fire before anything that comes later
+            batch = self._take()  # after the sleep: this batch must fire before anything that arrives later
             if batch is None:
                 num_inline = 0
                 await self._sleep()
@@ -281,15 +257,15 @@ class Runner:
             node = batch[0].node
             short = self._compute.is_short(node)
             num_inline = num_inline + 1 if short else 0
-            leave = None if not self._early else self._leave if short else self._leave_from_thread(asyncio.get_running_loop())
-            await self._run_batch(batch, short, leave)
-            del batch  # while this sleeps it must hold no tensor: one may lie in a transport's memory, and all behind it too
+            send_early = None if not self._early else self._send_early if short else send_from_thread
+            await self._run_batch(batch, short, send_early)
+            del batch  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
 
-    async def _run_batch(self, batch: Sequence[Firing], short: bool, leave: Callable[[list[Output]], None] | None) -> None:
-        """Fire them in one call; when that fails, each in a call of its own, so that only those fail which cannot be computed."""
+    async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
+        """Fire in one call. If that fails, fire each tag in its own call, so that only tags with an error fail."""
         node, start = batch[0].node, self._clock.now()
         try:
-            outputs = await self._compute.run(node, partial(self._region.run, batch, leave))
+            outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))
         except OperatorError as error:
             if len(batch) == 1:
                 self._fail(batch[0], error)
@@ -298,15 +274,15 @@ class Runner:
             self._finish(batch, outputs, start, inline=short)
             return
         for firing in batch:
-            await self._run_batch((firing,), short, leave)
+            await self._run_batch((firing,), short, send_early)
 
     def waiting(self) -> list[str]:
-        """What every unfinished tag waits for, a line each: the answer to "why is it stuck?"."""
+        """The missing inputs and credits of every unfinished tag, a line each, to diagnose a stuck graph."""
         lines = [
             f"{node} at step {tag.step}, layer {tag.layer} of {tag.source} waits for {', '.join(empty)}"
             for node, tag, empty in self._table.waiting()
         ]
-        lines += [f"{edge} waits for credits" for edge in self._outbound_edges.waiting()]
+        lines += [f"{edge} waits for credits" for edge in self._outbound.waiting()]
         return lines
 
     # --- inside -----------------------------------------------------------------------------------------------------------
@@ -315,71 +291,64 @@ class Runner:
         return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)
 
     def _take(self, inline: bool = False) -> list[Firing] | None:
-        """The next node to fire, oldest first, with all its tags that may go in one call. `inline`: only a short one of one tag."""
+        """The firings of the next call: the oldest ready node with as many tags as it may batch. `inline`: only short nodes of one tag."""
         for node, firings in self._ready.items():
-            room = len(firings)
+            num_free = len(firings)
             if node in self._batching:
                 if inline:
                     continue
             elif inline and not self._compute.is_short(node):
                 continue
-            elif room > 1:
-                room = 1
-            for window in self._reach[node]:
-                if window.free < room:
-                    room = window.free
-            if room < 1:
+            elif num_free > 1:
+                num_free = 1
+            for outbound in self._reach[node]:
+                if outbound.free < num_free:
+                    num_free = outbound.free
+            if num_free < 1:
                 continue
             del self._ready[node]
-            if room == len(firings):
+            if num_free == len(firings):
                 return list(firings)
-            batch = [firings.popleft() for _ in range(room)]
-            self._ready[node] = firings  # at the end: the others' turn comes first
+            batch = [firings.popleft() for _ in range(num_free)]
+            self._ready[node] = firings  # at the end: other nodes get their turn first
             return batch
         return None
 
-    def _finish(self, batch: Sequence[Firing], outputs: Sequence[Output], start_seconds: float, inline: bool) -> None:
+    def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
         statistics = self.statistics
         seconds = self._clock.now() - start_seconds
         statistics.compute_seconds += seconds
         if inline:
             statistics.inline_seconds += seconds
         statistics.num_firings += len(batch)
-        answered: set[tuple[int, Tag]] | None = None
+        responded: set[tuple[int, Tag | None]] = set()
         for output in outputs:
             if self._epochs and self._is_stale(output.tag):
                 continue
             if (request := output.edge.request_id) is not None:
-                answered = answered or set()
-                answered.add((request, output.tag))
+                responded.add((request, output.tag))
             self._emit(output)
         for firing in batch:
-            self._consumed(firing, answered)
+            self._inbound.consume(firing.via, firing.tag, responded)
         if self._epochs and any(self._is_stale(firing.tag) for firing in batch):
             self._drop_rows()  # rolled back while it was computed: nodes fused behind it may have left rows
 
     def _fail(self, firing: Firing, error: OperatorError) -> None:
-        """Answer a request of another worker with the error, which gives its credit back; report any other firing."""
+        """Respond to a request of another worker with the error, which gives its credit back; report any other firing."""
         if self._on_failed is None:
             raise error
         log.error("%s", error, exc_info=error.__cause__)
-        tag, stale = firing.tag, self._is_stale(firing.tag)
-        answers = [edge for each in firing.via if (edge := self._answers.get(each)) is not None and edge.id in self._outbound_edges.sent]
-        for edge in answers:
-            if not stale:
-                self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), _part_of_request(firing))))
-        self._consumed(firing, None if stale else [(each, tag) for each in firing.via if each in {edge.request_id for edge in answers}])
-        if not stale and not answers:
+        tag = firing.tag
+        requests = [] if self._is_stale(tag) else [edge for edge in firing.via if edge in self._responses]
+        for request in requests:
+            edge = self._responses[request]
+            self._post(edge, Message(FAILED, tag, edge.id, FailedHeader(str(error), part_of_request(firing))))
+        self._inbound.consume(firing.via, tag, [(request, tag) for request in requests])
+        if not requests and not self._is_stale(tag):
             self._on_failed(tag, error)
 
-    def _leave_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[list[Output]], None]:
-        def leave(outputs: list[Output]) -> None:
-            loop.call_soon_threadsafe(self._leave, outputs)
-
-        return leave
-
-    def _leave(self, outputs: list[Output]) -> None:
-        """Outputs for other workers of a firing that goes on, on another thread or below us on the stack."""
+    def _send_early(self, outputs: list[RoutedOutput]) -> None:
+        """Send outputs for other workers of a firing that continues on another thread or in a caller of this function."""
         try:
             for output in outputs:
                 if not self._is_stale(output.tag):
@@ -394,7 +363,7 @@ class Runner:
             sleeper.set_result(None)
 
     async def _sleep(self) -> None:
-        """Until `_wake`. Nothing is lost between: whoever wakes has changed what `run` looks at, and `run` looks before it sleeps."""
+        """Wait for `_wake`. No wake-up is lost: its caller has changed what `run` reads, and `run` reads it before it sleeps."""
         self._sleeper = asyncio.get_running_loop().create_future()
         try:
             await self._sleeper
@@ -411,80 +380,23 @@ class Runner:
     def _fire(self, firing: Firing) -> None:
         node = firing.node
         if node in self._sinks:
-            self._consumed(firing, answered=None)
+            self._inbound.consume(firing.via)
             self._on_sink(firing)
         elif (firings := self._ready.get(node)) is not None:
             firings.append(firing)
         else:
             self._ready[node] = deque((firing,))
 
-    def _emit(self, output: Output) -> None:
-        if self._outbound_edges.take(output):
-            return
-        if self._region.is_fused(output.edge.target):
-            for firing in self._region.arrive(output):
-                self._fire(firing)
-        else:
+    def _emit(self, output: RoutedOutput) -> None:
+        if not self._outbound.take(output):
             for firing in self._match(output.edge, output.tag, output.payload):
                 self._fire(firing)
 
-    def _consumed(self, firing: Firing, answered: Collection[tuple[int, Tag]] | None) -> None:
-        """Return the credits of the messages this firing used up, but for requests that were answered."""
-        for edge_id in firing.via:
-            owed = self._owed.get(edge_id)
-            if owed is None:
-                continue
-            if answered and (edge_id, firing.tag) in answered:
-                owed.here -= 1
-            else:
-                self._return_credit(edge_id, owed)
-
     def _drop(self, edge: Edge) -> None:
         self.statistics.num_dropped += 1
-        if (owed := self._owed.get(edge.id)) is not None:
-            self._return_credit(edge.id, owed)
+        self._inbound.consume((edge.id,))
 
     def _drop_rows(self) -> int:
         dropped, via = self._table.drop(self._is_stale)
-        self._return_credits(via)
+        self._inbound.consume(via)
         return dropped
-
-    def _return_credits(self, via: Iterable[int]) -> None:
-        for edge_id in via:
-            if (owed := self._owed.get(edge_id)) is not None:
-                self._return_credit(edge_id, owed)
-
-    def _return_credit(self, edge_id: int, owed: Owed) -> None:
-        if count := owed.consume():
-            self._post(self._edges[edge_id], Message("credit", edge=edge_id, header=CreditHeader(count)))
-
-    def _reachable(self, entry: str, fused: frozenset[str]) -> list[int]:
-        """Edges with credits that a firing of `entry` may send on."""
-        seen, queue, found = {entry}, [entry], []
-        while queue:
-            node = queue.pop()
-            for edge in self._edges.values():
-                if edge.source != node:
-                    continue
-                if edge.id in self._windows:
-                    found.append(edge.id)
-                elif edge.target in fused and edge.target not in seen:
-                    seen.add(edge.target)
-                    queue.append(edge.target)
-        return found
-
-
-def _part_of_request(firing: Firing) -> int | None:
-    """The part that a firing computes, if its messages carry one."""
-    for payload in firing.inputs.values():
-        with contextlib.suppress(AttributeError, msgspec.DecodeError):  # the messages of a gather, another header
-            return part_of(payload)
-    return None
-
-
-def _plan_of(value: Payload) -> tuple[int, ...] | int:
-    if value.header is not None:
-        return value.header_as(PlanHeader).parts
-    if len(value.tensors) != 1 or value.tensors[0].numel() != 1:
-        raise ValueError("a count port takes one integer tensor of one element")
-    return int(value.tensors[0].item())

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from flowrt.dataflow.region import Output, part_of
 from flowrt.dataflow.runner import Runner
+from flowrt.dataflow.subgraph import RoutedOutput, part_of
 from flowrt.exchange.expert_client import ExpertClient, Redispatch
 from flowrt.graph.model import Graph, ReliabilitySettings
 from flowrt.operators.dispatch import UNAVAILABLE
@@ -119,7 +119,7 @@ class Failover:
                 found[self._name_of[server]] = max(late, found.get(self._name_of[server], late))
         return found
 
-    def on_unsent(self, output: Output) -> None:
+    def on_unsent(self, output: RoutedOutput) -> None:
         """Redispatch a part that was split before the loss of its server was known."""
         part = part_of(output.payload)
         if part is not None:

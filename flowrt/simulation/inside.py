@@ -208,23 +208,24 @@ class Inside:
         return [f"{self.name}: {line}" for line in left]
 
     def credits(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-        """I4, at the same moment. Outbound edges: name -> (free credits, window size). Incoming edges: name -> (outstanding credits of
+        """I4, at the same moment. Outbound edges: name -> (free credits, all credits). Incoming edges: name -> (outstanding credits of
         consumed messages, messages present but not consumed)."""
         runner = self._worker._runner
         if runner is None:
             return {}, {}
-        windows = {runner._edges[edge].name: (window.free, window.size) for edge, window in runner._windows.items()}
-        owed = {runner._edges[edge].name: (each.consumed, each.here - each.consumed) for edge, each in runner._owed.items()}
-        return windows, owed
+        free = {each.edge.name: (each.free, each.size) for each in runner._outbound.edges.values() if each.size}
+        inbound = [edge for edge in runner._inbound.edges.values() if edge.size]
+        outstanding = {each.edge.name: (each.consumed, each.received - each.consumed) for each in inbound}
+        return free, outstanding
 
 
 def credit_faults(insides: list[Inside]) -> list[str]:
-    """I4 over all edges: when no message is in flight, free and outstanding credits add up to the window size."""
+    """I4 over all edges: when no message is in flight, free and outstanding credits add up to all credits."""
     faults, free, kept = [], {}, Counter[str]()
     for inside in insides:
-        windows, owed = inside.credits()
-        free.update(windows)
-        for edge, (consumed, unconsumed) in owed.items():
+        outbound, inbound = inside.credits()
+        free.update(outbound)
+        for edge, (consumed, unconsumed) in inbound.items():
             kept[edge] += consumed
             if unconsumed:
                 faults.append(f"edge {edge} into {inside.name}: {unconsumed} messages are here and nobody has consumed them")

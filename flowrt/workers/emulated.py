@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from flowrt.actors.emulated_links import EmulatedLinks
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import NodeFunction
+from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Emulation, Graph

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flowrt.actors.control import Request
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import NodeFunction
+from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_service import ExpertService

@@ -13,8 +13,8 @@ import torch
 
 from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logprobs, Submit, Token, Tokens
 from flowrt.dataflow.matching import Firing
-from flowrt.dataflow.region import OperatorError
 from flowrt.dataflow.runner import Runner
+from flowrt.dataflow.subgraph import OperatorError
 from flowrt.engine.decision import Decision, Emit, End, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import Node

@@ -14,7 +14,7 @@ import torch
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import NodeFunction
+from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.dispatch import Combine, Dispatch
 from flowrt.exchange.expert_client import ExpertClient

@@ -38,8 +38,8 @@ from flowrt.actors.link_plan import plan_links
 from flowrt.actors.links import Link, LinkLostError, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import NodeFunction, OperatorError
 from flowrt.dataflow.runner import Runner
+from flowrt.dataflow.subgraph import NodeFunction, OperatorError
 from flowrt.engine.engine import Engine
 from flowrt.errors import UserError
 from flowrt.exchange.dispatch import Dispatch
@@ -262,7 +262,7 @@ class Worker:
             {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
             early=getattr(self._compute, "beside_loop", False),
             on_unsent=self._failover.on_unsent if self._failover is not None else None,
-            on_answer=self._failover.on_response if self._failover is not None and self._failover.can_hedge(graph.reliability) else None,
+            on_response=self._failover.on_response if self._failover is not None and self._failover.can_hedge(graph.reliability) else None,
             on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
             on_failed=self._on_failed if graph.model is not None else None,
             schemas=edge_schemas(graph),

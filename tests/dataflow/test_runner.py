@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import CreditHeader
 from flowrt.dataflow.matching import Firing, MatchingTable
+from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
-from flowrt.dataflow.region import OperatorError, Output, Region
 from flowrt.dataflow.runner import FailedHeader, Runner
+from flowrt.dataflow.subgraph import FusedSubgraph, OperatorError, RoutedOutput
+from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Message, Tag
@@ -262,8 +263,9 @@ async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row()
         bench.runner.roll_back("src@1", 1)
         return {"y": number(1)}
 
-    bench = Bench(graph_of(nodes, edges), "p", {"a": each(roll_back), "b": double})
-    assert bench.runner._region.is_fused("b")
+    graph = graph_of(nodes, edges)
+    bench = Bench(graph, "p", {"a": each(roll_back), "b": double})
+    assert "b" in fuse(graph, "p").fused
     bench.runner.emit("in", tag(), {"x": number(1)})
     await bench.settle()
     assert (bench.runner.waiting(), bench.sunk) == ([], [])
@@ -469,14 +471,14 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
     graph = model_like_graph()
     functions = {name: noted(name) for name in ("gate", "shared", "cut")}
     table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
-    region = Region(graph, "p", frozenset({"shared", "cut"}), functions, table)
-    rest = region.run(
+    subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), functions, table)
+    rest = subgraph.run(
         [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
     )
     assert fired == [("gate", 0), ("cut", 0), ("shared", 1)]
     assert left == ["far"]
     assert [output.edge.target for output in rest] == ["end"]
-    assert [output.edge.target for output in region.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == ["far", "end"]
+    assert [output.edge.target for output in subgraph.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == ["far", "end"]
 
 
 def test_what_was_given_before_it_leaves_with_it():
@@ -485,9 +487,9 @@ def test_what_was_given_before_it_leaves_with_it():
     graph.nodes["sum"] = node("sum", "p", ["plan"])
     graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")
     table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
-    region = Region(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
+    subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
     left = []
-    rest = region.run(
+    rest = subgraph.run(
         [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
     )
     assert left == ["sum", "far"]
@@ -533,12 +535,12 @@ async def test_a_long_firing_posts_what_leaves_before_it_ends():
 
 async def test_roll_back_stops_early_outputs_and_unsendable_ones_are_reported():
     bench = Bench(model_like_graph(), "p", {"gate": double, "cut": double, "shared": double})
-    output = Output(model_like_graph().edges["cut.y -> far.x"], tag(), number(1))
-    bench.runner._leave([output])
+    output = RoutedOutput(model_like_graph().edges["cut.y -> far.x"], tag(), number(1))
+    bench.runner._send_early([output])
     assert bench.data() == [("far", 1)]
     bench.runner.roll_back("src@1", epoch=1)
-    bench.runner._leave([output])
+    bench.runner._send_early([output])
     assert bench.data() == [("far", 1)]
-    bench.runner._leave([Output(output.edge, tag(epoch=1), Payload((torch.eye(2).to_sparse(),)))])
+    bench.runner._send_early([RoutedOutput(output.edge, tag(epoch=1), Payload((torch.eye(2).to_sparse(),)))])
     with pytest.raises(OperatorError, match="cannot be sent"):
         await bench.settle()

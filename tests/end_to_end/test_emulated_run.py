@@ -9,7 +9,7 @@ import pytest
 from served_models import Served
 
 import flowrt
-from flowrt.emulation import judge
+from flowrt.emulation import emulation_report
 from flowrt.errors import UserError
 from flowrt.seams import Seams
 from flowrt.timer import LoopTimer
@@ -71,7 +71,7 @@ async def test_result_is_void_when_reality_is_slower_than_the_model(served: Serv
     graph = served.write(tmp_path, {"processes": 1}, emulate=emulate)
     async with flowrt.open(graph, seams=QUIET) as running:
         await running.complete(served.prompts[0], flowrt.SamplingParams(max_tokens=2, ignore_eos=True))
-    account = judge(1.0, [each.emulation for each in running.final_statistics.values() if each.emulation is not None])
+    account = emulation_report(1.0, [each.emulation for each in running.final_statistics.values() if each.emulation is not None])
     assert account.void
     assert account.num_computed_late == account.num_computed == 2
 

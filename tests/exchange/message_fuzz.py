@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for use as a script
 from exchange.test_failover import SERVERS, WIDTH, Client, answer
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import CreditHeader
 from flowrt.dataflow.inbound_edges import FAILED, FailedHeader
+from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
 from flowrt.dataflow.schemas import MessageSchema
@@ -36,7 +36,7 @@ MESSAGES_PER_STEP = 40
 NUMBERS = (-(1 << 63), -1, 0, 1, 2, 7, (1 << 31) - 1, (1 << 63) - 1)
 TRACED = (
     "dataflow/inbound_edges.py", "dataflow/outbound_edges.py", "dataflow/schemas.py", "dataflow/specs.py", "dataflow/matching.py",
-    "dataflow/parts.py", "dataflow/payload.py", "dataflow/credits.py", "dataflow/runner.py", "wire/codec.py",
+    "dataflow/parts.py", "dataflow/payload.py", "dataflow/outbound_edges.py", "dataflow/runner.py", "wire/codec.py",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from exchange.message_fuzz import Fuzz, schemas_of
 from exchange.test_failover import WIDTH, Client, answer
 
 from flowrt.actors.link import BadMessageError
-from flowrt.dataflow.credits import CreditHeader
+from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
 from flowrt.transports.wire.message import Message

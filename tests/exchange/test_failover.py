@@ -96,7 +96,7 @@ class Client:
             self.post,
             self.end,
             on_unsent=self.failover.on_unsent,
-            on_answer=self.failover.on_response,
+            on_response=self.failover.on_response,
             on_failed=lambda tag, error: self.failures.append((tag, error)),
             schemas=schemas(self),
         )
@@ -217,9 +217,9 @@ def test_a_part_cut_before_its_server_died_and_sent_after(client):
     """The dispatch node ran on the compute thread; its outputs leave when the server is known to be gone."""
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.die(1)
-    client.runner._leave(outputs)
+    client.runner._send_early(outputs)
     assert not client.asked[1]
     client.serve_all()
     client.check()
@@ -230,9 +230,9 @@ def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(c
     client.die(1)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.failover.mark_joined("experts.1")
-    client.runner._leave(outputs)
+    client.runner._send_early(outputs)
     client.serve_all()
     assert not client.ends
     assert client.failover.has_waiting_parts
@@ -248,10 +248,10 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
     client.die(2)
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._region.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.failover.mark_joined("experts.0")
     client.failover.mark_joined("experts.2")
-    client.runner._leave(outputs)
+    client.runner._send_early(outputs)
     client.die(1)
     client.failover.redispatch_waiting()
     client.serve_all()
@@ -284,7 +284,7 @@ def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     client.begin(1)
     client.serve_all()
     client.check((0, 1))
-    client.runner._outbound_edges.windows[client.request_edge(1)].free -= 1
+    client.runner._outbound.edges[client.request_edge(1)].free -= 1
     client.runner.accept(
         "experts.1", to_message(Payload((answer(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag)
     )
@@ -295,13 +295,13 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
     """Four tags take both credits of each server and wait for more; all go on when one dies, and its next life has all its credits."""
     for step in range(4):
         client.begin(step)
-    window = client.runner._outbound_edges.windows[client.request_edge(0)]
-    assert window.free == 0
+    requests = client.runner._outbound.edges[client.request_edge(0)]
+    assert requests.free == 0
     client.die(0)
     client.serve_all()
     client.check((0, 1, 2, 3))
     client.failover.mark_joined("experts.0")
-    assert (window.free, len(window.pending)) == (2, 0)
+    assert (requests.free, len(requests.pending)) == (2, 0)
 
 
 def test_rolled_back_tags_are_removed(client):
@@ -480,8 +480,8 @@ def test_a_part_that_was_never_sent_is_not_lost(fencing):
     """Its server is known to be gone when it is to leave."""
     firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
     fencing.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = fencing.runner._region.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
+    outputs = fencing.runner._subgraph.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
     fencing.die(1)
-    fencing.runner._leave(outputs)
+    fencing.runner._send_early(outputs)
     fencing.die(0)
     assert fencing.suspects == []

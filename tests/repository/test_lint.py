@@ -6,7 +6,7 @@ import ast
 
 from repository.source_tree import Source, sources
 
-MAX_LINES = 600
+MAX_LINES = 440
 LONG_FILES: dict[str, str] = {}  # path: why it must be longer; empty, and meant to stay so
 
 # Time, random numbers, threads and processes come through flowrt/seams.py, so that the simulation can replace them.

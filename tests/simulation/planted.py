@@ -12,14 +12,14 @@ from simulation.planting import Bug, body, bug
 MATCHING = "flowrt.dataflow.matching"
 PARTS = "flowrt.dataflow.parts"
 RUNNER = "flowrt.dataflow.runner"
-REGION = "flowrt.dataflow.region"
+SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
 LINKS = "flowrt.actors.links"
 INCARNATIONS = "flowrt.actors.incarnations"
 BEATS = "flowrt.actors.heartbeats"
-DEPARTURES = "flowrt.dataflow.outbound_edges"
-CREDITS = "flowrt.dataflow.credits"
+OUTBOUND = "flowrt.dataflow.outbound_edges"
+INBOUND = "flowrt.dataflow.inbound_edges"
 ENGINE = "flowrt.engine.engine"
 SCHEDULER = "flowrt.engine.scheduler"
 PAGES = "flowrt.engine.page_allocator"
@@ -65,9 +65,9 @@ BUGS: tuple[Bug, ...] = (
         MATCHING, "MatchingTable._in_turn", "tag.step if tag.epoch else 0", "0")),
     # parts
     bug("parts-in-order-of-arrival", "answers are combined in order of arrival", (
-        PARTS, "Cover.complete", "for part in self._plan:", "for part in (self._plan if len(self._arrived) < len(self._plan) else tuple(self._arrived)):")),
+        PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]")),
     bug("part-missing", "a tag counts as whole when one part is missing", (
-        PARTS, "Cover.complete", "if values is None:\n            return None", "if values is None and len(self._arrived) + 1 < len(self._plan):\n            return None\n        if values is None:\n            continue")),
+        PARTS, "Cover.complete", "cover = self._cover(self._plan)", "cover = self._cover(self._plan)\n    if len(self._arrived) + 1 >= len(cover):\n        cover = [part for part in cover if part in self._arrived]")),
     bug("part-twice", "the last part is added twice", (
         DISPATCH, "Combine._combine", "zip(where, responses, strict=True)]", "zip(where, responses, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
     bug("parts-overwrite", "a row with answers of two servers keeps the last", (
@@ -85,31 +85,31 @@ BUGS: tuple[Bug, ...] = (
     bug("layers-batched", "requests of different layers are computed with one layer's experts", (
         SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
     bug("answer-to-everybody", "an answer is sent along every answering edge", (
-        REGION, "Region.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
+        SUBGRAPH, "FusedSubgraph.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
     bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
         CUT, "ReplicaTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
     bug("credit-lost", "an answer does not bring its request's credit back", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "pass")),
+        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "pass")),
     bug("credit-doubled", "an answer brings two credits back", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "self._outbound_edges.release(edge.request_id, 2)")),
+        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._outbound.release(edge.request_id, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
-        DEPARTURES, "OutboundEdges.take", "window.free -= 1", "window.free -= 0")),
+        OUTBOUND, "OutboundEdges.take", "outbound.free -= 1", "outbound.free -= 0")),
     bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
-        RUNNER, "Runner._consumed", "if answered and (edge_id, firing.tag) in answered:", "if False:")),
+        INBOUND, "InboundEdges.consume", "if responded and (edge_id, tag) in responded:", "if False:")),
     bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
-        RUNNER, "Runner.accept", "self._outbound_edges.release(edge.request_id, 1)", "self._is_stale(tag) or self._outbound_edges.release(edge.request_id, 1)")),
+        RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
     bug("epoch-unchecked", "messages of an old epoch are taken", (
         RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
     bug("leaves-before-its-plan", "what leaves early goes without what was given before it, as the plan that counts its answers", (
-        REGION, "Region.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
-        REGION, "Region.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),
+        SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
+        SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),
     bug("leaves-twice", "what left early leaves again at the end", (
-        REGION, "Region.run", "leaving = [output for output in leaving if output.edge.request_id is not None]", "pass")),
+        SUBGRAPH, "FusedSubgraph.run", "outgoing = [output for output in outgoing if output.edge.request_id is not None]", "pass")),
     # waking up
     bug("missed-wakeup-of-emit", "emitting does not wake the runner", (
         RUNNER, "Runner.emit", "self._wake()", "pass")),
@@ -159,15 +159,14 @@ BUGS: tuple[Bug, ...] = (
     bug("parked-while-cut", "parts cut by the map of before, while the server came back, wait for ever", (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("window-not-renewed", "a new life begins with the credits that the old one left", (
-        CREDITS, "Window.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
+        OUTBOUND, "OutboundEdge.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
     bug("pending-survives", "what waited for a credit of a dead server waits for its next life", (
-        CREDITS, "Window.renew", "self.pending: deque[Output] = deque()", "self.pending = getattr(self, 'pending', None) or deque()")),
+        OUTBOUND, "OutboundEdge.renew", "self.pending: deque[RoutedOutput] = deque()", "self.pending = getattr(self, 'pending', None) or deque()")),
     bug("superseded-twice", "a part and the parts in its place are both added up", (
-        PARTS, "Cover._values_of", "return [self._arrived[part]]",
-        "return [self._arrived[part], *(self._arrived[new] for new in self._replaced_by.get(part, ()) if new in self._arrived)]")),
+        PARTS, "Cover.complete", "for part in cover]",
+        "for each in cover for part in (each, *(new for new in self._replaced_by.get(each, ()) if new in self._arrived))]")),
     bug("half-a-cover", "one of the parts in the place of another counts for all of them", (
-        PARTS, "Cover._values_of", "if values is None:\n            return None\n        chosen.extend(values)", "chosen.extend(values or ())"), (
-        PARTS, "Cover._values_of", "return chosen", "return chosen or None")),
+        PARTS, "Cover._cover", "self._cover(self._replaced_by[part]) if", "([new for new in self._replaced_by[part] if new in self._arrived] or self._replaced_by[part]) if")),
     bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
         CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, entry.num_first - 1)]")),
     bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (

@@ -427,8 +427,8 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     from flowrt.dataflow import payload as coding
     from flowrt.dataflow.outbound_edges import OutboundEdges
     from flowrt.dataflow.payload import Payload, from_message
-    from flowrt.dataflow.region import Output
-    from flowrt.graph.model import Edge
+    from flowrt.dataflow.subgraph import RoutedOutput
+    from flowrt.graph.model import Edge, Graph, Node
 
     first, host, last = torch.arange(12.0).view(3, 4).t(), torch.arange(5), torch.randn(7, 100).bfloat16()
     tensors = (first, host, last, torch.empty(0, 3), torch.tensor(2.5))
@@ -438,9 +438,10 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
     monkeypatch.setattr(coding, "from_device_buffer", as_torch_would)
     edges = [Edge("a", "x", "b", "x", scheme, transport=scheme, credits=1) for scheme in ("cuda", "shm")]
     posted: list[Message] = []
-    outbound_edges = OutboundEdges(edges, (), lambda edge, message: posted.append(message), print, on_device={edges[0].id})
+    graph = Graph.of([Node("a", "ops:a", "p"), Node("b", "ops:b", "q")], edges)
+    outbound_edges = OutboundEdges(graph, "p", lambda edge, message: posted.append(message), on_device={edges[0].id})
     for edge in edges:
-        outbound_edges.take(Output(edge, Tag("s"), Payload(tensors)))
+        outbound_edges.take(RoutedOutput(edge, Tag("s"), Payload(tensors)))
     on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]
     assert on == [[True, False, True, False, True], [False] * 5]
     async with opened(pair_maker("cuda"), LIMITS) as pair:

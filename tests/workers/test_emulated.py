@@ -14,7 +14,7 @@ from flowrt.emulation import (
     EmulationStatistics,
     Lateness,
     check_dilation,
-    judge,
+    emulation_report,
     smallest_dilation,
 )
 from flowrt.errors import UserError
@@ -180,7 +180,7 @@ def _worker(**counts: float) -> EmulationStatistics:
     ],
 )
 def test_when_figures_are_void(workers: list[EmulationStatistics], void: bool, said: list[str]) -> None:
-    account = judge(100.0, workers)
+    account = emulation_report(100.0, workers)
     assert account.void == void
     text = "\n".join(account.sentences)
     assert bool(text) == bool(said)

@@ -1,6 +1,6 @@
 """Executes one firing and the nodes fused behind it: the pure computing part of the runner.
 
-A `Region` runs an entry node and continues into every fused node whose inputs are then complete. flowrt/graph/fuse.py decides
+A `FusedSubgraph` runs an entry node and continues into every fused node whose inputs are then complete. flowrt/graph/fuse.py decides
 which nodes are fused.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import msgspec
 import torch
 
 from flowrt.dataflow.matching import Firing, MatchingTable
-from flowrt.dataflow.parts import PartHeader
+from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.payload import Payload
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Tag
@@ -23,7 +23,7 @@ from flowrt.transports.wire.message import Tag
 _InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 
 NodeFunction = Callable[[Sequence[Firing]], Sequence[Mapping[str, Payload]]]
-"""Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the answer holds,
+"""Runs a node for one or more tags. Firing.inputs hold a Payload per port (a list of them on a gather port); the result holds,
 per firing, at most one Payload per output port. A port left out sends nothing."""
 
 
@@ -31,12 +31,15 @@ class OperatorError(Exception):
     """An operator raised an error, or returned outputs that its ports do not allow. The text names the node; `__cause__` is kept."""
 
 
-class Output(msgspec.Struct, frozen=True, gc=False):
+class RoutedOutput(msgspec.Struct, frozen=True, gc=False):
     """A payload that leaves a firing along `edge`. `tag` already has the edge's step applied."""
 
     edge: Edge
     tag: Tag
     payload: Payload
+
+
+SendEarly = Callable[[list[RoutedOutput]], object]
 
 
 class _Route:
@@ -52,7 +55,7 @@ class _Route:
         self.urgent = urgent  # fused targets: outputs of the target may go to another worker
 
 
-class Region:
+class FusedSubgraph:
     """The nodes of one process. Runs from an entry node until all remaining outputs go to another entry or another process."""
 
     def __init__(
@@ -64,85 +67,84 @@ class Region:
         self._out: dict[tuple[str, str], list[Edge]] = {}
         self._gathers = {edge.id for edge in graph.edges.values() if edge.target in fused and table.gathers(edge)}
         self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
-        names = {node.name for node in graph.nodes_of(process)}
-        for edge in graph.edges.values():
-            if edge.source in names:
-                self._out.setdefault((edge.source, edge.source_port), []).append(edge)
-        # Answers go with the rest: with them goes the credit of what was asked, which is consumed only when the firing ends.
-        self._crossing = {
-            edge.id for edge in graph.edges.values() if edge.source in names and edge.target not in names and edge.request_id is None
-        }
-        self._urgent = _leading_to(self._crossing, [edge for edge in graph.edges.values() if edge.source in fused])
+        self._edges = [edge for edge in graph.edges.values() if graph.nodes[edge.source].process == process]
+        for edge in self._edges:
+            self._out.setdefault((edge.source, edge.source_port), []).append(edge)
+        # Responses go with the rest: with them goes the credit of the request, which is consumed only when the firing ends.
+        self._crossing = {edge.id for edge in self._edges if graph.crosses(edge) and edge.request_id is None}
+        self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
 
-    def run(self, firings: Sequence[Firing], leave: Callable[[list[Output]], None] | None = None) -> list[Output]:
+    def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None) -> list[RoutedOutput]:
         """Run `firings` (all of one node; several only if it `batches`) and the nodes fused behind them.
 
-        Nodes with outputs to other workers run first. Calls `leave(outputs)` with the outputs collected so far when they include outputs to
-        other workers and the firing continues, so that they are sent early. Raises OperatorError.
+        Nodes with outputs to other workers run first. Calls `send_early(outputs)` with the outputs collected so far when they include
+        outputs to other workers and the firing continues. Raises OperatorError.
         """
         functions, routes = self._functions, self._routes
-        leaving: list[Output] = []
+        outgoing: list[RoutedOutput] = []
         urgent: deque[Sequence[Firing]] = deque()
         waiting: deque[Sequence[Firing]] = deque()
         with _InferenceMode(True):
             while True:
                 node = firings[0].node
                 try:
-                    answers = functions[node](firings)
-                except OperatorError:
+                    results = functions[node](firings)
+                except (OperatorError, KeyboardInterrupt):
                     raise
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:  # CancelledError or SystemExit too: raised on, it would end our tasks without a word
+                except BaseException as error:  # CancelledError or SystemExit too: raised on, it would end the worker's tasks silently
                     raise _failed(firings[0], error) from error
-                if len(answers) != len(firings):
-                    raise OperatorError(f"{node} was given {len(firings)} tags and answered {len(answers)}")
-                for firing, outputs in zip(firings, answers, strict=True):
+                if len(results) != len(firings):
+                    raise OperatorError(f"{node} got {len(firings)} tags and returned {len(results)} results")
+                for firing, outputs in zip(firings, results, strict=True):
                     tag = firing.tag
                     for port, payload in outputs.items():
-                        ways = routes.get((node, port, tag.layer))
-                        if ways is None:
-                            ways = self._find_routes(node, port, tag.layer)
-                        for route in ways:
+                        found = routes.get((node, port, tag.layer))
+                        if found is None:
+                            found = self._find_routes(node, port, tag.layer)
+                        for route in found:
                             if route.request_id is not None and route.request_id not in firing.via:
                                 continue
                             edge = route.edge
                             stepped = edge.tag.apply(tag) if route.changes_tag else tag
                             if not route.fused:
-                                leaving.append(Output(edge, stepped, payload))
-                            elif route.alone:
-                                then = Firing(route.target, stepped, {route.port: payload}, route.via)
-                                (urgent if route.urgent else waiting).append((then,))
+                                outgoing.append(RoutedOutput(edge, stepped, payload))
+                                continue
+                            ready: tuple[Firing, ...]
+                            if route.alone:
+                                ready = (Firing(route.target, stepped, {route.port: payload}, route.via),)
                             else:
-                                for then in self.arrive(Output(edge, stepped, payload)):
-                                    (urgent if route.urgent else waiting).append((then,))
+                                part = part_of(payload) if edge.id in self._gathers else None
+                                ready = self._table.arrive(edge, stepped, payload, part).firings
+                            for then in ready:
+                                (urgent if route.urgent else waiting).append((then,))
                 if urgent:
                     firings = urgent.popleft()
                 elif waiting:
                     firings = waiting.popleft()
                 else:
-                    return leaving
-                if leave is not None and any(output.edge.id in self._crossing for output in leaving):
-                    # With all that was given before: an answer may be back before this ends, and its plan must be known by then.
-                    going = [output for output in leaving if output.edge.request_id is None]
-                    leaving = [output for output in leaving if output.edge.request_id is not None]
-                    leave(going)
+                    return outgoing
+                if send_early is not None and any(output.edge.id in self._crossing for output in outgoing):
+                    # Includes all earlier outputs: a response may arrive before this firing ends, and its plan must be known by then.
+                    early = [output for output in outgoing if output.edge.request_id is None]
+                    outgoing = [output for output in outgoing if output.edge.request_id is not None]
+                    send_early(early)
 
-    def arrive(self, output: Output) -> tuple[Firing, ...]:
-        """Match a message for a fused node of this process."""
-        edge, payload = output.edge, output.payload
-        part = part_of(payload) if edge.id in self._gathers else None
-        return self._table.arrive(edge, output.tag, payload, part).firings
-
-    def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[Output]:
+    def route(self, firing: Firing, outputs: Mapping[str, Payload]) -> list[RoutedOutput]:
         """Select the edges of each output of a firing. Raises OperatorError for an output port that no edge takes."""
-        routed = []
         node, tag = firing.node, firing.tag
-        for port, payload in outputs.items():
-            for route in self._routes.get((node, port, tag.layer)) or self._find_routes(node, port, tag.layer):
-                if route.request_id is None or route.request_id in firing.via:
-                    routed.append(Output(route.edge, route.edge.tag.apply(tag) if route.changes_tag else tag, payload))
-        return routed
+        return [
+            RoutedOutput(route.edge, route.edge.tag.apply(tag) if route.changes_tag else tag, payload)
+            for port, payload in outputs.items()
+            for route in self._routes.get((node, port, tag.layer)) or self._find_routes(node, port, tag.layer)
+            if route.request_id is None or route.request_id in firing.via
+        ]
+
+    def reachable(self, entry: str) -> list[int]:
+        """Edges with credits that a firing of `entry` may send on."""
+        nodes = [entry]
+        for node in nodes:
+            nodes += {edge.target for edge in self._edges if edge.source == node and edge.target in self._fused} - set(nodes)
+        return [edge.id for edge in self._edges if edge.source in nodes and edge.id in self._crossing]
 
     def _find_routes(self, node: str, port: str, layer: int) -> tuple[_Route, ...]:
         edges = self._out.get((node, port))
@@ -155,11 +157,8 @@ class Region:
     def _route(self, edge: Edge, layer: int) -> _Route:
         if edge.target not in self._fused:
             return _Route(edge, fused=False, alone=False, urgent=False)
-        there = edge.tag.apply(Tag("", layer=layer)).layer
-        return _Route(edge, fused=True, alone=self._table.alone(edge, there), urgent=edge.target in self._urgent)
-
-    def is_fused(self, node: str) -> bool:
-        return node in self._fused
+        target_layer = edge.tag.apply(Tag("", layer=layer)).layer
+        return _Route(edge, fused=True, alone=self._table.alone(edge, target_layer), urgent=edge.target in self._urgent)
 
 
 def _leading_to(crossing: set[int], edges: Sequence[Edge]) -> frozenset[str]:
@@ -178,3 +177,20 @@ def _failed(firing: Firing, error: BaseException) -> OperatorError:
 def part_of(payload: Payload) -> int | None:
     """The part id of a payload, or None if it has no header."""
     return None if payload.header is None else payload.header_as(PartHeader).part
+
+
+def part_of_request(firing: Firing) -> int | None:
+    """The part id that a firing computes, if its messages carry one."""
+    for payload in firing.inputs.values():
+        with suppress(AttributeError, msgspec.DecodeError):  # a gather's list, or another header
+            return part_of(payload)
+    return None
+
+
+def plan_of(value: Payload) -> tuple[int, ...] | int:
+    """The plan in a message for a count port: the ids of the expected parts, or their number. Raises ValueError."""
+    if value.header is not None:
+        return value.header_as(PlanHeader).parts
+    if len(value.tensors) != 1 or value.tensors[0].numel() != 1:
+        raise ValueError("a count port takes one integer tensor of one element")
+    return int(value.tensors[0].item())
