@@ -78,11 +78,12 @@ class End:
     def __init__(self, run: Run, name: str, body: Callable[[End], None]) -> None:
         self.run, self.name = run, name
         self.pending: tuple[Step, int, int] | None = (Step.START, 0, 0)  # None: it is done
-        self.buffer: list[tuple[int, int]] = []  # (address, value) of stores that the other end does not see yet, oldest first
+        self.buffer: list[tuple[int, int]] = []  # (offset, value) of stores that the other end does not see yet, oldest first
         self.seen: list[object] = []  # its own state when `begin` was called, and what it has read since: it knows no more
         self.error: BaseException | None = None
         self._result: int | None = None
-        self._go = threading.Semaphore(0)
+        self._go = threading.Lock()
+        self._go.acquire()
         self._body = body
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -97,7 +98,8 @@ class End:
         except BaseException as error:
             self.error = error
         self.pending = None
-        self.run.stopped.release()
+        if not self.run.abandoned:
+            self.run.stopped.release()
 
     def begin(self, *state: object) -> None:
         """Nothing that it has read before matters, but for what `state` says."""
@@ -144,10 +146,11 @@ class Run:
     shared: frozenset[int]  # offsets of the words that both ends use
     wakes: list[int] = field(default_factory=lambda: [0, 0])  # pending wake-ups of each end
     abandoned: bool = False
-    stopped: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    stopped: threading.Lock = field(default_factory=threading.Lock)  # released by the end that has reached its next step
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.stopped.acquire()
         self.view = memoryview(self.memory)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.words.set_step_hook(self._hook)
@@ -155,15 +158,15 @@ class Run:
 
     def _hook(self, kind: int, at: int, value: int) -> int | None:
         for end in self.ends:
-            if end.is_current() and not self.abandoned:
-                return end.stop_at(Step(kind), at, value)
+            if end.is_current() and not self.abandoned:  # relative to the mapping, which may lie elsewhere in every run
+                return end.stop_at(Step(kind), at - self.base if at else 0, value)
         return unscheduled(kind, at, value)
 
     def choices(self) -> list[Choice]:
         """Steps that can be made now; one alone where it is invisible to the other end and so may as well come first."""
         for number, end in enumerate(self.ends):
             kind = end.pending[0] if end.pending is not None else None
-            if end.buffer and end.buffer[0][0] - self.base not in self.shared:
+            if end.buffer and end.buffer[0][0] not in self.shared:
                 return [(number, True)]
             if kind in (Step.START, Step.STORE) or (kind == Step.FENCE and not end.buffer):
                 return [(number, False)]
@@ -187,14 +190,14 @@ class Run:
         if is_flush:
             at, value = end.buffer.pop(0)
             self._store(at, value)
-            self.trace.append(f"{end.name}: word {at - self.base} = {value} is visible")
+            self.trace.append(f"{end.name}: word {at} = {value} is visible")
             return
         assert end.pending is not None
         kind, at, value = end.pending
-        self.trace.append(f"{end.name}: {kind.name} {at - self.base if at else ''} {value}")
+        self.trace.append(f"{end.name}: {kind.name} {at or ''} {value}")
         result = 0
         if kind == Step.LOAD:
-            own = [stored for address, stored in end.buffer if address == at]
+            own = [stored for offset, stored in end.buffer if offset == at]
             result = own[-1] if own else self._load(at)
         elif kind == Step.STORE:
             end.buffer.append((at, value))
@@ -215,10 +218,10 @@ class Run:
         return hashlib.sha256(repr((ends, self.wakes)).encode() + self.view).digest()
 
     def _load(self, at: int) -> int:
-        return int.from_bytes(self.view[at - self.base :][:8], "little")
+        return int.from_bytes(self.view[at : at + 8], "little")
 
     def _store(self, at: int, value: int) -> None:
-        self.view[at - self.base :][:8] = value.to_bytes(8, "little")
+        self.view[at : at + 8] = value.to_bytes(8, "little")
 
     def close(self) -> None:
         self.abandoned = True

@@ -80,13 +80,13 @@ THREE_RECORDS = (64, [8, 8, 8], 0)  # the third takes the place of the first
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_interleaving(words: ModuleType, name: str) -> None:
     found = explore(lambda: record_ring(words, *SCENARIOS[name]))
-    assert found.states > 1000, f"{found}: too few to be all"
+    assert found.states > 800, f"{found}: too few to be all"
+    assert explore(lambda: record_ring(words, *SCENARIOS[name])) == found  # a state is recognized wherever the ring is mapped
 
 
-@pytest.mark.slow
 def test_every_interleaving_of_three_records(words: ModuleType) -> None:
     found = explore(lambda: record_ring(words, *THREE_RECORDS))
-    assert found.states > 10_000, f"{found}: too few to be all"
+    assert found.states > 8000, f"{found}: too few to be all"
 
 
 # File, function, what stands there, and what stands there instead.
