@@ -1,4 +1,4 @@
-"""The decisions of the engine as frozen data: emit a token, end a choice, start a step. Workers carry them out."""
+"""The decisions of the engine as frozen data: messages for the gateway, and the start of a step. Workers carry them out."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from dataclasses import dataclass
 from flowrt.actors.control import Ended, Token
 from flowrt.engine.batch import Batch
 
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Send this token to the gateway."""
-
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Send this end of a choice to the gateway."""
-
-    ended: Ended
+Decision = Token | Ended  # to send to the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +22,3 @@ class StartStep:
     micro_batch: int
     step: int
     batch: Batch
-
-
-Decision = Emit | End

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import Part, build_batch, produces_token
-from flowrt.engine.decision import Decision, Emit, End, StartStep
+from flowrt.engine.decision import Decision, StartStep
 from flowrt.engine.scheduler import Scheduler
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.validation import refusal
@@ -69,7 +69,7 @@ class Engine:
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._scheduler = Scheduler(limits, num_micro_batches, chunk_tokens)
         self._alive: dict[str, list[Sequence]] = {}  # by request: the choices that have not ended of its one attempt that has not
-        self._over: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
+        self._ended: dict[tuple[str, int], bool] = {}  # (request, attempt) -> its ends were sent; oldest first, bounded
         self._num_remembered = num_remembered
         self._steps: list[_Step | None] = [None] * num_micro_batches
         self._next_step = [0] * num_micro_batches
@@ -102,9 +102,9 @@ class Engine:
         key = (request.id, request.attempt)
         known = self._alive.get(request.id, [])
         attempt = known[0].request.attempt if known else None
-        if self._over.get(key) or attempt == request.attempt:
+        if self._ended.get(key) or attempt == request.attempt:
             return []
-        if key in self._over or (attempt is not None and attempt > request.attempt):
+        if key in self._ended or (attempt is not None and attempt > request.attempt):
             return [self._refuse(request, "abort")]
         # The gateway ignores the older attempt of a request that was placed again.
         decisions: list[Decision] = [self._end(sequence, "abort") for sequence in list(known)]
@@ -139,8 +139,8 @@ class Engine:
         siblings = self._alive.get(request_id, [])
         if siblings and siblings[0].request.attempt == attempt:
             return [self._end(sequence, "abort") for sequence in list(siblings) if choice in (None, sequence.choice)]
-        if choice is None and (request_id, attempt) not in self._over:
-            self._remember((request_id, attempt), told=False)
+        if choice is None and (request_id, attempt) not in self._ended:
+            self._remember((request_id, attempt), was_reported=False)
         return []
 
     def drain(self) -> None:
@@ -189,15 +189,15 @@ class Engine:
         self._steps[micro_batch] = None
         self._num_steps += 1
         decisions: list[Decision] = []
-        tokens, told = iter(token_ids), iter(logprobs)
+        tokens, logprobs_left = iter(token_ids), iter(logprobs)
         for sequence, num_rows in running.parts:
             sequence.in_step = False
             sequence.is_suspect = False
             sequence.is_degraded = sequence.is_degraded or degraded
             self._num_rows += num_rows
             token_id = next(tokens) if produces_token(sequence, num_rows) else None
-            asks = token_id is not None and sequence.request.params.logprobs is not None
-            own = next(told) if asks else None
+            has_logprobs = token_id is not None and sequence.request.params.logprobs is not None
+            own = next(logprobs_left) if has_logprobs else None
             sequence.num_computed_tokens += num_rows
             if sequence.cancelled:
                 self._scheduler.remove(sequence)
@@ -266,11 +266,11 @@ class Engine:
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> list[Decision]:
         request = sequence.request
-        told: tuple[Logprobs, ...] = ()
+        own: tuple[Logprobs, ...] = ()
         if logprobs is not None:
-            told = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
+            own = (Logprobs(logprobs.token, logprobs.top[: request.params.logprobs]),)
         decisions: list[Decision] = [
-            Emit(Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, told, sequence.is_degraded))
+            Token(request.id, request.attempt, sequence.num_output_tokens, (token_id,), sequence.choice, own, sequence.is_degraded)
         ]
         sequence.append(token_id)
         self._num_tokens += 1
@@ -278,7 +278,7 @@ class Engine:
             decisions.append(self._end(sequence, reason))
         return decisions
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> End:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Ended:
         if sequence.in_step:
             sequence.cancelled = True
         else:
@@ -287,20 +287,20 @@ class Engine:
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._alive[request.id]
-            self._remember((request.id, request.attempt), told=True)
-        return End(Ended(request.id, request.attempt, reason, None, sequence.choice, sequence.num_output_tokens))
+            self._remember((request.id, request.attempt), was_reported=True)
+        return Ended(request.id, request.attempt, reason, None, sequence.choice, sequence.num_output_tokens)
 
     def _fail(self, request: Request, error: str) -> list[Decision]:
         """End all choices of a request with one error."""
         for sequence in list(self._alive[request.id]):
             self._end(sequence, "error")
-        return [End(Ended(request.id, request.attempt, "error", error))]
+        return [Ended(request.id, request.attempt, "error", error)]
 
-    def _refuse(self, request: Request, reason: FinishReason, error: str | None = None) -> End:
-        self._remember((request.id, request.attempt), told=True)
-        return End(Ended(request.id, request.attempt, reason, error))
+    def _refuse(self, request: Request, reason: FinishReason, error: str | None = None) -> Ended:
+        self._remember((request.id, request.attempt), was_reported=True)
+        return Ended(request.id, request.attempt, reason, error)
 
-    def _remember(self, key: tuple[str, int], told: bool) -> None:
-        self._over[key] = told
-        while len(self._over) > self._num_remembered:
-            del self._over[next(iter(self._over))]
+    def _remember(self, key: tuple[str, int], was_reported: bool) -> None:
+        self._ended[key] = was_reported
+        while len(self._ended) > self._num_remembered:
+            del self._ended[next(iter(self._ended))]

@@ -20,7 +20,7 @@ from bisect import insort
 
 from flowrt.engine.batch import Part
 from flowrt.engine.page_allocator import PageAllocator
-from flowrt.engine.sequence import Sequence, State
+from flowrt.engine.sequence import Sequence, SequenceState
 from flowrt.engine.validation import num_pages_for
 from flowrt.graph.model import GraphLimits
 
@@ -57,7 +57,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that ended and free its pages. It must not be in a step."""
         self._release(sequence)
-        sequence.state = State.ENDED
+        sequence.state = SequenceState.ENDED
 
     def schedule(self, micro_batch: int) -> list[Part]:
         """The sequences of the micro-batch's next step, each with its number of rows, marked `in_step`; empty when there is nothing to do.
@@ -79,12 +79,12 @@ class Scheduler:
         ]  # the micro-batch runs no step, so none of them is in one
         decoding = [sequence for sequence in idle if sequence.decodes]
         for sequence in decoding[:free_rows]:
-            if sequence.state is State.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
+            if sequence.state is SequenceState.RUNNING and self._grow(sequence):  # it may have been preempted for one before it
                 parts.append((sequence, 1))
                 sequence.in_step = True
         free_rows -= len(parts)
         for sequence in idle:
-            if sequence.decodes or sequence.state is not State.RUNNING:
+            if sequence.decodes or sequence.state is not SequenceState.RUNNING:
                 continue
             num_rows = self._chunk(sequence, free_rows)
             if not num_rows:
@@ -103,8 +103,8 @@ class Scheduler:
                 at += 1
                 continue
             soon = min(len(sequence.tokens) + 1, sequence.max_kv_tokens)
-            head_room = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in self.running)
-            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + head_room:
+            headroom = sum(len(other.pages) < self._num_pages(other.max_kv_tokens) for other in self.running)
+            if not self._may_take_pages(sequence) or self.pages.num_free < self._num_pages(soon) - len(shared) + headroom:
                 return
             own = self.pages.allocate(self._num_pages(len(sequence.tokens)) - len(shared), sequence.name, shared[-1] if shared else None)
             assert own is not None
@@ -112,7 +112,7 @@ class Scheduler:
             sequence.pages = shared + own
             sequence.num_computed_tokens = len(shared) * self._limits.page_size
             sequence.is_degraded = bool(shared) and any(other.is_degraded for other in sequence.siblings)
-            sequence.state = State.RUNNING
+            sequence.state = SequenceState.RUNNING
             counts = self._micro_batch_counts()
             sequence.micro_batch = counts.index(min(counts))
             del self.waiting[at]
@@ -121,7 +121,7 @@ class Scheduler:
     def _shared_pages(self, sequence: Sequence) -> list[int] | None:
         """Pages of the prompt that a sibling has filled; None while a sibling is filling them. At least one token is left to compute."""
         num_tokens = (sequence.num_prompt_tokens - 1) // self._share_tokens * self._share_tokens
-        running = [other for other in sequence.siblings if other.state is State.RUNNING] if num_tokens else []
+        running = [other for other in sequence.siblings if other.state is SequenceState.RUNNING] if num_tokens else []
         for other in running:
             if other.num_computed_tokens >= num_tokens:
                 return other.pages[: num_tokens // self._limits.page_size]
@@ -185,7 +185,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         sequence.num_computed_tokens = 0
         sequence.is_degraded = False
         sequence.num_preemptions += 1
@@ -194,7 +194,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         assert not sequence.in_step, sequence.name
-        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
+        (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
         self.pages.free(sequence.pages, sequence.name)
         sequence.pages = []
         if self._claim is sequence:

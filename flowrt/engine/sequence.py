@@ -10,7 +10,7 @@ from enum import Enum
 from flowrt.actors.control import Request
 from flowrt.sampling_params import FinishReason
 
-State = Enum("State", ["WAITING", "RUNNING", "ENDED"])
+SequenceState = Enum("SequenceState", ["WAITING", "RUNNING", "ENDED"])
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # tokens that end it
     output_counts: dict[int, int] | None = field(init=False)  # with penalties: each token of `tokens` -> occurrences in the output
-    state: State = State.WAITING
+    state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     micro_batch: int = -1

@@ -21,21 +21,15 @@ def max_new_tokens(num_prompt_tokens: int, limits: GraphLimits, max_position_emb
 
     n new tokens occupy n - 1 positions after the prompt, because the last one is never fed back.
     """
-    room = min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens + 1
-    return min(limits.max_tokens, room)
+    capacity = min(max_position_embeddings, limits.kv_pages * limits.page_size) - num_prompt_tokens + 1
+    return min(limits.max_tokens, capacity)
 
 
 def prompt_refusal(num_prompt_tokens: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
     """The reason why no request with a prompt of this length can be served, or None."""
     if not num_prompt_tokens:
         return "the prompt is empty, it needs at least one token"
-    if num_prompt_tokens > max_position_embeddings:
-        positions = f"the model's {max_position_embeddings} positions (max_position_embeddings)"
-        return f"prompt of {num_prompt_tokens} tokens is longer than {positions}"
-    num_pages = num_pages_for(num_prompt_tokens, limits.page_size)
-    if num_pages > limits.kv_pages:
-        return f"prompt of {num_prompt_tokens} tokens needs {num_pages} pages, the group has {limits.kv_pages} (limits.kv_pages)"
-    return None
+    return _capacity_refusal(f"prompt of {num_prompt_tokens} tokens needs", num_prompt_tokens, limits, max_position_embeddings)
 
 
 def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int, vocab_size: int) -> str | None:
@@ -60,7 +54,8 @@ def refusal(request: Request, limits: GraphLimits, max_position_embeddings: int,
         return f"all {params.n} choices have ended already"
     if (error := _token_refusal("stop", params.stop_token_ids, vocab_size)) is not None:
         return error
-    return _room_refusal(num_prompt, new, limits, max_position_embeddings)
+    needed = f"prompt of {num_prompt} tokens and {new} new tokens need"
+    return _capacity_refusal(needed, num_prompt + new - 1, limits, max_position_embeddings)
 
 
 def _token_refusal(which: str, token_ids: Sequence[int], vocab_size: int) -> str | None:
@@ -70,12 +65,10 @@ def _token_refusal(which: str, token_ids: Sequence[int], vocab_size: int) -> str
     return f"{which} token {token_id} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
 
 
-def _room_refusal(num_prompt: int, new: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
-    whole = f"prompt of {num_prompt} tokens and {new} new tokens need"
-    num_positions = num_prompt + new - 1
+def _capacity_refusal(needed: str, num_positions: int, limits: GraphLimits, max_position_embeddings: int) -> str | None:
     if num_positions > max_position_embeddings:
-        return f"{whole} {num_positions} positions, the model has {max_position_embeddings} (max_position_embeddings)"
+        return f"{needed} {num_positions} positions, the model has {max_position_embeddings} (max_position_embeddings)"
     num_pages = num_pages_for(num_positions, limits.page_size)
     if num_pages > limits.kv_pages:
-        return f"{whole} {num_pages} pages, the group has {limits.kv_pages} (limits.kv_pages)"
+        return f"{needed} {num_pages} pages, the group has {limits.kv_pages} (limits.kv_pages)"
     return None

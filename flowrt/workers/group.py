@@ -7,7 +7,7 @@ any other process (xDeepServe section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from flowrt.actors.control import Cancel, Control, Drain, Drained, Ended, Logpro
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import OperatorError
-from flowrt.engine.decision import Decision, Emit, End, StartStep
+from flowrt.engine.decision import Decision, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import Node
 from flowrt.transports.wire.message import Tag
@@ -98,7 +98,7 @@ class Group:
             return
         self._begin_epoch(self._engine.fail_all(error))
 
-    def _begin_epoch(self, decisions: Iterable[Decision]) -> None:
+    def _begin_epoch(self, decisions: Sequence[Decision]) -> None:
         self._runner.roll_back(self._source, self._engine.epoch)
         self._on_roll_back(self._source, self._engine.epoch)
         self._carry_out(decisions)
@@ -114,19 +114,13 @@ class Group:
         step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step - 1)
         self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, told, self._take_degraded(step)))
 
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        tokens: list[Token] = []
-        ends: list[Control] = []
-        for decision in decisions:
-            match decision:
-                case Emit(token):
-                    tokens.append(token)
-                case End(ended):
-                    ends.append(ended)
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        tokens = tuple(each for each in decisions if isinstance(each, Token))
         if tokens:
-            self._send(Tokens(tuple(tokens)))
-        for end in ends:
-            self._send(end)
+            self._send(Tokens(tokens))
+        for each in decisions:
+            if isinstance(each, Ended):
+                self._send(each)
         for start in self._engine.next_steps():
             self._emit(start)
         if self._drain_asked and self._engine.drained:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.toy_group import request
 
-from flowrt.actors.control import Request
-from flowrt.engine.decision import Emit
+from flowrt.actors.control import Request, Token
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 
@@ -24,7 +23,7 @@ def step(engine: Engine, degraded: bool = False) -> list[tuple[str, int, bool]]:
     start = engine.next_step(0)
     assert start is not None
     decisions = engine.step_done(0, start.step, [7] * len(start.batch.samples), degraded=degraded)
-    return [(each.token.request_id, each.token.choice, each.token.degraded) for each in decisions if isinstance(each, Emit)]
+    return [(each.request_id, each.choice, each.degraded) for each in decisions if isinstance(each, Token)]
 
 
 def test_from_a_degraded_step_on_the_rest_of_the_request_is_marked_and_no_other() -> None:

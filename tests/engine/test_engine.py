@@ -8,7 +8,6 @@ from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, 
 
 from flowrt.actors.control import Ended, Logprobs, Request, Token
 from flowrt.engine.batch import SampleSpec
-from flowrt.engine.decision import Emit, End
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -35,12 +34,12 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert (batch.query_lengths, batch.kv_lengths, batch.sample_rows) == ([5], [5], [4])
     assert batch.samples == [SampleSpec(SamplingParams(), 3, token_index=0)]
     assert group.next_step(0) is None, "a micro-batch runs one step at a time"
-    assert group.step_done(0, 0, [11]) == [Emit(Token("a", 0, 0, (11,)))]
+    assert group.step_done(0, 0, [11]) == [Token("a", 0, 0, (11,))]
     second = group.next_step(0)
     assert second is not None
     assert (second.step, second.batch.token_ids, second.batch.kv_lengths) == (1, [11], [6])
     assert second.batch.samples[0].token_index == 1
-    assert group.step_done(0, 1, [12]) == [Emit(Token("a", 0, 1, (12,))), End(Ended("a", 0, "length", num_tokens=2))]
+    assert group.step_done(0, 1, [12]) == [Token("a", 0, 1, (12,)), Ended("a", 0, "length", num_tokens=2)]
     assert group.idle
     assert group.next_step(0) is None
     assert group.statistics().num_free_pages == 8
@@ -105,7 +104,7 @@ REFUSALS = [
     (request("x", (-1,)), "prompt token -1 at position 0"),
     (request("x", max_tokens=0), "max_tokens is 0"),
     (request("x", max_tokens=17), "max_tokens 17 is more than the graph allows (16, limits.max_tokens)"),
-    (request("x", [1] * 101), "prompt of 101 tokens is longer than the model's 100 positions"),
+    (request("x", [1] * 101), "prompt of 101 tokens needs 101 positions, the model has 100 (max_position_embeddings)"),
     (request("x", [1] * 90), "prompt of 90 tokens needs 23 pages, the group has 8 (limits.kv_pages)"),
     (request("x", [1] * 30, max_tokens=4), "prompt of 30 tokens and 4 new tokens need 9 pages, the group has 8 (limits.kv_pages)"),
     (request("x", n=2, ended_choices=(0, 1)), "all 2 choices have ended already"),
@@ -135,8 +134,8 @@ def test_positions_bound_a_request() -> None:
     group = Engine(ROOMY, 1, 20, VOCABULARY)
     assert group.submit(request("fits", [1] * 11, max_tokens=10)) == []
     (refused,) = group.submit(request("long", [1] * 12, max_tokens=10))
-    assert isinstance(refused, End)
-    assert refused.ended.error == "prompt of 12 tokens and 10 new tokens need 21 positions, the model has 20 (max_position_embeddings)"
+    assert isinstance(refused, Ended)
+    assert refused.error == "prompt of 12 tokens and 10 new tokens need 21 positions, the model has 20 (max_position_embeddings)"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +157,10 @@ def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], gi
         assert not ends
         assert group.next_step(0) is not None
         for decision in group.step_done(0, number, [token_id]):
-            if isinstance(decision, Emit):
-                emitted += decision.token.token_ids
+            if isinstance(decision, Token):
+                emitted += decision.token_ids
             else:
-                ends.append(decision.ended)
+                ends.append(decision)
     assert emitted == given
     assert ends == [Ended("a", 0, reason, num_tokens=len(given))]
     assert group.idle
@@ -183,7 +182,7 @@ def test_committed_tokens_are_replayed_and_not_sent_again() -> None:
 def test_an_attempt_whose_output_is_complete_ends_at_once(committed: tuple[int, ...], more: dict[str, object], reason: str) -> None:
     group = engine()
     assert group.submit(request("a", max_tokens=2, attempt=1, committed_token_ids=(committed,), **more)) == [
-        End(Ended("a", 1, reason, num_tokens=len(committed)))
+        Ended("a", 1, reason, num_tokens=len(committed))
     ]
     assert group.idle
 
@@ -193,16 +192,16 @@ def test_one_end_per_attempt_whatever_is_repeated() -> None:
     first = request("a")
     group.submit(first)
     assert group.submit(first) == [], "alive: a repeated Submit does nothing"
-    assert group.cancel("a", 0) == [End(Ended("a", 0, "abort", num_tokens=0))]
+    assert group.cancel("a", 0) == [Ended("a", 0, "abort", num_tokens=0)]
     assert group.cancel("a", 0) == group.submit(first) == [], "over: neither does anything"
     assert group.cancel("b", 0) == [], "not come yet"
-    assert group.submit(request("b")) == [End(Ended("b", 0, "abort"))]
+    assert group.submit(request("b")) == [Ended("b", 0, "abort")]
     assert group.submit(request("b")) == []
     assert group.submit(request("c", attempt=1)) == []
-    assert group.submit(request("c", attempt=0)) == [End(Ended("c", 0, "abort"))], "an older attempt comes late"
-    assert group.submit(request("c", attempt=2)) == [End(Ended("c", 1, "abort", num_tokens=0))], "a newer one takes over"
+    assert group.submit(request("c", attempt=0)) == [Ended("c", 0, "abort")], "an older attempt comes late"
+    assert group.submit(request("c", attempt=2)) == [Ended("c", 1, "abort", num_tokens=0)], "a newer one takes over"
     assert group.cancel("c", 1) == []
-    assert group.cancel("c", 2) == [End(Ended("c", 2, "abort", num_tokens=0))]
+    assert group.cancel("c", 2) == [Ended("c", 2, "abort", num_tokens=0)]
     assert group.idle
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrt.actors.control import Ended, Request, Token
 from flowrt.engine.batch import Batch, SampleSpec
-from flowrt.engine.decision import Decision, Emit, End, StartStep
+from flowrt.engine.decision import Decision, StartStep
 from flowrt.engine.engine import Engine
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -89,13 +89,13 @@ class ToyGroup:
     def take(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Emit(Token(request_id, attempt, index, token_ids, choice)):
+                case Token(request_id, attempt, index, token_ids, choice):
                     key = (request_id, attempt, choice)[: 3 if choice else 2]
                     assert key not in self.ends, f"a token of {key} after its end"
                     first = self.first_index.setdefault(key, index)
                     assert index == first + len(self.tokens.setdefault(key, []))
                     self.tokens[key].extend(token_ids)
-                case End(ended):
+                case Ended() as ended:
                     key = (ended.request_id, ended.attempt, ended.choice)[: 3 if ended.choice else 2]
                     assert key not in self.ends, f"{key} ended twice"
                     self.ends[key] = ended

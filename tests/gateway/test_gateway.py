@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Token
-from flowrt.engine.decision import Decision, Emit, End
+from flowrt.engine.decision import Decision
 from flowrt.engine.engine import Engine
 from flowrt.gateway.gateway import ChoiceEvent, EndEvent, Gateway, Placed, SendCancel, TokenEvent
 from flowrt.gateway.stop_strings import StopStrings
@@ -394,9 +394,9 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         for decision in decisions:
             for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
                 match decision:
-                    case Emit(token):
+                    case Token() as token:
                         answers = door.on_token(token)
-                    case End(ended):
+                    case Ended() as ended:
                         answers = door.on_ended(ended)
                 for answer in answers:
                     if isinstance(answer, SendCancel):

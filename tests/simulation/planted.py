@@ -303,8 +303,8 @@ BUGS: tuple[Bug, ...] = (
         SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.params.min_tokens", "False")),
     # group and gateway
     bug("end-before-tokens", "the end of a request is told before its last token", (
-        GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tuple(tokens)))\n    for end in ends:\n        self._send(end)",
-        "for end in ends:\n        self._send(end)\n    if tokens:\n        self._send(Tokens(tuple(tokens)))")),
+        GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tokens))\n    for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)",
+        "for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)\n    if tokens:\n        self._send(Tokens(tokens))")),
     bug("step-number-off", "the layout of a step is emitted for all layers but the last when micro_batches are busy", (
         GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.micro_batch > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
