@@ -93,24 +93,15 @@ class ChannelStatistics(msgspec.Struct):
     nonsense: int = 0  # 1 when the channel broke because of an invalid or too large message of the peer
 
 
-class Window(ABC):
-    """Memory that this end has registered for its peer. It closes with the channel; `buffer` stays valid while it is referred to.
+class WindowEnd(ABC):
+    """One end of a window. Flags are words of 64 bits, initially 0; a value is from 0 to 2**64 - 1."""
 
-    Flags are words of 64 bits, initially 0. A flag that the peer sets with a write becomes visible after the bytes written.
-    """
-
-    key: bytes  # random; the peer needs it to attach; it opens only this window on this channel
     nbytes: int
     num_flags: int
-    buffer: memoryview  # writable, `nbytes` long, initially zero
 
     @abstractmethod
     def flag(self, flag: int) -> int:
-        """The current value. Raises WindowError when there is no such flag."""
-
-    @abstractmethod
-    def set_flag(self, flag: int, value: int) -> None:
-        """Sets the flag and wakes its waiters on the other side. `value` is from 0 to 2**64 - 1. Raises WindowError."""
+        """The value that this end knows. Raises WindowError when there is no such flag."""
 
     @abstractmethod
     async def wait_flag(self, flag: int, seen: int = 0) -> int:
@@ -121,14 +112,25 @@ class Window(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Closes the window: later calls of the peer raise WindowError. Idempotent."""
+        """The owner closes the window: later calls of the peer raise WindowError. The peer only detaches from it. Idempotent."""
 
 
-class RemoteWindow(ABC):
-    """The peer's window, seen from this end. Errors as in Window; offsets outside of it are WindowErrors."""
+class Window(WindowEnd):
+    """Memory that this end has registered for its peer. It closes with the channel; `buffer` stays valid while it is referred to.
 
-    nbytes: int
-    num_flags: int
+    A flag that the peer sets with a write becomes visible after the bytes written.
+    """
+
+    key: bytes  # random; the peer needs it to attach; it opens only this window on this channel
+    buffer: memoryview  # writable, `nbytes` long, initially zero
+
+    @abstractmethod
+    def set_flag(self, flag: int, value: int) -> None:
+        """Sets the flag and wakes its waiters on the other side. Raises WindowError."""
+
+
+class RemoteWindow(WindowEnd):
+    """The peer's window, seen from this end. Offsets outside of it are WindowErrors."""
 
     @abstractmethod
     async def write(self, offset: int, data: object, flag: int | None = None, value: int = 1) -> None:
@@ -145,20 +147,22 @@ class RemoteWindow(ABC):
     async def set_flag(self, flag: int, value: int) -> None:
         """Sets the flag, after all earlier writes of this side, and wakes its waiters."""
 
-    @abstractmethod
-    def flag(self, flag: int) -> int:
-        """The value that this end knows."""
 
-    @abstractmethod
-    async def wait_flag(self, flag: int, seen: int = 0) -> int:
-        """As Window.wait_flag."""
+class Closable(ABC):
+    """What `async with` closes at its end."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Detaches. The window stays open. Idempotent."""
+        """Closes this object. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
 
 
-class Channel(ABC):
+class Channel(Closable):
     """One end of a connection between two processes; both directions. One task may be in `recv`, any number in `send`."""
 
     peer: Identity
@@ -217,14 +221,8 @@ class Channel(ABC):
     def statistics(self) -> ChannelStatistics:
         """A snapshot of the counters."""
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.aclose()
-
-
-class Listener(ABC):
+class Listener(Closable):
     """Accepts channels at `address` (the real one: a wildcard in the request has been filled in)."""
 
     address: str
@@ -244,12 +242,6 @@ class Listener(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Stops listening. Accepted channels stay open. Idempotent."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.aclose()
 
 
 class Transport(ABC):

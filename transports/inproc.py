@@ -81,7 +81,7 @@ class InprocChannel(QueuedChannel):
     def _on_window_message(self, message: Message) -> None:
         try:
             if not self._closed:
-                self._message_windows().arrived(message)
+                self._message_windows().on_message(message)
         except WireError as error:
             self._break(str(error))
 

@@ -23,7 +23,7 @@ from flowrt.simulation.weather import LinkState, NetworkConditions
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedListener
-from flowrt.transports.channel.window_memory import TOKEN_BYTES
+from flowrt.transports.channel.window_base import TOKEN_BYTES
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import AddressError, HandshakeError
 from flowrt.transports.wire.address import expect_scheme

@@ -21,7 +21,7 @@ from flowrt.transports.shared_memory import window as shared_window
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from flowrt.transports.channel.window_memory import WindowKey
+from flowrt.transports.channel.window_base import WindowKey
 from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
 from flowrt.transports.shared_memory.window import SEALS, WindowSocket
 

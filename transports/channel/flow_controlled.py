@@ -59,7 +59,7 @@ class FlowControlledChannel(QueuedChannel):
         if self._receiving.took(payload_bytes):
             self._report_taken()
         if not self._closed:
-            self._message_windows().arrived(message)
+            self._message_windows().on_message(message)
 
     def _num_sent(self) -> int:
         return self._sending.sent_messages - self._num_posted()

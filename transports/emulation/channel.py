@@ -325,7 +325,7 @@ class EmulatedChannel(QueuedChannel):
         self._let_go(held)
         try:
             if not self._closed:
-                self._message_windows().arrived(held.message)
+                self._message_windows().on_message(held.message)
         except WireError as error:
             self._break(str(error), nonsense=True)
 

@@ -186,7 +186,7 @@ class SharedMemoryChannel(QueuedChannel):
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
         unread = self._receiver is not None and self._reader.has_message()
         room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
-        flags = self._shared_windows.has_news()
+        flags = self._shared_windows.has_changes()
         self._looks = self._looks + 1 if unread or room or flags else 0
         unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
         if self._looks > (1 if unpromised else PATIENT_LOOKS):

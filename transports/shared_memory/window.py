@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
 from flowrt.transports.channel.peer_watch import PeerWatch
-from flowrt.transports.channel.window_memory import TOKEN_BYTES, WindowKey, check_flag, check_range, check_window, flat
+from flowrt.transports.channel.window_base import TOKEN_BYTES, CheckedEnd, CheckedRemoteWindow, CheckedWindow, WindowKey, check_window
 from flowrt.transports.contract import MAX_FLAGS, MAX_WINDOWS, RemoteWindow, Window
 from flowrt.transports.errors import UnavailableError, WindowError
 from flowrt.transports.shared_memory.ring import FIELD_BYTES, FLAGS_SLEEP, NUDGES, PAGE_BYTES
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OFFER = struct.Struct(f"<B{TOKEN_BYTES}sQI")  # kind, token, bytes, flags
 _OFFERED, _WITHDRAWN = 1, 2
-_SHUT, _FIELDS, _NOBODY, _FLAGS = 0, 512, 64, 1088  # in a window's first page; the fields of copy threads are 16 times 32 bytes
+_CLOSED, _FIELDS, _NO_SLEEPER, _FLAGS = 0, 512, 64, 1088  # in a window's first page; the fields of copy threads are 16 times 32 bytes
 assert _FLAGS + 8 * MAX_FLAGS <= PAGE_BYTES
 
 
@@ -38,8 +38,8 @@ class WindowSocket(PeerWatch):
     """The socket of the handshake, over which each end passes the memory of its windows to the other. Other data ends the channel."""
 
     def __init__(self, sock: socket.socket, on_end: Callable[[str | None], None]) -> None:
-        self.offers: dict[bytes, tuple[WindowKey, int]] = {}  # of the peer: a window's key and its descriptor
-        self._unsent: deque[WindowKey] = deque()  # withdrawn, and the line was full; no more than there were windows
+        self.offers: dict[bytes, tuple[WindowKey, int]] = {}  # of the peer, by token: a window's key and its descriptor
+        self._unsent: deque[WindowKey] = deque()  # withdrawn, and not sent yet because the socket is full; no more than there were windows
         super().__init__(sock, on_end)
 
     def offer(self, key: WindowKey, memfd: int) -> bool:
@@ -47,15 +47,16 @@ class WindowSocket(PeerWatch):
         return not self._unsent and self._send(_OFFERED, key, [memfd])
 
     def withdraw(self, key: WindowKey) -> None:
-        if self._is_watched and (self._unsent or not self._send(_WITHDRAWN, key, [])):
-            if not self._unsent:
-                self._loop.add_writer(self._socket.fileno(), self._send_rest)
+        if self._is_watched:
             self._unsent.append(key)
+            self._send_rest()
 
     def _send_rest(self) -> None:
         while self._unsent and self._send(_WITHDRAWN, self._unsent[0], []):
             self._unsent.popleft()
-        if not self._unsent:
+        if self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._send_rest)
+        else:
             self._loop.remove_writer(self._socket.fileno())
 
     def _send(self, kind: int, key: WindowKey, descriptors: list[int]) -> bool:
@@ -148,198 +149,150 @@ class SharedWindows:
         self.sleeping = sleeping
         self.until = until
         self.wake = wake
-        self._asleep: set[Callable[[], bool]] = set()
+        self._waits: set[Callable[[], bool]] = set()
         self._offers = offers
         self._num_copy_threads = num_copy_threads
         self._own_wake = own_wake
         self._new_memory = new_memory
-        self._owned: set[_SharedWindow] = set()
-        self._attached: set[_RemoteSharedWindow] = set()
+        self.owned: set[_SharedWindow] = set()
+        self.attached: set[_RemoteSharedWindow] = set()
 
     def open(self, nbytes: int, num_flags: int) -> Window:
-        from flowrt.transports.native._words import Memory
-
-        check_window(nbytes, num_flags, len(self._owned), MAX_WINDOWS)
+        check_window(nbytes, num_flags, len(self.owned), MAX_WINDOWS)
         key = WindowKey.new(nbytes, num_flags)
         memfd = self._new_memory(PAGE_BYTES + nbytes)
         try:
-            memory = Memory(memfd, PAGE_BYTES + nbytes)
+            memory = _map(memfd, nbytes)
             if not self._offers.offer(key, memfd):
                 raise UnavailableError("the peer does not take the memory of any more windows")
-        except OSError as error:
-            raise UnavailableError(f"a window of {nbytes} bytes cannot be mapped: {error.strerror}") from error
         finally:
             os.close(memfd)
         window = _SharedWindow(self, memory, key)
-        self._owned.add(window)
+        self.owned.add(window)
         return window
 
     def attach(self, key: bytes) -> RemoteWindow:
-        from flowrt.transports.native._words import Memory
-
         wanted = WindowKey.read(key)
         self._offers.read_pending()  # the memory was sent before the key
         offered, memfd = self._offers.offers.get(wanted.token, (None, -1))
         if offered != wanted:
             raise WindowError("no window of this channel has that key, or it was closed")
-        try:
-            memory = Memory(memfd, PAGE_BYTES + wanted.nbytes)
-        except OSError as error:
-            raise UnavailableError(f"a window of {wanted.nbytes} bytes cannot be mapped: {error.strerror}") from error
-        copy_threads = CopyThreads(memory, _FIELDS, FIELD_BYTES, _NOBODY, self._num_copy_threads, -1, self._own_wake)
+        memory = _map(memfd, wanted.nbytes)
+        copy_threads = CopyThreads(memory, _FIELDS, FIELD_BYTES, _NO_SLEEPER, self._num_copy_threads, -1, self._own_wake)
         window = _RemoteSharedWindow(self, memory, wanted, copy_threads)
-        self._attached.add(window)
+        self.attached.add(window)
         return window
 
-    def withdraw(self, window: _SharedWindow, key: WindowKey) -> None:
-        self._owned.discard(window)
-        self._offers.withdraw(key)
+    def withdraw(self, window: _SharedWindow) -> None:
+        self.owned.discard(window)
+        self._offers.withdraw(WindowKey.read(window.key))
         self.sleeping.nudge()
         self.wake()
 
-    def detach(self, window: _RemoteSharedWindow) -> None:
-        self._attached.discard(window)
-
-    async def wait(self, memory: Memory, flag: int, seen: int, is_shut: Callable[[], bool]) -> int:
-        value = seen
-
-        def changed() -> bool:
-            nonlocal value
-            value = memory.load(_FLAGS + 8 * flag)
-            return value != seen or is_shut()
-
+    async def wait(self, changed: Callable[[], bool]) -> None:
         def expect() -> bool:
             self.sleeping.expect()
             return changed()
 
-        self._asleep.add(changed)
+        self._waits.add(changed)
         try:
             await self.until(changed, expect)
         finally:
-            self._asleep.discard(changed)
-        return value
+            self._waits.discard(changed)
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether a call waits for a flag that has changed."""
-        return any([changed() for changed in self._asleep])
+        return any([changed() for changed in self._waits])
 
     def close(self) -> None:
-        """With the channel."""
-        for window in list(self._attached):
-            window.let_go()
-        for own in self._owned:
-            own.end()
-        self._owned.clear()
+        """Closes all windows, with the channel."""
+        for window in list(self.attached):
+            window.detach()
+        for owned in self.owned:
+            owned.end()
+        self.owned.clear()
         del self.sleeping  # and with it the channel's memory
 
 
-class _SharedWindow(Window):
+def _map(memfd: int, nbytes: int) -> Memory:
+    """The memory of a window of `nbytes`."""
+    from flowrt.transports.native._words import Memory
+
+    try:
+        return Memory(memfd, PAGE_BYTES + nbytes)
+    except OSError as error:
+        raise UnavailableError(f"a window of {nbytes} bytes cannot be mapped: {error.strerror}") from error
+
+
+class _SharedEnd(CheckedEnd):
     def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey) -> None:
+        super().__init__(key)
         self._windows = windows
         self._memory = memory
-        self._key = key
-        self._shut = False
-        self.key = key.packed()
-        self.nbytes, self.num_flags = key.nbytes, key.num_flags
-        self.buffer = memoryview(memory)[PAGE_BYTES:]
 
-    def flag(self, flag: int) -> int:
-        check_flag(flag, self.num_flags)
+    def _load(self, flag: int) -> int:
         return self._memory.load(_FLAGS + 8 * flag)
 
-    def set_flag(self, flag: int, value: int) -> None:
-        check_flag(flag, self.num_flags, value)
-        self._expect_open()
+    def _store(self, flag: int, value: int) -> None:
         self._memory.store(_FLAGS + 8 * flag, value)
         self._windows.sleeping.nudge()
 
-    async def wait_flag(self, flag: int, seen: int = 0) -> int:
-        check_flag(flag, self.num_flags)
-        value = await self._windows.wait(self._memory, flag, seen, lambda: self._shut)
-        self._expect_open()
-        return value
+    async def _until(self, changed: Callable[[], bool]) -> None:
+        await self._windows.wait(changed)
+
+
+class _SharedWindow(_SharedEnd, CheckedWindow):
+    def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey) -> None:
+        super().__init__(windows, memory, key)
+        self.buffer = memoryview(memory)[PAGE_BYTES:]
 
     async def aclose(self) -> None:
-        if not self._shut:
-            self._shut = True
-            self._memory.store(_SHUT, 1)
-            self._windows.withdraw(self, self._key)
+        if not self._is_closed:
+            self._is_closed = True
+            self._memory.store(_CLOSED, 1)
+            self._windows.withdraw(self)
 
     def end(self) -> None:
-        """The channel has ended, and its windows with it."""
-        self._shut = True
-
-    def _expect_open(self) -> None:
-        if self._shut:
-            raise WindowError("this window was closed")
+        """Called when the channel has ended, and its windows with it."""
+        self._is_closed = True
 
 
-class _RemoteSharedWindow(RemoteWindow):
+class _RemoteSharedWindow(_SharedEnd, CheckedRemoteWindow):
     def __init__(self, windows: SharedWindows, memory: Memory, key: WindowKey, copy_threads: CopyThreads) -> None:
-        self._windows = windows
-        self._memory = memory
+        super().__init__(windows, memory, key)
         self._copy_threads = copy_threads
-        self._let_go = False
-        self.key = key
-        self.nbytes, self.num_flags = key.nbytes, key.num_flags
 
-    async def write(self, offset: int, data: object, flag: int | None = None, value: int = 1) -> None:
-        self._expect_open()
-        view = flat(data)
-        check_range(offset, len(view), self.nbytes)
-        if flag is not None:
-            check_flag(flag, self.num_flags, value)
+    def _closed_reason(self) -> str | None:
+        return super()._closed_reason() or ("the peer has closed the window" if self._memory.load(_CLOSED) else None)
+
+    async def _write(self, offset: int, view: memoryview, flag: int | None, value: int) -> None:
         if len(view) >= MIN_BYTES and len(view) >= threshold_bytes():
             await self._copy_beside(PAGE_BYTES + offset, view)
             self._expect_open()
         else:
             self._memory.fill(PAGE_BYTES + offset, view)
         if flag is not None:
-            self._set(flag, value)
+            self._store(flag, value)
 
-    async def read(self, offset: int, nbytes: int) -> memoryview:
-        self._expect_open()
-        check_range(offset, nbytes, self.nbytes)
-        shared = memoryview(self._memory)[PAGE_BYTES + offset :][:nbytes]
-        found = memoryview(bytearray(nbytes))
-        for start in range(0, nbytes, MIN_BYTES):
+    async def _read(self, offset: int, target: memoryview) -> None:
+        shared = memoryview(self._memory)[PAGE_BYTES + offset :][: len(target)]
+        for start in range(0, len(target), MIN_BYTES):
             if start:
-                await asyncio.sleep(0)  # the loop has others to serve
-            end = min(start + MIN_BYTES, nbytes)
-            found[start:end] = shared[start:end]
-        return found
+                await asyncio.sleep(0)  # lets the event loop run other callbacks
+            target[start : start + MIN_BYTES] = shared[start : start + MIN_BYTES]
 
-    async def set_flag(self, flag: int, value: int) -> None:
-        self._expect_open()
-        check_flag(flag, self.num_flags, value)
-        self._set(flag, value)
-
-    def flag(self, flag: int) -> int:
-        self._expect_open()
-        check_flag(flag, self.num_flags)
-        return self._memory.load(_FLAGS + 8 * flag)
-
-    async def wait_flag(self, flag: int, seen: int = 0) -> int:
-        self._expect_open()
-        check_flag(flag, self.num_flags)
-        value = await self._windows.wait(self._memory, flag, seen, lambda: self._let_go or self._memory.load(_SHUT) == 1)
-        if value == seen:
-            self._expect_open()
-        return value
+    async def _set(self, flag: int, value: int) -> None:
+        self._store(flag, value)
 
     async def aclose(self) -> None:
-        self.let_go()
+        self.detach()
 
-    def let_go(self) -> None:
-        if not self._let_go:
-            self._let_go = True
+    def detach(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
             self._copy_threads.close()
-            self._windows.detach(self)
+            self._windows.attached.discard(self)
             self._windows.wake()
-
-    def _set(self, flag: int, value: int) -> None:
-        self._memory.store(_FLAGS + 8 * flag, value)
-        self._windows.sleeping.nudge()
 
     async def _copy_beside(self, at: int, view: memoryview) -> None:
         """Copies over all copy threads, a stripe each, while the event loop continues."""
@@ -355,9 +308,3 @@ class _RemoteSharedWindow(RemoteWindow):
         except BaseException:
             self._copy_threads.wait()  # as long as a copy takes: the data is the caller's again when this returns
             raise
-
-    def _expect_open(self) -> None:
-        if self._let_go:
-            raise WindowError("this end has let go of the window")
-        if self._memory.load(_SHUT):
-            raise WindowError("the peer has closed the window")
