@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node
-from flowrt.graph.notation import LINK_PROFILES, specs_disagree
+from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
+from flowrt.graph.notation import LINK_PROFILES, nearest, specs_disagree
 from flowrt.graph.placement import Held, check_ids, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
+from flowrt.transports.wire.message import DTYPE_BYTES
 
+MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
+_FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
 _EMULATED_KEYS = {"attention": "attention_seconds", "experts": "expert_seconds"}
 
 
@@ -25,8 +29,13 @@ class Problem:
     text: str
 
 
-def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
-    """Yield all problems, the most basic first. An earlier problem may cause a later one."""
+def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str] | None = None) -> Iterator[Problem]:
+    """Yield all problems, the most basic first. An earlier problem may cause a later one. `schemes`: the transports that edges may name."""
+    yield from _check_sections(graph)
+    if graph.numerics == "strict":
+        yield from _check_strict(graph)
+    yield from _check_schemes(graph, schemes)
+    yield from _check_message_size(graph, facts)
     yield from _check_ports(graph)
     yield from _check_responses(graph)
     yield from _check_transports(graph)
@@ -36,6 +45,71 @@ def check(graph: Graph, facts: ModelFacts | None = None) -> Iterator[Problem]:
     yield from _check_credits(graph)
     yield from _check_model(graph, facts)
     yield from _check_emulation(graph)
+
+
+def _check_sections(graph: Graph) -> Iterator[Problem]:
+    """The sections that name processes or roles, and `reliability`."""
+    processes = graph.process_names()
+    roles = {role_of(process) for process in processes}
+    for process in (*graph.devices, *graph.threads):
+        if process not in processes:
+            key = "devices" if process in graph.devices else "threads"
+            yield Problem((key, process), f"no node is in a process {process!r}; {nearest(process, processes)}")
+    for role in graph.role_limits:
+        if role not in roles:
+            yield Problem(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
+    settings = graph.reliability
+    suspect, dead = settings.suspect_seconds, settings.dead_seconds
+    if suspect < MIN_SUSPECT_SECONDS:
+        text = f"{suspect:g} s is less than two heartbeats of 0.1 s; write at least {MIN_SUSPECT_SECONDS:g}"
+        yield Problem(("reliability", "suspect_seconds"), text)
+    if dead <= suspect:
+        key = "suspect_seconds" if dead == ReliabilitySettings().dead_seconds else "dead_seconds"
+        text = f"dead_seconds {dead:g} is not longer than suspect_seconds {suspect:g}; raise dead_seconds"
+        yield Problem(("reliability", key), text)
+    if settings.unavailable_expert == "degrade" and settings.recovery == "off":
+        text = "degrade needs a run that continues when a server dies; write recovery: fine"
+        yield Problem(("reliability", "unavailable_expert"), text)
+
+
+def _check_strict(graph: Graph) -> Iterator[Problem]:
+    """Strict numerics need CPUs only, chunks that fit into a step, and one number of compute threads everywhere."""
+    numbers: dict[int, str] = {}
+    for process, number in graph.threads.items():
+        if number != "auto":
+            numbers.setdefault(number, process)
+    if len(numbers) > 1:
+        found = " and ".join(str(number) for number in sorted(numbers))
+        text = f"strict numerics need the same number of threads everywhere, got {found}; write one number"
+        yield Problem(("threads", list(numbers.values())[1]), text)
+    for process, device in graph.devices.items():
+        if device != "cpu":
+            text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
+            yield Problem(("devices", process), text)
+    for limits in (graph.limits, *graph.role_limits.values()):
+        if limits.chunk_tokens > limits.max_num_batched_tokens:
+            text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
+            yield Problem(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
+
+
+def _check_schemes(graph: Graph, schemes: Collection[str] | None) -> Iterator[Problem]:
+    for edge in graph.edges.values() if schemes is not None else ():
+        if _FAULT_PLAN.sub("", edge.transport) not in (known := ("auto", *(schemes or ()))):
+            text = f"there is no transport {edge.transport!r}; {nearest(edge.transport, known)}"
+            yield Problem(("edges", edge.name, "transport"), text)
+
+
+def _check_message_size(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
+    """A part carries at most one row per (row, slot) pair of a step; a response carries no more."""
+    if facts is None or graph.model is None:
+        return
+    pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
+    for node in graph.nodes.values():
+        limits = graph.limits_of(node.process)
+        needed = limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
+        if node.operator == "dispatch" and needed > limits.max_message_bytes:
+            text = f"a step of {limits.max_num_batched_tokens} tokens can need {needed} bytes; write at least {needed}"
+            yield Problem(("limits", "max_message_bytes"), f"{text}, or lower limits.max_num_batched_tokens")
 
 
 def _check_ports(graph: Graph) -> Iterator[Problem]:
@@ -181,45 +255,27 @@ def _check_credits(graph: Graph) -> Iterator[Problem]:
     """On a cycle, an edge between processes needs a credit for each message in flight: one per tag."""
     is_model = any(node.operator == "source" for node in graph.nodes.values())
     tags, what = (graph.micro_batches, "micro-batches") if is_model else (graph.limits.in_flight, "tags in flight")
-    component = _components(graph)
     for edge in graph.edges.values():
-        if edge.response_to is not None or graph.nodes[edge.source].process == graph.nodes[edge.target].process:
+        if edge.response_to is not None or not graph.crosses(edge):
             continue
         path: Path_ = ("edges", edge.name, "credits")
         if edge.credits < 1:
             yield Problem(path, "an edge between processes needs credits; write at least 1")
-        elif component[edge.source] == component[edge.target] and edge.credits < tags:
+        elif edge.credits < tags and edge.source in _reachable(graph, edge.target):
             yield Problem(path, f"{edge.credits} is too few: {tags} {what} keep {tags} messages in flight; write at least {tags}")
 
 
-def _components(graph: Graph) -> dict[str, int]:
-    """node -> the number of its strongly connected component; two nodes of one component share a cycle."""
-    onward: dict[str, list[str]] = {name: [] for name in graph.nodes}
-    backward: dict[str, list[str]] = {name: [] for name in graph.nodes}
+def _reachable(graph: Graph, start: str) -> set[str]:
+    """The nodes to which a path leads from `start`."""
+    onward: dict[str, list[str]] = {}
     for edge in graph.edges.values():
-        onward[edge.source].append(edge.target)
-        backward[edge.target].append(edge.source)
-    order: list[str] = []
-    seen: set[str] = set()
-    for start in graph.nodes:
-        stack = [(start, False)]
-        while stack:
-            name, leaving = stack.pop()
-            if leaving:
-                order.append(name)
-            elif name not in seen:
-                seen.add(name)
-                stack.append((name, True))
-                stack += [(target, False) for target in onward[name]]
-    component: dict[str, int] = {}
-    for number, start in enumerate(reversed(order)):
-        names = [start]
-        while names:
-            name = names.pop()
-            if name not in component:
-                component[name] = number
-                names += backward[name]
-    return component
+        onward.setdefault(edge.source, []).append(edge.target)
+    found, waiting = {start}, [start]
+    while waiting:
+        fresh = set(onward.get(waiting.pop(), ())) - found
+        found |= fresh
+        waiting += fresh
+    return found
 
 
 def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Expands the short form: turns a `deploy:` section and the facts of a model into nodes and edges.
+"""Expands the short form: turns a `deploy:` section and the facts of a model into the explicit form.
 
 Per group g, in process `attention.g`:
 
@@ -12,111 +12,103 @@ cycle whose edges advance the tag. `combine` waits for the residual, the plan, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from flowrt.graph.builtin import BUILTIN
 from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.model import Edge, GraphLimits, LayerSet, Node, TagStep, edge_name
+from flowrt.graph.model import GraphLimits, edge_name
+from flowrt.graph.notation import format_ids
 from flowrt.graph.placement import Held, check_ids, even_placement, experts_map, held_experts, held_option
-from flowrt.graph.schema import DeploySection, ExpertsSection, RoleSection
+from flowrt.graph.schema import DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
 
 _EXPERTS = ("deploy", "experts")
 _LINK = ("deploy", "links", "attention-experts")
 
 
-@dataclass
-class _Parts:
-    """Collects the nodes and edges of the expansion."""
-
-    nodes: dict[str, Node] = field(default_factory=dict)
-    edges: dict[str, Edge] = field(default_factory=dict)
-
-    def node(self, name: str, operator: str, process: str, line: int, outputs: Sequence[str] = (), **options: Any) -> None:
-        built = BUILTIN[operator]
-        ports = built.input_ports(), built.output_ports(outputs)
-        self.nodes[name] = Node(name, operator, process, *ports, options, built.stateful, built.batches, line)
-
-    def edge(self, source: str, target: str, **rest: Any) -> None:
-        """Add an edge; `source` and `target` are node.port."""
-        (from_node, _, from_port), (to_node, _, to_port) = source.rpartition("."), target.rpartition(".")
-        edge = Edge(from_node, from_port, to_node, to_port, **rest)
-        self.edges[edge.name] = edge
-
-
-def expand_deploy(
-    deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document
-) -> tuple[dict[str, Node], dict[str, Edge]]:
-    """Expand `deploy` to nodes and edges; `limits` are those of the groups. Raises GraphError for a section that the model does not fit."""
+def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, document: Document) -> GraphFile:
+    """The file with `deploy` expanded; `limits` are those of the groups. Raises GraphError for a section that the model does not fit."""
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
+    deploy = file.deploy or DeploySection()
     _check_counts(deploy, limits, facts, document)
     held = _held(deploy.experts, facts, document)
-    parts = _Parts()
+    nodes: dict[str, NodeSection] = {}
+    edges: dict[str, EdgeSection] = {}
     for group in range(deploy.attention.groups):
-        _add_group(parts, f"attention.{group}", held, bool(deploy.experts.servers), facts, document)
-    if deploy.experts.servers:
-        for server, by_layer in enumerate(held):
-            name = f"experts.{server}"
-            parts.node(name, "experts", name, document.line(_EXPERTS), experts=held_option(by_layer))
-    return parts.nodes, parts.edges
+        _add_group(nodes, edges, f"attention.{group}", held, bool(deploy.experts.servers), facts)
+    for server in range(deploy.experts.servers):
+        name = f"experts.{server}"
+        nodes[name] = NodeSection(operator="experts", process=name, options={"experts": held_option(held[server])})
+    sections = {f"attention.{group}": deploy.attention for group in range(deploy.attention.groups)}
+    by_process = sections | {f"experts.{server}": deploy.experts for server in range(deploy.experts.servers)}
+    return file.model_copy(
+        update={
+            "nodes": nodes,
+            "edges": edges,
+            "links": {"attention-experts": deploy.links.attention_experts} if deploy.experts.servers else {},
+            "processes": deploy.processes,
+            "micro_batches": deploy.attention.micro_batches,
+            "devices": {process: section.device for process, section in by_process.items()},
+            "threads": {process: section.threads for process, section in by_process.items()},
+        }
+    )
 
 
-def sections_by_process(deploy: DeploySection) -> dict[str, RoleSection]:
-    """process -> the section of its role."""
-    counts = ("attention", deploy.attention, deploy.attention.groups), ("experts", deploy.experts, deploy.experts.servers)
-    return {f"{role}.{number}": section for role, section, count in counts for number in range(count)}
-
-
-def _add_group(parts: _Parts, at: str, held: Sequence[Held], remote: bool, facts: ModelFacts, document: Document) -> None:
+def _add_group(
+    nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], at: str, held: Sequence[Held], remote: bool, facts: ModelFacts
+) -> None:
     last = facts.num_layers - 1
-    moe, dense = frozenset(facts.moe_layers), frozenset(facts.dense_layers)
-    on_moe = LayerSet(moe) if dense else LayerSet()  # no filter when it covers all layers
-    line = document.line(("deploy", "attention"))
-    servers = [f"server{server}" for server in range(len(held))]
+    moe, dense = set(facts.moe_layers), set(facts.dense_layers)
+    on_moe = format_ids(moe) if dense else None  # no filter when it covers all layers
 
-    parts.node(f"{at}.source", "source", at, line, num_layers=facts.num_layers)
-    parts.node(f"{at}.embed", "embed", at, line)
-    parts.node(f"{at}.attention", "attention", at, line)
-    parts.node(f"{at}.gate", "gate", at, line)
+    def node(operator: str, **options: Any) -> None:
+        nodes[f"{at}.{operator}"] = NodeSection(operator=operator, process=at, options=options)
+
+    def edge(source: str, target: str, **keys: Any) -> str:
+        name = edge_name(*(end if end.startswith("experts.") and remote else f"{at}.{end}" for end in (source, target)))
+        edges[name] = EdgeSection(**keys)
+        return name
+
+    node("source", num_layers=facts.num_layers)
+    node("embed")
+    node("attention")
+    node("gate")
     if dense:
-        parts.node(f"{at}.mlp", "mlp", at, line)
-    parts.node(f"{at}.dispatch", "dispatch", at, line, servers, servers={str(s): held_option(h) for s, h in enumerate(held)})
+        node("mlp")
+    node("dispatch", servers={str(server): held_option(by_layer) for server, by_layer in enumerate(held)})
     if facts.shared_experts:
-        parts.node(f"{at}.shared", "shared", at, line)
+        node("shared")
     if not remote:
-        parts.node(f"{at}.experts", "experts", at, line, experts=held_option(held[0]))
-    parts.node(f"{at}.combine", "combine", at, line)
-    parts.node(f"{at}.head", "head", at, line)
+        node("experts", experts=held_option(held[0]))
+    node("combine")
+    node("head")
 
-    parts.edge(f"{at}.source.tokens", f"{at}.embed.tokens")
-    parts.edge(f"{at}.source.layout", f"{at}.attention.layout")
-    parts.edge(f"{at}.source.sampling", f"{at}.head.sampling", tag=TagStep("to_layer", last) if last else TagStep())
-    parts.edge(f"{at}.embed.x", f"{at}.attention.x", layers=LayerSet(frozenset({0})))
-    parts.edge(f"{at}.attention.normed", f"{at}.gate.x", layers=on_moe)
-    parts.edge(f"{at}.attention.normed", f"{at}.dispatch.x", layers=on_moe)
-    parts.edge(f"{at}.gate.routing", f"{at}.dispatch.routing")
+    edge("source.tokens", "embed.tokens")
+    edge("source.layout", "attention.layout")
+    edge("source.sampling", "head.sampling", tag=f"layer={last}" if last else None)
+    edge("embed.x", "attention.x", layers="0")
+    edge("attention.normed", "gate.x", layers=on_moe)
+    edge("attention.normed", "dispatch.x", layers=on_moe)
+    edge("gate.routing", "dispatch.routing")
     if facts.shared_experts:
-        parts.edge(f"{at}.attention.normed", f"{at}.shared.x", layers=on_moe)
-        parts.edge(f"{at}.attention.residual", f"{at}.shared.residual", layers=on_moe)
-        parts.edge(f"{at}.shared.y", f"{at}.combine.residual")
+        edge("attention.normed", "shared.x", layers=on_moe)
+        edge("attention.residual", "shared.residual", layers=on_moe)
+        edge("shared.y", "combine.residual")
     else:
-        parts.edge(f"{at}.attention.residual", f"{at}.combine.residual", layers=on_moe)
-    parts.edge(f"{at}.dispatch.plan", f"{at}.combine.plan")
-    for index, server in enumerate(servers):
-        experts = f"experts.{index}" if remote else f"{at}.experts"
-        request = f"{at}.dispatch.{server}", f"{experts}.rows"
-        parts.edge(*request, line=document.line(_LINK))
-        parts.edge(f"{experts}.results", f"{at}.combine.parts", line=document.line(_LINK), response_to=edge_name(*request))
+        edge("attention.residual", "combine.residual", layers=on_moe)
+    edge("dispatch.plan", "combine.plan")
+    for server in range(len(held)):
+        experts = f"experts.{server}" if remote else "experts"
+        request = edge(f"dispatch.server{server}", f"{experts}.rows")
+        edge(f"{experts}.results", "combine.parts", response_to=request)
     if dense:
-        parts.edge(f"{at}.attention.normed", f"{at}.mlp.x", layers=LayerSet(dense))
-        parts.edge(f"{at}.attention.residual", f"{at}.mlp.residual", layers=LayerSet(dense))
+        edge("attention.normed", "mlp.x", layers=format_ids(dense))
+        edge("attention.residual", "mlp.residual", layers=format_ids(dense))
     for producer, layers in (("combine", moe), ("mlp", dense)):
         if onward := layers - {last}:
-            parts.edge(f"{at}.{producer}.y", f"{at}.attention.x", layers=LayerSet(onward), tag=TagStep("next_layer"))
-    parts.edge(f"{at}.{'combine' if last in moe else 'mlp'}.y", f"{at}.head.x", layers=LayerSet(frozenset({last})))
-    parts.edge(f"{at}.head.tokens", f"{at}.source.tokens", tag=TagStep("next_step"))
+            edge(f"{producer}.y", "attention.x", layers=format_ids(onward), tag="layer+1")
+    edge(f"{'combine' if last in moe else 'mlp'}.y", "head.x", layers=str(last))
+    edge("head.tokens", "source.tokens", tag="step+1")
 
 
 def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document) -> None:

@@ -69,7 +69,6 @@ def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[st
         options=section.options,
         stateful=bool(section.stateful) if built is None else built.stateful,
         batches=bool(section.batches) if built is None else built.batches,
-        line=document.line(path),
     )
 
 
@@ -118,7 +117,7 @@ def _edge(name: str, section: EdgeSection, ends: Mapping[str, Ends], nodes: Mapp
         layers=parse_layers(section.layers),
         tag=parse_tag(section.tag or ""),
         response_to=section.response_to,
-        line=document.line(path),
+        line=document.line(path if document.has(path) else ("deploy", "links", "attention-experts")),
     )
 
 

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from importlib.metadata import entry_points
 from os.path import normpath
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.document import Document, Path_, apply_overrides, read_document
-from flowrt.graph.expand import expand_deploy, sections_by_process
+from flowrt.graph.expand import expand_deploy
 from flowrt.graph.explicit import build_explicit
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.links import apply_links, check_links, role_pair
 from flowrt.graph.model import Emulation, Graph, GraphLimits, ModelPart, ReliabilitySettings, role_of
-from flowrt.graph.notation import nearest, shown_value
+from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
-from flowrt.graph.schema import DeploySection, GraphFile, LimitsSection, LinkSection
-from flowrt.transports.wire.message import DTYPE_BYTES
+from flowrt.graph.schema import GraphFile, LimitsSection
 
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
 MAX_PROMPT_FILE_BYTES = 8 << 20
-MIN_SUSPECT_SECONDS = 0.2  # two heartbeats
 
 _EXPLICIT_ONLY = {
     "links": "the short form has deploy.links; write it there",
@@ -41,7 +37,6 @@ _EXPLICIT_ONLY = {
     "threads": "the short form has deploy.attention.threads and deploy.experts.threads; write it there",
     "folder": "the short form has no functions to find; remove the key",
 }
-_FAULT_PLAN = re.compile(r"^faulty\+|(?<=[\w.+-])\?.*$")  # faulty+shm?drop@100 is shm with injected faults
 
 
 def known_schemes() -> tuple[str, ...]:
@@ -78,55 +73,37 @@ def build_graph(
 ) -> Graph:
     """As `load_graph`, for a document that was read from `folder`."""
     file = _validate(document)
-    explicit = file.nodes is not None
+    is_short = file.nodes is None
     model, facts = _model(file, document, folder, model_dir, facts_of)
-    emulate = file.emulate
     limits, role_limits = _limits(file.limits)
-    common: dict[str, Any] = {
-        "model": model,
-        "limits": limits,
-        "role_limits": role_limits,
-        "numerics": file.numerics,
-        "prompts": _prompts(file, document, folder),
-        "emulation": emulate and Emulation(emulate.dilation, processes_per_nic=emulate.processes_per_nic, **emulate.compute.model_dump()),
-        "reliability": _reliability(file, document),
-    }
-    if explicit:
-        nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, document)
-        home = str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder))
-        graph = Graph(
-            nodes, edges, processes=file.processes or "many", micro_batches=file.micro_batches or 1, folder=home,
-            devices=file.devices, threads=file.threads, **common,
-        )  # fmt: skip
-        links: Mapping[str, LinkSection] = file.links
-        own = file.edges or {}
-        for key, values in (("devices", file.devices), ("threads", file.threads)):
-            for process in values:
-                if process not in graph.process_names():
-                    document.fail((key, process), f"no node is in a process {process!r}; {nearest(process, graph.process_names())}")
-        check_links(graph, links, ("links",), document)
-    else:
-        assert facts is not None  # _validate asks for a model where there are no nodes
-        deploy = file.deploy or DeploySection()
-        nodes, edges = expand_deploy(deploy, role_limits.get("attention", limits), facts, document)
-        sections = sections_by_process(deploy)
-        graph = Graph(
-            nodes, edges, processes=deploy.processes, micro_batches=deploy.attention.micro_batches, folder=str(folder),
-            devices={process: section.device for process, section in sections.items()},
-            threads={process: section.threads for process, section in sections.items()}, **common,
-        )  # fmt: skip
-        links, own = {"attention-experts": deploy.links.attention_experts}, {}
-    graph = apply_links(graph, links, own)
-    roles = {role_of(process) for process in graph.process_names()}
-    for role in role_limits:
-        if role not in roles:
-            document.fail(("limits", "roles", role), f"no process has the role {role!r}; {nearest(role, roles)}")
+    if is_short and facts is not None:
+        file = expand_deploy(file, role_limits.get("attention", limits), facts, document)
+    nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, document)
+    emulate = file.emulate
+    graph = Graph(
+        nodes,
+        edges,
+        model=model,
+        limits=limits,
+        role_limits=role_limits,
+        numerics=file.numerics,
+        processes=file.processes or "many",
+        micro_batches=file.micro_batches or 1,
+        devices=file.devices,
+        threads=file.threads,
+        prompts=_prompts(file, document, folder),
+        emulation=None if emulate is None else Emulation(**emulate.model_dump(exclude={"compute"}), **emulate.compute.model_dump()),
+        reliability=ReliabilitySettings(**file.reliability.model_dump()),
+        folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
+    )
+    check_links(graph, file.links, ("links",), document)
+    graph = apply_links(graph, file.links, file.edges or {})
+    for problem in check(graph, facts, schemes):
+        document.fail(_short_path(problem.path, graph, document) if is_short else problem.path, problem.text)
     if graph.numerics == "strict":
-        graph = _strict(graph, explicit, document)
-    _check_schemes(graph, explicit, schemes, document)
-    _check_message_size(graph, facts, document)
-    for problem in check(graph, facts):
-        document.fail(problem.path if explicit else _short_path(problem.path, graph, document), problem.text)
+        # Bits depend on the number of threads, and `auto` depends on the number of processes.
+        num_threads = next((number for number in graph.threads.values() if number != "auto"), 1)
+        graph = replace(graph, threads=dict.fromkeys(graph.process_names(), num_threads))
     return graph
 
 
@@ -137,13 +114,16 @@ def _limits(section: LimitsSection) -> tuple[GraphLimits, dict[str, GraphLimits]
 
 
 def _short_path(path: Path_, graph: Graph, document: Document) -> Path_:
-    """The key of the short form that a node or edge of the expanded graph comes from."""
-    if path[0] == "nodes":
-        return ("deploy", role_of(graph.nodes[str(path[1])].process)) if len(path) > 1 else ("deploy",)
-    if path[0] != "edges" or len(path) < 2:
+    """The key of the short form that a key of the expanded graph comes from."""
+    section, *rest = path
+    if section in ("devices", "threads"):
+        return ("deploy", role_of(str(rest[0])), str(section).removesuffix("s") if section == "devices" else section)
+    if section == "nodes":
+        return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)
+    if section != "edges" or not rest:
         return path
-    section: Path_ = ("deploy", "links", "-".join(role_pair(graph, graph.edges[str(path[1])])))
-    return (*section, *path[2:]) if document.has((*section, *path[2:])) else section
+    link: Path_ = ("deploy", "links", "-".join(role_pair(graph, graph.edges[str(rest[0])])))
+    return (*link, *rest[1:]) if document.has((*link, *rest[1:])) else link
 
 
 def _validate(document: Document) -> GraphFile:
@@ -168,20 +148,6 @@ def _validate(document: Document) -> GraphFile:
     elif file.deploy is not None:
         document.fail(("deploy",), "a file has either deploy: or nodes:; remove one of them")
     return file
-
-
-def _reliability(file: GraphFile, document: Document) -> ReliabilitySettings:
-    settings = ReliabilitySettings(**file.reliability.model_dump())
-    if settings.suspect_seconds < MIN_SUSPECT_SECONDS:
-        text = f"{settings.suspect_seconds:g} s is less than two heartbeats of 0.1 s; write at least {MIN_SUSPECT_SECONDS:g}"
-        document.fail(("reliability", "suspect_seconds"), text)
-    if settings.dead_seconds <= settings.suspect_seconds:
-        key = "dead_seconds" if document.has(("reliability", "dead_seconds")) else "suspect_seconds"
-        text = f"dead_seconds {settings.dead_seconds:g} is not longer than suspect_seconds {settings.suspect_seconds:g}; raise dead_seconds"
-        document.fail(("reliability", key), text)
-    if settings.unavailable_expert == "degrade" and settings.recovery == "off":
-        document.fail(("reliability", "unavailable_expert"), "degrade needs a run that continues when a server dies; write recovery: fine")
-    return settings
 
 
 def _model(
@@ -266,50 +232,3 @@ def _prompt(line: str, where: str, document: Document) -> str:
         return str(value["prompt"])
     hint = 'write {"prompt": "text"}, or give token ids to flowrt run --prompts'
     document.fail(("prompts",), f'{where} has no text under "prompt"; {hint}')
-
-
-def _strict(graph: Graph, explicit: bool, document: Document) -> Graph:
-    """Checks and settings of strict numerics: CPUs only, chunks that fit into a step, and one number of compute threads everywhere.
-
-    Bits depend on the number of threads, and `auto` depends on the number of processes.
-    """
-
-    numbers: dict[int, str] = {}
-    for process, wish in graph.threads.items():
-        if wish != "auto":
-            numbers.setdefault(wish, process)
-    if len(numbers) > 1:
-        found = " and ".join(str(number) for number in sorted(numbers))
-        text = f"strict numerics need the same number of threads everywhere, got {found}; write one number"
-        process = list(numbers.values())[1]
-        document.fail(("threads", process) if explicit else ("deploy", role_of(process), "threads"), text)
-    for process, device in graph.devices.items():
-        if device != "cpu":
-            text = f"strict numerics need CPUs, process {process} computes on {device}; write cpu, or numerics: fast"
-            document.fail(("devices", process) if explicit else ("deploy", role_of(process), "device"), text)
-    for limits in (graph.limits, *graph.role_limits.values()):
-        if limits.chunk_tokens > limits.max_num_batched_tokens:
-            text = f"a chunk of {limits.chunk_tokens} tokens exceeds limits.max_num_batched_tokens {limits.max_num_batched_tokens}"
-            document.fail(("limits", "chunk_tokens"), f"{text}; write {limits.max_num_batched_tokens} or less")
-    return replace(graph, threads=dict.fromkeys(graph.process_names(), next(iter(numbers), 1)))
-
-
-def _check_schemes(graph: Graph, explicit: bool, schemes: Collection[str], document: Document) -> None:
-    for edge in graph.edges.values():
-        if _FAULT_PLAN.sub("", edge.transport) not in ("auto", *schemes):
-            path: Path_ = ("edges", edge.name, "transport")
-            text = f"there is no transport {edge.transport!r}; {nearest(edge.transport, ('auto', *schemes))}"
-            document.fail(path if explicit else _short_path(path, graph, document), text)
-
-
-def _check_message_size(graph: Graph, facts: ModelFacts | None, document: Document) -> None:
-    """A part carries at most one row per (row, slot) pair of a step; a response carries no more."""
-    if facts is None or graph.model is None:
-        return
-    pair_bytes = facts.hidden_size * DTYPE_BYTES[graph.model.dtype] + 32  # and its indices and weight
-    for node in graph.nodes.values():
-        limits = graph.limits_of(node.process)
-        needed = limits.max_num_batched_tokens * facts.num_experts_per_token * pair_bytes
-        if node.operator == "dispatch" and needed > limits.max_message_bytes:
-            text = f"a step of {limits.max_num_batched_tokens} tokens can need {needed} bytes; write at least {needed}"
-            document.fail(("limits", "max_message_bytes"), f"{text}, or lower limits.max_num_batched_tokens")

@@ -100,7 +100,6 @@ class Node:
     options: Mapping[str, Any] = field(default_factory=dict)
     stateful: bool = False
     batches: bool = False
-    line: int = field(default=0, compare=False)  # in the graph file, for errors
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class Edge:
     fallbacks: tuple[str, ...] = ()  # the transports that take over, in this order, when an `auto` transport breaks
     why: str = ""  # why `auto` chose this transport, for people
     open: Literal["lazy", "start"] = "lazy"  # when its link opens
-    line: int = field(default=0, compare=False)
+    line: int = field(default=0, compare=False)  # in the graph file, for errors
     id: int = field(init=False, compare=False, repr=False, default=0)
     request_id: int | None = field(init=False, compare=False, repr=False, default=None)  # the id of `response_to`
 

@@ -33,7 +33,6 @@ def test_the_example_of_the_design(load, tmp_path: Path) -> None:
     assert [edge.credits for edge in graph.edges.values()] == [8, 4, 8, 8]
     assert [edge.transport for edge in graph.edges.values()] == ["auto", "shm", "auto", "auto"]
     assert (graph.folder, graph.model, graph.processes) == (str(tmp_path), None, "many")
-    assert graph.nodes["add"].line == 4
     assert graph.edges["scale.y -> add.a"].line == 7
 
 
