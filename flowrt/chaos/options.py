@@ -38,4 +38,4 @@ class ChaosOptions:
     prompt_tokens: Annotated[Positive, Parameter(help="Tokens of the longest prompt.")] = 16
     new_tokens: Annotated[Positive, Parameter(help="Tokens of each answer.")] = 32
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")] = None
-    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for the graph.")] = ()
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help="path=value, for the graph.")] = ()

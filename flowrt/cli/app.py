@@ -10,17 +10,17 @@ import errno
 import os
 import resource
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from cyclopts import App, CycloptsError, Group, Parameter, Token
+from cyclopts import App, CycloptsError, Parameter
 
 import flowrt
 from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
+from flowrt.cli.options import RunOptions, SamplingOptions
 from flowrt.errors import UserError
 
 INTERRUPTED, NO_READER = 130, 141
@@ -40,138 +40,31 @@ app.command(check_app)
 app.command(chaos_app)
 
 
-def _number(kind: Any, tokens: Sequence[Token]) -> int | float:
-    """Reads numbers as JSON does: the parser itself accepts 1.5 and 0x10 as whole numbers."""
-    from flowrt.cli.prompts import option_number
-
-    try:
-        return option_number(kind, tokens[0].value)
-    except ValueError as error:
-        raise UserError(f"{tokens[0].keyword} {error}") from None
-
-
-_SAMPLING = Group(
-    "Sampling",
-    default_parameter=Parameter(converter=_number),
-    help="Apply to every prompt; a line of --prompts may override them.",
-    sort_key=2,
-)
-_PROMPTS = Group("Prompts", sort_key=1)
-_OTHER = Group("Graph and output", sort_key=3)
-
-
 @app.command
 def run(
     graph: Annotated[Path, Parameter(help="A graph file.")],
     /,
     *,
-    prompt: Annotated[
-        list[str] | None,
-        Parameter(negative=(), group=_PROMPTS, help="Answer this prompt; repeatable. If it begins with a dash: --prompt=TEXT."),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        Parameter(
-            group=_PROMPTS,
-            allow_leading_hyphen=True,
-            help='Read prompts from this JSON lines file ("-": standard input): {"prompt": text} or {"prompt_token_ids": [...]}, optional '
-            "max_tokens, "
-            "temperature, top_p, top_k, seed, stop, ignore_eos and the other options of Sampling. With neither option, the graph "
-            "file's own prompts are answered.",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
-    ] = False,
-    max_tokens: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="Maximum of new tokens per answer. [default: limits.max_tokens of the graph]")
-    ] = None,
-    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="0 is greedy. [default: 0]")] = None,
-    top_p: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Sample from the most likely tokens that make up this probability. [default: 1, off]")
-    ] = None,
-    top_k: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="Sample from this many of the most likely tokens. [default: 0, off]")
-    ] = None,
-    seed: Annotated[
-        int | None,
-        Parameter(group=_SAMPLING, help="Seed of the sampling; the same seed gives the same answer. [default: a new one per request]"),
-    ] = None,
-    min_tokens: Annotated[int | None, Parameter(group=_SAMPLING, help="Minimum of new tokens per answer. [default: 0]")] = None,
-    n: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Subtract this from the logit of each token in the answer. [default: 0]")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Subtract this once per occurrence in the answer. [default: 0]")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, Parameter(group=_SAMPLING, help="Divide the logits of tokens in prompt and answer by this. [default: 1, off]")
-    ] = None,
-    logprobs: Annotated[
-        int | None, Parameter(group=_SAMPLING, help="Write each token's logprob and those of the N most likely (up to 20) to --json.")
-    ] = None,
-    model: Annotated[Path | None, Parameter(group=_OTHER, help="Use this Hugging Face model directory instead of the graph's.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        Parameter(name="--set", negative=(), group=_OTHER, help="Override a key, as deploy.experts.servers=2; may be given several times."),
-    ] = None,
-    json: Annotated[
-        str | None,
-        Parameter(group=_OTHER, allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.'),
-    ] = None,
-    chaos: Annotated[
-        str | None,
-        Parameter(group=_OTHER, help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".'),
-    ] = None,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Parameter(group=_OTHER, help="Log level of the processes on standard error.")
-    ] = "warning",
+    options: RunOptions | None = None,
+    sampling: SamplingOptions | None = None,
 ) -> None:
     """Start a graph, answer all prompts at once, and show how it ran.
 
     Press Ctrl-C once to let running requests finish, twice to end at once.
-    Exit codes: 0 all finished, 1 a request failed, 2 bad input, 3 a worker
-    died, 130 interrupted.
+    Exit codes: 0 all finished, 1 a request failed or a fault of --chaos was
+    not injected, 2 bad input, 3 a worker died, 130 interrupted.
     """
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_DESCRIPTORS:
         text = f"too few open files are allowed (RLIMIT_NOFILE is {limit}, at least {_MIN_DESCRIPTORS} are needed)"
         raise UserError(f"{text}; raise it: ulimit -n 1024")
     from flowrt.cli.prompts import checked_options
-    from flowrt.cli.run import Options
     from flowrt.cli.run import run as run_graph
 
-    for option, name in (("--prompts", prompts), ("--json", json)):
+    options = options or RunOptions()
+    for option, name in (("--prompts", options.prompts), ("--json", options.json)):
         if name is not None and name.startswith("-") and name != "-":  # let through for the sake of "-"
             raise UserError(f"{option} is followed by {name}; give it a file, or write ./{name} for one of that name")
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "min_tokens": min_tokens,
-        "n": n,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logprobs": logprobs,
-    }
-    options = Options(
-        graph=graph,
-        prompts=tuple(prompt or ()),
-        prompt_file=prompts,
-        params=checked_options(sampling),
-        chat=chat,
-        model=model,
-        overrides=tuple(overrides or ()),
-        json=json,
-        chaos=chaos,
-        log_level=log_level,
-    )
-    raise SystemExit(run_graph(options))
+    raise SystemExit(run_graph(graph, options, checked_options(vars(sampling or SamplingOptions()))))
 
 
 @app.command
@@ -225,7 +118,7 @@ def main() -> None:
         sys.stderr.write("flowrt: interrupted\n")
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        _silence()
+        _discard_output()
         raise SystemExit(NO_READER) from None
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -234,7 +127,7 @@ def main() -> None:
             _fail(too_few_descriptors())
         if error.errno not in _UNWRITABLE:
             raise
-        _silence()
+        _discard_output()
         _fail(f"standard output cannot be written ({error.strerror}); send it elsewhere", 1)
 
 
@@ -255,15 +148,13 @@ def _shortened(text: str) -> str:
 
 
 def _fail(text: str, code: int = 2) -> None:
-    from flowrt.cli.text import Output, one_line
+    from flowrt.cli.text import OutputStream, one_line
 
-    stderr = Output(sys.stderr)
-    stderr.write(f"flowrt: error: {one_line(text)}\n")
-    stderr.flush()
+    OutputStream(sys.stderr).write_now(f"flowrt: error: {one_line(text)}\n")
     raise SystemExit(code)
 
 
-def _silence() -> None:
-    """Discards what is buffered for a reader that has left, so that it does not raise when the interpreter ends."""
+def _discard_output() -> None:
+    """Discards buffered output, which nothing reads any more, so that writing it does not raise when the interpreter ends."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

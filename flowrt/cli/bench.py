@@ -24,29 +24,8 @@ Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pair
 JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
 PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
 ModelOption = Annotated[Path | None, Parameter(help="A Hugging Face model directory, instead of the graph's.")]
+_WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
-
-
-def _check(json: str | None, plot: str | None = None, model: Path | None = None) -> None:
-    """Checks what the benchmark needs before it measures. Raises UserError."""
-    from flowrt.bench.report.plots import check_plot
-    from flowrt.cli.record import check_writable
-    from flowrt.operators.families.registry import read_model_config
-    from flowrt.operators.model_config import ModelError
-
-    if json is not None:
-        check_writable(json)
-    check_plot(plot)
-    if model is not None:
-        try:
-            read_model_config(model)
-        except ModelError as error:
-            raise UserError(str(error)) from None
-
-
-def _need_xxhash() -> None:
-    if find_spec("xxhash") is None:
-        raise UserError("this benchmark checks every byte with xxhash; install it: pip install 'flowrt[bench]'")
 
 
 def _run(
@@ -57,9 +36,28 @@ def _run(
     details: Mapping[str, Any] | None = None,
     draw: Callable[[BenchmarkReport, str], None] | None = None,
     plot: str | None = None,
+    model: Path | None = None,
+    needs_xxhash: bool = False,
 ) -> BenchmarkReport:
+    """Checks what the benchmark needs, measures, writes the report and draws it. Raises UserError."""
     from flowrt.bench.measure.benchmark import run_benchmark
+    from flowrt.bench.report.plots import check_plot
+    from flowrt.operators.families.registry import read_model_config
+    from flowrt.operators.model_config import ModelError
+    from flowrt.output_file import check_writable
 
+    if json is not None:
+        check_writable(json)
+    check_plot(plot)
+    if needs_xxhash and find_spec("xxhash") is None:
+        raise UserError("this benchmark checks every byte with xxhash; install it: pip install 'flowrt[bench]'")
+    if model is not None:
+        try:
+            read_model_config(model)
+        except ModelError as error:
+            raise UserError(str(error)) from None
+    if name.partition(",")[0] in _WITHOUT_COMPUTING:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = run_benchmark(name, results, num_pairs, json, details)
     if draw is not None and plot is not None:
         draw(report, plot)
@@ -76,8 +74,6 @@ def hop(
     """Measure the cost of a message: within one process against asyncio queues, between two against pyzmq."""
     from flowrt.bench.cases.hop import measure
 
-    _check(json)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # nothing is computed
     _run("hop", measure(within), pairs, json)
 
 
@@ -90,14 +86,10 @@ def transports(
 ) -> None:
     """Measure each transport from actor to actor, every byte read and checked, beside the installed peers."""
     from flowrt.bench.cases.transports import measure
-    from flowrt.bench.report.plots import check_plot, plot_transports
+    from flowrt.bench.report.plots import plot_transports
 
-    _check(json, plot)
-    _need_xxhash()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     picture = plot or (str(Path(json).with_suffix(".svg")) if json is not None and json != "-" else None)
-    check_plot(picture)
-    _run("transports", measure(), pairs, json, draw=plot_transports, plot=picture)
+    _run("transports", measure(), pairs, json, draw=plot_transports, plot=picture, needs_xxhash=True)
 
 
 @bench_app.command
@@ -113,10 +105,7 @@ def m2n(
     """Measure every sender to every receiver, every byte read and checked, beside gloo's all_to_all and isend."""
     from flowrt.bench.cases.m2n import measure
 
-    _check(json)
-    _need_xxhash()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _run(f"m2n, {senders} to {receivers}, {bytes} bytes", measure(senders, receivers, bytes, transport), pairs, json)
+    _run(f"m2n, {senders} to {receivers}, {bytes} bytes", measure(senders, receivers, bytes, transport), pairs, json, needs_xxhash=True)
 
 
 @bench_app.command
@@ -133,7 +122,6 @@ def links(
     """Measure emulated links between processes beside their own profile: latency, bandwidth, and eight flows that share a NIC."""
     from flowrt.bench.cases.links import measure
 
-    _check(json)
     _run(f"links, {profile}", measure(profile, dilation, transport), rounds, json)
 
 
@@ -149,8 +137,7 @@ def start(
     """Measure the time from `flowrt run` to its first token, with its files in memory already, and the parts of that time."""
     from flowrt.bench.cases.start import measure
 
-    _check(json, model=model)
-    _run("start", measure(graph, model), runs, json, {"graph": graph.name})
+    _run("start", measure(graph, model), runs, json, {"graph": graph.name}, model=model)
 
 
 @bench_app.command
@@ -166,7 +153,6 @@ def detector(
     """Measure how soon a stopped process is marked dead, and how often a slow one is."""
     from flowrt.bench.cases.detector import measure
 
-    _check(json)
     _run("detector", measure(tries, seconds, workers), 1, json)
 
 
@@ -186,9 +172,8 @@ def reliability(
     """Measure what detector, failover and hedging cost without failures: the same graph with and without them."""
     from flowrt.bench.cases.reliability import measure, read_graphs
 
-    _check(json, model=model)
     options = DecodeOptions(batch=(batch,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, overrides=overrides)
-    _run(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json)
+    _run(f"reliability, {graph.name}", measure(read_graphs(graph, model, options), options), pairs, json, model=model)
 
 
 @bench_app.command
@@ -216,7 +201,6 @@ def decode(
     from flowrt.bench.cases.decode import have_different_tokens, measure
     from flowrt.bench.report.plots import plot_ratios
 
-    _check(json, plot, model)
     options = options or DecodeOptions()
     second = against or (graph if against_set else None)
     if second is None and find_spec("transformers") is None:
@@ -230,7 +214,7 @@ def decode(
         "new_tokens": options.new_tokens,
     }
     results = measure(model, graph, options, second, against_set, vllm)
-    report = _run("decode", results, pairs, json, details, plot_ratios, plot)
+    report = _run("decode", results, pairs, json, details, plot_ratios, plot, model)
     raise SystemExit(int(have_different_tokens(report)))
 
 
@@ -258,11 +242,10 @@ def operators(
 
     if top_k > experts:
         raise UserError(f"--top-k is {top_k}, more than --experts, which is {experts}")
-    _check(json, plot, model)
     sizes = {"hidden": hidden, "width": width, "experts": experts, "top_k": top_k, "vocabulary": vocabulary}
     options = OperatorOptions(model=model, sizes=sizes, dtype=dtype, rows=rows, context=context, layers=layers, threads=threads)
     details = {"model": model.name if model is not None else None, "sizes": sizes, "layers": layers, "dtype": dtype, "context": context}
-    _run("operators", measure(options), 1, json, details, plot_operators, plot)
+    _run("operators", measure(options), 1, json, details, plot_operators, plot, model)
 
 
 @bench_app.command
@@ -278,7 +261,6 @@ def strict(
     """Measure what strict numerics cost: two graphs that differ in `numerics:` alone, their row blocks, and the check at the start."""
     from flowrt.bench.cases.strict import measure
 
-    _check(json, model=model)
     options = options or DecodeOptions()
     details = {
         "model": model.name,
@@ -286,4 +268,4 @@ def strict(
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
     }
-    _run("strict", measure(model, graph, options), pairs, json, details)
+    _run("strict", measure(model, graph, options), pairs, json, details, model=model)

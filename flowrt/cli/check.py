@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from flowrt.transports.conformance.suite import Result
 
-check_app = App(name="check", help="Check that plug-ins keep their contracts.")
+check_app = App(name="check", help="Test plug-ins against their contracts.")
 
-_MARKS = {"kept": "green", "broken": "bold red", "not promised": "dim", "left out": "yellow"}
+_STYLES = {"kept": "green", "broken": "bold red", "not promised": "dim", "left out": "yellow"}
 
 
 @check_app.command
@@ -31,7 +31,7 @@ def transport(
     loop: Annotated[Literal["both", "asyncio", "uvloop"], Parameter(help="The event loops to run on; workers use uvloop.")] = "both",
     only: Annotated[str, Parameter(help="Run only the checks whose names contain this.", show_default=False)] = "",
     verbose: Annotated[
-        bool, Parameter(name=("--verbose", "-v"), negative=(), show_default=False, help="A line for every check, with its promise.")
+        bool, Parameter(name=("--verbose", "-v"), negative=(), show_default=False, help="Print a line per check, with its description.")
     ] = False,
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write the results to this file; "-" for standard output.')
@@ -40,11 +40,11 @@ def transport(
     """Run the conformance suite on a transport and report each check that fails.
 
     Without --quick it takes some minutes and 6 GiB of memory. Exit codes: 0
-    every promise is kept, 1 one is broken, 2 bad input.
+    all checks pass, 1 a check fails, 2 bad input.
     """
     from rich.console import Console
 
-    from flowrt.cli.record import check_writable
+    from flowrt.output_file import check_writable, json_text, write_file
     from flowrt.transports.conformance.suite import plan, run_suite, usable_loops
     from flowrt.transports.errors import TransportError
 
@@ -52,67 +52,71 @@ def transport(
         raise UserError(f"{loop} is not installed here; pip install {loop}")
     if json is not None:
         check_writable(json)
-    console = Console(stderr=json == "-")
-    shown = Console(stderr=True)
     try:
         if not any(only in check.name for check in plan(scheme)):
             raise UserError(f"no check has {only!r} in its name; they are {', '.join(check.name for check in plan(scheme))}")
-        with shown.status(f"checking {scheme}") as status:
+        with Console(stderr=True).status(f"checking {scheme}") as status:
             loops = None if loop == "both" else (loop,)
             results = list(run_suite(scheme, full=not quick, loops=loops, only=only, begin=lambda name: status.update(f"{scheme}: {name}")))
     except TransportError as error:
         raise UserError(str(error)) from None
-    print_results(scheme, results, console, every=verbose)
+    print_results(scheme, results, Console(stderr=json == "-"), verbose=verbose)
     if json is not None:
-        _write(results, json)
+        write_file(json, json_text([result._asdict() for result in results]))
     raise SystemExit(0 if all(result.ok for result in results) else 1)
 
 
-def print_results(scheme: str, results: Iterable[Result], console: Console, *, every: bool = False) -> None:
-    """Print a line per group of checks with the result on each loop; with `every`, a line per check and the property that it checks.
+def print_results(scheme: str, results: Iterable[Result], console: Console, *, verbose: bool = False) -> None:
+    """Print a line per group of checks with the result on each loop; with `verbose`, a line per check and its description.
 
     Then print each failed check in full, and a total.
     """
     from rich.text import Text
 
     results = list(results)
-    loops = list(dict.fromkeys(result.loop for result in results))
-    console.print(_every_check(results, loops, console) if every else _groups(results, loops, console))
+    console.print(_table(results, console, verbose))
     for result in results:
         if result.why and result.verdict in ("broken", "left out"):
-            told = f"{result.verdict} on {result.loop}: {result.name}: {result.why}"
-            if not every:
-                told += f" (promised: {result.promise})"
-            console.print(Text(told, _MARKS[result.verdict]), soft_wrap=True)
+            text = f"{result.verdict} on {result.loop}: {result.name}: {result.why}"
+            if not verbose:
+                text += f" (promised: {result.promise})"
+            console.print(Text(text, _STYLES[result.verdict]), soft_wrap=True)
     seconds = sum(result.seconds for result in results)
-    more = "" if every else "; -v shows every check"
+    more = "" if verbose else "; -v shows every check"
     console.print(Text(f"{scheme}: {_counts(results)} in {seconds:.0f} s{more}"))
 
 
-def _table(console: Console, first: str, loops: Sequence[str]) -> Table:
+def _table(results: Sequence[Result], console: Console, verbose: bool) -> Table:
     from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, overflow="fold")
-    for kind in loops:
-        table.add_column(kind, no_wrap=True)
-        table.add_column("s", justify="right", no_wrap=True)
-    return table
-
-
-def _groups(results: Sequence[Result], loops: Sequence[str], console: Console) -> Table:
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = _table(console, "checks of", loops)
-    for title, names in _group_names().items():
+    loops = list(dict.fromkeys(result.loop for result in results))
+    table = Table(
+        Column("check" if verbose else "checks of", overflow="fold"),
+        box=box.SIMPLE_HEAD if console.is_terminal else None,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for loop in loops:
+        table.add_column(loop, no_wrap=True)
+        table.add_column("s", justify="right", no_wrap=True)
+    groups = {result.name: {result.name} for result in results} if verbose else _group_names()
+    for title, names in groups.items():
+        found = [result for result in results if result.name in names]
+        label = Text(title)
+        if verbose:
+            label = Text(title.removeprefix("check_").replace("_", " "), "bold")
+            label.append(f": {found[0].promise}", "not bold dim" if console.is_terminal else "")
         cells: list[Text] = []
-        for kind in loops:
-            found = [result for result in results if result.loop == kind and result.name in names]
-            worst = next((verdict for verdict in ("broken", "left out", "kept") if any(each.verdict == verdict for each in found)), "")
-            cells += [Text(_counts(found), _MARKS.get(worst, "dim")), Text(f"{sum(each.seconds for each in found):.1f}")]
-        if any(cell.plain for cell in cells[::2]):
-            table.add_row(title, *cells)
+        for loop in loops:
+            on_loop = [result for result in found if result.loop == loop]
+            worst = next((verdict for verdict in ("broken", "left out", "kept") if any(each.verdict == verdict for each in on_loop)), "")
+            text = on_loop[0].verdict if verbose else _counts(on_loop)
+            cells += [Text(text, _STYLES.get(worst, "dim")), Text(f"{sum(each.seconds for each in on_loop):.2f}")]
+        if found:
+            table.add_row(label, *cells)
     return table
 
 
@@ -133,40 +137,6 @@ def _group_names() -> dict[str, set[str]]:
     return {title: {check.__name__ for check in checks} for title, checks in groups.items()}
 
 
-def _every_check(results: Sequence[Result], loops: Sequence[str], console: Console) -> Table:
-    from rich.text import Text
-
-    table = _table(console, "promise", loops)
-    by_name: dict[str, dict[str, Result]] = {}
-    for result in results:
-        by_name.setdefault(result.name, {})[result.loop] = result
-    for name, found in by_name.items():
-        cells: list[Text] = []
-        for kind in loops:
-            result = found[kind]
-            cells += [Text(result.verdict, _MARKS[result.verdict]), Text(f"{result.seconds:.2f}")]
-        promise = Text(name.removeprefix("check_").replace("_", " "), "bold")
-        promise.append(f": {next(iter(found.values())).promise}", "not bold dim" if console.is_terminal else "")
-        table.add_row(promise, *cells)
-    return table
-
-
 def _counts(results: Sequence[Result]) -> str:
-    counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in _MARKS}
+    counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in _STYLES}
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-
-
-def _write(results: list[Result], name: str) -> None:
-    import sys
-    from pathlib import Path
-
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode([result._asdict() for result in results])).decode() + "\n"
-    if name == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(name).write_text(text)
-    except OSError as error:
-        raise UserError(f"--json {name}: {error.strerror}") from None

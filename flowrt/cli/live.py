@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from flowrt.cli.record import Record
-from flowrt.cli.text import Output, visible
-from flowrt.cli.view import answer_text, ending_text, prompt_text
+from flowrt.cli.text import OutputStream, visible
+from flowrt.cli.view import View, answer_text, ending_text, prompt_text
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.observe import duration_text, size_text
@@ -22,49 +23,54 @@ MAX_RUNNING_LINES = 8  # of the live part when there are more requests than bloc
 MAX_WORKER_LINES = 16
 _BAR_CELLS = 16
 _MARGIN = 4  # of an answer: it stands under its prompt
+_STYLES = {"waiting": "dim", "started": "dim", "loading": "yellow", "connecting": "cyan", "connected": "green"}
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-@dataclass
-class _Worker:
+@dataclass(frozen=True)
+class LoadingWorker:
+    """What is shown of a worker while it starts."""
+
     state: str = "waiting"
-    done: int = 0
+    done: int = 0  # operators that have their weights
     total: int = 0
     resident_bytes: int = 0
 
 
-class LiveView:
+class LiveView(View):
     """`console` draws on a terminal; lines of processes go to `err` unless that is the same terminal."""
 
-    def __init__(self, console: Console, err: Output, graph: Graph, has_tokenizer: bool, title: str) -> None:
+    def __init__(self, console: Console, err: OutputStream, graph: Graph, has_tokenizer: bool, title: str) -> None:
         self._console, self._err = console, err
         self._graph, self._has_tokenizer, self._title = graph, has_tokenizer, visible(title)
-        self._workers = {name: _Worker() for name in graph.process_names()}
+        self._workers = defaultdict(LoadingWorker, {name: LoadingWorker() for name in graph.process_names()})
         self._fork_server = "importing torch" if graph.processes != "one" else ""
         self._records: Sequence[Record] = ()
         self._num_ticks = 0
         self._note = ""
         self._num_ended = 0
-        self._in_place = False  # every request has its place on the screen
-        self._live: Live | None = self._new_live()
-        self._live.start()
+        self._fits_screen = False  # every request has its block on the screen
+        self._live: Live | None = None
+
+    def start(self) -> None:
+        self._start_live()
 
     def on_event(self, event: events.Event) -> None:
         match event:
             case events.ForkServerReady():
                 self._fork_server = ""
             case events.WorkerStarted(name):
-                self._set(name, "started")
+                self._workers[name] = LoadingWorker("started")
             case events.WorkerLoading(name, _, done, total):
-                self._set(name, "loading", done=done, total=total)
+                self._workers[name] = LoadingWorker("loading", done, total)
             case events.WorkerListening(name=name, resident_bytes=resident_bytes):
-                self._set(name, "connecting", resident_bytes=resident_bytes)
+                self._workers[name] = replace(self._workers[name], state="connecting", resident_bytes=resident_bytes)
             case events.WorkerConnected(name):
-                self._set(name, "connected")
+                self._workers[name] = replace(self._workers[name], state="connected")
             case events.Ready(seconds):
                 self._stop_live()
-                words = f"{self._title}: {self._size_words()} ready after {duration_text(seconds)}"
-                self._console.print(Text.assemble(("✓ ", "green"), words))
+                ready = f"{self._title}: {self._size_text()} ready after {duration_text(seconds)}"
+                self._console.print(Text.assemble(("✓ ", "green"), ready))
             case events.Straggler(name, seconds):
                 self._print(Text(f"{name} did not stop within {duration_text(seconds)} and was killed", "yellow"))
             case _ if text := events.news(event):
@@ -74,20 +80,18 @@ class LiveView:
         if self._err.isatty():
             self._print(Text.assemble((f"[{process}] ", "yellow"), visible(line)))
         else:
-            self._err.write(f"[{process}] {visible(line)}\n")
-            self._err.flush()
+            self._err.write_now(f"[{process}] {visible(line)}\n")
 
     def begin(self, records: Sequence[Record]) -> None:
         self._records = records
-        self._in_place = 2 * len(records) <= self._max_lines  # each can have its prompt and at least one line of its answer
+        self._fits_screen = 2 * len(records) <= self._num_lines  # a prompt and at least one line of the answer each
         self._console.print()
-        self._live = self._new_live()
-        self._live.start()
+        self._start_live()
 
     def on_text(self, record: Record, new: str) -> None:
         if record.is_ended:
             self._num_ended += 1
-            if not self._in_place:
+            if not self._fits_screen:
                 self._console.print(self._block(record, None))
 
     def note(self, text: str) -> None:
@@ -103,18 +107,19 @@ class LiveView:
     def end(self) -> None:
         if self._live is not None:
             self._stop_live()
-            if self._in_place:
+            if self._fits_screen:
                 self._console.print(Group(*(self._block(record, None) for record in self._records)))
             if self._note:
                 self._console.print(Text("interrupted", "yellow"))
 
     # The live part.
 
-    def _new_live(self) -> Live:
+    def _start_live(self) -> None:
         """The live part disappears when it stops; lines that are to stay are printed."""
-        return Live(
+        self._live = Live(
             self._picture(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
+        self._live.start()
 
     def _stop_live(self) -> None:
         live, self._live = self._live, None
@@ -124,7 +129,7 @@ class LiveView:
     def _picture(self) -> RenderableType:
         if not self._records:
             return self._start_picture()
-        rows: list[RenderableType] = [*(self._blocks() if self._in_place else self._counts())]
+        rows: list[RenderableType] = [*(self._blocks() if self._fits_screen else self._counts())]
         if self._note:
             rows.append(Text(self._note, "yellow", no_wrap=True, overflow="ellipsis"))
         return Group(*rows, "")  # the cursor rests on an empty line, where the terminal's echo of ^C moves nothing
@@ -135,13 +140,7 @@ class LiveView:
 
     # The start.
 
-    def _set(self, name: str, state: str, **values: int) -> None:
-        worker = self._workers.setdefault(name, _Worker())
-        worker.state = state
-        for key, value in values.items():
-            setattr(worker, key, value)
-
-    def _size_words(self) -> str:
+    def _size_text(self) -> str:
         num = len(self._graph.process_names())
         return f"{num} workers in this process" if self._graph.processes == "one" else f"{num} processes"
 
@@ -149,14 +148,17 @@ class LiveView:
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
         states = [worker.state for worker in self._workers.values()]
         doing = f"fork server is {self._fork_server}" if self._fork_server else f"{states.count('connected')} of {len(states)} connected"
-        head = Text.assemble((f"{spin} ", "cyan"), f"{self._title}: starting {self._size_words()}", (f"  {doing}", "dim"))
+        head = Text.assemble((f"{spin} ", "cyan"), f"{self._title}: starting {self._size_text()}", (f"  {doing}", "dim"))
         head.no_wrap, head.overflow = True, "ellipsis"
         table = Table.grid(padding=(0, 2))
         for number, (name, worker) in enumerate(self._workers.items()):
             if number >= min(MAX_WORKER_LINES, self._console.size.height - 4):
                 table.add_row("", Text(f"… and {len(self._workers) - number} more", "dim"))
                 break
-            table.add_row(f"  {name}", _state(worker), _bar(worker), size_text(worker.resident_bytes) if worker.resident_bytes else "")
+            bar = ProgressBar(worker.total, worker.done, _BAR_CELLS) if worker.total else ""
+            progress = f"{worker.done}/{worker.total}" if worker.total else ""
+            size = size_text(worker.resident_bytes) if worker.resident_bytes else ""
+            table.add_row(f"  {name}", Text(worker.state, _STYLES[worker.state]), bar, Text(progress, "dim"), size)
         return Group(head, table, "")
 
     # Answers.
@@ -166,21 +168,21 @@ class LiveView:
         return self._console.size.width
 
     @property
-    def _max_lines(self) -> int:
+    def _num_lines(self) -> int:
         return self._console.size.height - 2
 
     def _blocks(self) -> list[RenderableType]:
         """The blocks of all requests. When the answers are longer than the screen, each block shows its last lines in an equal share."""
-        room = self._max_lines - len(self._records)
+        num_free = self._num_lines - len(self._records)
         wanted = [len(self._lines(record)) for record in self._records]
         share = max(wanted, default=1)
-        while share > 1 and sum(min(num, share) for num in wanted) > room:
+        while share > 1 and sum(min(num, share) for num in wanted) > num_free:
             share -= 1
         return [self._block(record, share) for record in self._records]
 
-    def _block(self, record: Record, most: int | None) -> RenderableType:
+    def _block(self, record: Record, max_lines: int | None) -> RenderableType:
         lines = self._lines(record)
-        shown = lines if most is None else lines[-most:]
+        shown = lines if max_lines is None else lines[-max_lines:]
         return Group(self._head(record), *shown)
 
     def _head(self, record: Record) -> Text:
@@ -188,11 +190,11 @@ class LiveView:
         number = f"[{record.index}] "
         state, style = self._status(record)
         prompt = prompt_text(record)
-        room = max(8, self._width - len(number) - len(state) - (2 if state else 0))
-        if cell_len(prompt) > room:
-            prompt = set_cell_size(prompt, room - 1) + "…"
-        gap = " " * max(0, self._width - len(number) - cell_len(prompt) - len(state)) if state else ""
-        return Text.assemble((number, "cyan"), (prompt, "bold"), gap, (state, style), no_wrap=True, overflow="crop")
+        shown = Text(prompt, "bold")
+        width = self._width - len(number) - len(state)
+        shown.truncate(max(8, width - 2) if state else max(8, width), overflow="ellipsis")
+        gap = " " * max(0, width - shown.cell_len) if state else ""
+        return Text.assemble((number, "cyan"), shown, gap, (state, style), no_wrap=True, overflow="crop")
 
     def _lines(self, record: Record) -> list[Text]:
         """The answer, wrapped and indented; at least one line before any text arrives, so that blocks do not move."""
@@ -226,21 +228,8 @@ class LiveView:
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
         counts = f"{self._num_ended} ended, {len(running)} answering, {num_waiting} waiting; {num_tokens} tokens"
         rows = [Text.assemble((f"{spin} ", "cyan"), f"{len(self._records)} requests: {counts}")]
-        for record in running[: max(1, min(MAX_RUNNING_LINES, self._max_lines - 3))]:
+        for record in running[: max(1, min(MAX_RUNNING_LINES, self._num_lines - 3))]:
             rows.append(Text.assemble((f"[{record.index}] ", "cyan"), self._lines(record)[-1].plain.strip()))
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
         return rows
-
-
-def _state(worker: _Worker) -> Text:
-    styles = {"waiting": "dim", "started": "dim", "loading": "yellow", "connecting": "cyan", "connected": "green"}
-    return Text(worker.state, styles[worker.state])
-
-
-def _bar(worker: _Worker) -> Text:
-    """The number of the worker's operators that have their weights."""
-    if not worker.total:
-        return Text("")
-    filled = _BAR_CELLS * worker.done // worker.total
-    return Text.assemble(("━" * filled, "green"), ("━" * (_BAR_CELLS - filled), "bright_black"), (f" {worker.done}/{worker.total}", "dim"))

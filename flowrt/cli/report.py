@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from flowrt.actors.control import Statistics
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.graph.model import Graph
 
-_PLUMBING = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
+_STATELESS = ("source", "dispatch", "combine")  # operators that hold nothing: not named where space is short
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class EdgeReport:
 
 
 @dataclass(frozen=True)
-class Account:
-    """A run without its requests. `start_seconds` is from the launch to the last connection; None when the start failed.
-    `strict_blocks`: with strict numerics, in which blocks rows are computed, by process."""
+class RunReport:
+    """The processes and edges of a run. `start_seconds` is from the launch to the last connection; None when the start failed.
+    `strict_blocks`: with strict numerics, the blocks in which rows are computed, by process."""
 
     processes: tuple[ProcessReport, ...]
     edges: tuple[EdgeReport, ...]
@@ -51,28 +50,25 @@ class Account:
     late_wakeups: int
     strict_blocks: Mapping[str, str] = field(default_factory=dict)
     emulation: EmulationReport | None = None
-    why: tuple[str, ...] = ()  # why `auto` took the transports it did
-    fallbacks: tuple[str, ...] = ()  # links whose transport broke, and what carried on, a sentence each
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    why: tuple[str, ...] = ()  # reasons for the transports that `auto` chose
+    fallbacks: tuple[str, ...] = ()  # a sentence per link whose transport broke, and what replaced it
 
 
-def account(
+def report_of(
     graph: Graph,
     pids: Mapping[str, int],
     statistics: Mapping[str, Statistics],
     loaded_bytes: Mapping[str, int],
     start_seconds: float | None,
     seconds: float | None,
-) -> Account:
+) -> RunReport:
     """`graph` with its transports resolved; `statistics` may lack workers; `seconds` is how long the workers have been up."""
-    return Account(
+    return RunReport(
         processes=tuple(_process(graph, name, pids, statistics, loaded_bytes, seconds) for name in graph.process_names()),
         edges=_edges(graph, statistics),
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
-        emulation=_emulated(graph, statistics),
+        emulation=_emulation(graph, statistics),
         why=tuple(dict.fromkeys(edge.why for edge in graph.edges.values() if edge.why)),
         fallbacks=tuple(f"{name} to {text}" for name, each in statistics.items() for text in each.fallbacks),
         strict_blocks={name: each.strict_blocks for name, each in statistics.items() if each.strict_blocks},
@@ -81,17 +77,16 @@ def account(
 
 def holds(graph: Graph, process: str) -> str:
     """What a process holds, in a few words: "embed, attention, gate, head", "experts 0-4"."""
-    words: list[str] = []
+    names: list[str] = []
     for node in graph.nodes_of(process):
         option = node.options.get("experts")
         if isinstance(option, Mapping):
-            words += [f"{node.operator} {ids} (layers {layers})" for layers, ids in option.items()]
+            names += [f"{node.operator} {ids} (layers {layers})" for layers, ids in option.items()]
         elif option is not None:
-            words.append(f"{node.operator} {option}")
+            names.append(f"{node.operator} {option}")
         else:
-            words.append(node.operator)
-    kept = [word for word in words if word not in _PLUMBING] or words
-    return ", ".join(dict.fromkeys(kept))
+            names.append(node.operator)
+    return ", ".join(dict.fromkeys([name for name in names if name not in _STATELESS] or names))
 
 
 def _process(
@@ -104,20 +99,20 @@ def _process(
 ) -> ProcessReport:
     ends = [(edge, {_process_of(graph, edge.source), _process_of(graph, edge.target)}) for edge in graph.edges.values()]
     transports = tuple(dict.fromkeys(edge.transport for edge, processes in ends if name in processes and len(processes) > 1))
-    told = statistics.get(name)
+    counters = statistics.get(name)
     return ProcessReport(
         name=name,
         pid=pids.get(name, 0),
         holds=holds(graph, name),
         transports=transports,
-        resident_bytes=told.resident_bytes if told is not None else loaded_bytes.get(name),
-        busy_share=min(1.0, told.compute_seconds / seconds) if told is not None and seconds else None,
-        num_firings=told.num_firings if told is not None else None,
-        num_steps=told.num_steps if told is not None else None,
+        resident_bytes=counters.resident_bytes if counters is not None else loaded_bytes.get(name),
+        busy_share=min(1.0, counters.compute_seconds / seconds) if counters is not None and seconds else None,
+        num_firings=counters.num_firings if counters is not None else None,
+        num_steps=counters.num_steps if counters is not None else None,
     )
 
 
-def _emulated(graph: Graph, statistics: Mapping[str, Statistics]) -> EmulationReport | None:
+def _emulation(graph: Graph, statistics: Mapping[str, Statistics]) -> EmulationReport | None:
     if graph.emulation is None:
         return None
     return emulation_report(graph.emulation.dilation, [each.emulation for each in statistics.values() if each.emulation is not None])
@@ -128,7 +123,7 @@ def _process_of(graph: Graph, node: str) -> str:
 
 
 def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeReport, ...]:
-    sent = {each.edge: each for told in statistics.values() for each in told.edges}
+    sent = {each.edge: each for counters in statistics.values() for each in counters.edges}
     sums: dict[tuple[str, str, str, str | None], list[int]] = {}
     for edge in graph.edges.values():
         if graph.crosses(edge):

@@ -1,6 +1,7 @@
 """`flowrt run`: start a graph, answer prompts, report the run, end it.
 
-Exit codes: 0 all requests finished; 1 a request failed; 2 bad input; 3 a worker died; 130 interrupted; 141 the reader of stdout left.
+Exit codes: 0 all requests finished; 1 a request failed or a fault was not injected; 2 bad input; 3 a worker died; 130 interrupted; 141 the
+reader of stdout left.
 """
 
 from __future__ import annotations
@@ -9,99 +10,87 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import TextIO, cast
 
 from rich.console import Console
 
 import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.api import RunningGraph, open_graph
+from flowrt.bench.peers.child import new_event_loop
 from flowrt.chaos.run_faults import RunFaults
 from flowrt.cli.live import LiveView
+from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest, checked_text, read_prompts
-from flowrt.cli.record import STDOUT, Figures, Record, check_writable, degraded_sentence, write_json
-from flowrt.cli.report import Account, account
+from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
+from flowrt.cli.report import RunReport, report_of
 from flowrt.cli.tables import print_tables
-from flowrt.cli.text import Output, visible
+from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.launcher import events
 from flowrt.launcher.launcher import STOP_SECONDS, NotRunningError
 from flowrt.observe import set_log_level
+from flowrt.output_file import STDOUT, check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.serving.tokenizer import TokenizerError
+from flowrt.signals import ending_signals
 
-ANSWERED, REQUEST_FAILED, BAD_INPUT, WORKER_DIED, INTERRUPTED, NO_READER = 0, 1, 2, 3, 130, 141
+SUCCESS, FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TICK_SECONDS = 0.1
 STUCK_SECONDS = STOP_SECONDS + 5.0  # after a request to end at once: longer than the time that workers have to stop and be killed
 PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is cut
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of the command line. None: not given."""
-
-    graph: Path
-    prompts: Sequence[str] = ()
-    prompt_file: str | None = None
-    params: SamplingParams = SamplingParams()
-    chat: bool = False
-    model: Path | None = None
-    overrides: Sequence[str] = ()
-    json: str | None = None
-    chaos: str | None = None
-    log_level: str = "warning"
-
-
-def run(options: Options) -> int:
+def run(graph: Path, options: RunOptions, params: SamplingParams) -> int:
     """Run the command; returns the exit code. Raises UserError for mistakes that are found before anything has started."""
     set_log_level(options.log_level)
-    requests = [PromptRequest(checked_text(prompt), options.params) for prompt in options.prompts]
-    if options.prompt_file is not None:
-        requests += read_prompts(options.prompt_file, options.params)
+    requests = [PromptRequest(checked_text(prompt), params) for prompt in options.prompt]
+    if options.prompts is not None:
+        requests += read_prompts(options.prompts, params)
     if options.json is not None:
         check_writable(options.json)
-    stdout, stderr = Output(sys.stdout), Output(sys.stderr)
+    stdout, stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
     if stdout.is_broken and options.json in (None, STDOUT):
         raise _lost(stdout)
-    running = _Running(options, stdout, stderr, requests)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(running.run())
-    return running.finish()
+    session = RunSession(graph, options, params, requests, stdout, stderr)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(session.run())
+    return session.finish()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
+class RunSession:
+    """One run of the command: `run` in the loop, then `finish`."""
 
-
-class _Running:
-    """One run: `run` in the loop, then `finish`."""
-
-    def __init__(self, options: Options, stdout: Output, stderr: Output, requests: Sequence[PromptRequest]) -> None:
-        self._options, self._seams = options, Seams()
+    def __init__(
+        self,
+        path: Path,
+        options: RunOptions,
+        params: SamplingParams,
+        requests: Sequence[PromptRequest],
+        stdout: OutputStream,
+        stderr: OutputStream,
+    ) -> None:
+        self._path, self._options, self._seams = path, options, Seams()
         self._stdout, self._stderr = stdout, stderr
         self._failure: UserError | WorkerDiedError | None = None
-        self._exit_code: int | None = None  # of an interrupt
+        self._interrupt_code: int | None = None
         self._draining = False
         self._body: asyncio.Task[None] | None = None
-        self._ready_seconds: float | None = None
+        self._ready_seconds = 0.0
         self._start_seconds: float | None = None
         self._loaded_bytes: dict[str, int] = {}
         self._statistics: dict[str, Statistics] = {}
         self._up_seconds: float | None = None
-        self._view: View | None = None
         try:
             self._graph: RunningGraph = open_graph(
-                options.graph,
+                path,
                 overrides=options.overrides,
                 model=options.model,
                 seams=self._seams,
@@ -111,32 +100,36 @@ class _Running:
             )
         except TokenizerError as error:
             raise UserError(str(error)) from None
-        if self._graph.graph.model is None:
-            raise UserError(f"{options.graph}: this graph serves no model; call it from Python: await graph(name=tensor)")
-        self._records = [Record(index, each) for index, each in enumerate(requests or self._own_prompts())]
-        self._has_tokenizer = self._graph.tokenizer is not None
-        self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._tell_chaos) if options.chaos is not None else None
-        self._answered = asyncio.Event()
+        graph = self._graph.graph
+        if graph.model is None:
+            raise UserError(f"{path}: this graph serves no model; call it from Python: await graph(name=tensor)")
+        requests = requests or [PromptRequest(prompt, params) for prompt in graph.prompts]
+        if not requests:
+            raise UserError(f"{path}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in the file")
+        self._records = [Record(index, each) for index, each in enumerate(requests)]
+        self._chaos = RunFaults(options.chaos, self._graph, self._seams.clock, self._log_fault) if options.chaos is not None else None
+        self._completed = asyncio.Event()  # all requests have ended
         # With --json - standard output is the file, and people read standard error.
-        self._people = stderr if options.json == STDOUT else stdout
-        self._console = _console(self._people)
+        self._display = stderr if options.json == STDOUT else stdout
+        self._console = new_console(self._display)
+        has_tokenizer = self._graph.tokenizer is not None
+        self._view: View
+        if self._console.is_terminal:
+            self._view = LiveView(self._console, stderr, graph, has_tokenizer, path.name)
+        else:
+            self._view = PlainView(self._display, stderr, graph, has_tokenizer)
 
     async def run(self) -> None:
         """Run the graph until all its processes have ended. Raises only bugs."""
-        loop = asyncio.get_running_loop()
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
         before = signal.signal(signal.SIGALRM, self._on_stuck)  # not a handler of the loop, which may itself be stuck
         self._stdout.on_broken = self._on_no_reader
-        self._view = self._new_view()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._body = tasks.create_task(self._serve(), name="run")
-                ticker = tasks.create_task(self._tick(), name="ticker")
-                self._body.add_done_callback(lambda _: ticker.cancel())
+            with ending_signals(self._on_signal):
+                self._view.start()
+                async with asyncio.TaskGroup() as tasks:
+                    self._body = tasks.create_task(self._serve(), name="run")
+                    ticker = tasks.create_task(self._tick(), name="ticker")
+                    self._body.add_done_callback(lambda _: ticker.cancel())
         finally:
             for record in self._records:
                 if self._failure is None:
@@ -144,31 +137,29 @@ class _Running:
                 else:
                     record.end("error", str(self._failure))
             self._view.end()
-            for number in numbers:
-                loop.remove_signal_handler(number)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
 
     def finish(self) -> int:
         """Write the record and print the tables; returns the exit code."""
         figures = Figures.of(self._records)
-        told = account(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
+        report = report_of(self._graph.graph, self._graph.pids, self._statistics, self._loaded_bytes, self._start_seconds, self._up_seconds)
         code = self._code()
         if self._options.json is not None and code != BAD_INPUT:
-            write_json(self._options.json, self._json(figures, told, code), self._stdout)
-        if self._statistics and not self._people.is_broken:
-            print_tables(told, figures, self._console)
+            write_file(self._options.json, record_text(self._json(figures, report, code)), cast(TextIO, self._stdout))
+        if self._statistics and not self._display.is_broken:
+            print_tables(report, figures, self._console)
             if (degraded := degraded_sentence(self._records)) is not None:
                 self._console.print(degraded, markup=False, soft_wrap=True)
             if self._chaos is not None:
                 num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
                 self._console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)
-        self._people.flush()
-        if self._stdout.has_lost_words and self._failure is None and self._options.json in (None, STDOUT):
+        self._display.flush()
+        if self._stdout.has_lost_output and self._failure is None and self._options.json in (None, STDOUT):
             self._failure = _lost(self._stdout)
             code = self._code()
         if self._failure is not None:
-            self._tell_failure(self._failure)
+            self._print_failure(self._failure)
         return code
 
     # In the loop.
@@ -176,27 +167,25 @@ class _Running:
     async def _serve(self) -> None:
         try:
             async with self._graph as graph:
-                assert self._view is not None
                 self._view.begin(self._records)
-                places = asyncio.Semaphore(graph.max_requests)
+                slots = asyncio.Semaphore(graph.max_requests)
                 async with asyncio.TaskGroup() as all_tasks:
                     if self._chaos is not None:
-                        all_tasks.create_task(self._chaos.run(self._answered), name="chaos")
+                        all_tasks.create_task(self._chaos.run(self._completed), name="chaos")
                     async with asyncio.TaskGroup() as tasks:
                         for record in self._records:
-                            tasks.create_task(self._answer(graph, record, places), name=f"request {record.index}")
-                    self._answered.set()
+                            tasks.create_task(self._follow(graph, record, slots), name=f"request {record.index}")
+                    self._completed.set()
                 if self._failure is None:
-                    self._up_seconds = self._seams.clock.now() - (self._ready_seconds or 0.0)
+                    self._up_seconds = self._seams.clock.now() - self._ready_seconds
             self._statistics = self._graph.final_statistics
         except (UserError, WorkerDiedError) as error:
             self._failure = self._failure or error
 
-    async def _answer(self, graph: RunningGraph, record: Record, places: asyncio.Semaphore) -> None:
+    async def _follow(self, graph: RunningGraph, record: Record, slots: asyncio.Semaphore) -> None:
         """Run one request from submission to its end. A failure of the whole run is kept for `_serve`."""
-        assert self._view is not None
         now = self._seams.clock.now
-        async with places:
+        async with slots:
             if self._draining or self._failure is not None:
                 return
             try:
@@ -204,7 +193,7 @@ class _Running:
                 index = await graph.submit(record.request.prompt, record.request.params, chat=self._options.chat)
                 record.prompt_token_ids = graph.prompt_token_ids(index)
                 async for event in graph.follow(index):
-                    record.note(event, now())
+                    record.add(event, now())
                     if isinstance(event, EndEvent) or (event.choice == 0 and (event.text or isinstance(event, TokenEvent))):
                         self._view.on_text(record, event.text)
             except (UserError, WorkerDiedError) as error:
@@ -213,7 +202,6 @@ class _Running:
                 pass
 
     async def _tick(self) -> None:
-        assert self._view is not None
         while True:
             self._view.tick()
             await self._seams.clock.sleep(TICK_SECONDS)
@@ -226,40 +214,37 @@ class _Running:
                 self._loaded_bytes[name] = resident_bytes
             case events.Ready(seconds):
                 self._start_seconds, self._ready_seconds = seconds, self._seams.clock.now()
-        if self._view is not None:
-            self._view.on_event(event)
+        self._view.on_event(event)
 
     def _on_line(self, process: str, line: str) -> None:
         if self._chaos is not None and self._chaos.observer.take_line(process, line):
             return
-        if self._view is not None:
-            self._view.on_line(process, line)
+        self._view.on_line(process, line)
 
-    def _tell_chaos(self, text: str) -> None:
-        if self._view is not None:
-            self._view.on_line("chaos", text)
+    def _log_fault(self, text: str) -> None:
+        self._view.on_line("chaos", text)
 
     # Interrupts.
 
     def _on_signal(self, number: int) -> None:
         """The first Ctrl-C lets running requests finish; any other signal ends the run at once."""
         num_running = sum(record.submitted_seconds is not None and not record.is_ended for record in self._records)
-        self._exit_code = INTERRUPTED
+        self._interrupt_code = INTERRUPTED
         if number == signal.SIGINT and not self._draining and num_running:
             self._draining = True
-            words = "1 running request finishes" if num_running == 1 else f"{num_running} running requests finish"
-            self._note(f"interrupted: {words}; press Ctrl-C again to end at once")
+            text = "1 running request finishes" if num_running == 1 else f"{num_running} running requests finish"
+            self._view.note(f"interrupted: {text}; press Ctrl-C again to end at once")
         else:
-            self._note("interrupted: ending at once")
+            self._view.note("interrupted: ending at once")
             self._end_now()
 
     def _on_no_reader(self) -> None:
         """Handle a closed standard output; the --json file may still be written."""
-        if self._options.json is None and self._stdout.has_lost_words:
+        if self._options.json is None and self._stdout.has_lost_output:
             self._failure = self._failure or _lost(self._stdout)
             self._end_now()
         elif self._options.json is None:
-            self._exit_code = self._exit_code or NO_READER
+            self._interrupt_code = self._interrupt_code or NO_READER
             self._end_now()
 
     def _end_now(self) -> None:
@@ -271,41 +256,25 @@ class _Running:
         """A call in a compute thread of this process does not return, and threads cannot be stopped: exit without it."""
         code = self._code()
         try:
-            self._note(f"a computation has not returned for {STUCK_SECONDS:g} s; leaving without it")
-            if self._view is not None:
-                self._view.end()
+            self._view.note(f"a computation has not returned for {STUCK_SECONDS:g} s; leaving without it")
+            self._view.end()
             self._stdout.flush()
             self._stderr.flush()
         finally:
             os._exit(code)
 
-    def _note(self, text: str) -> None:
-        if self._view is not None:
-            self._view.note(text)
-
-    # Before and after.
-
-    def _own_prompts(self) -> list[PromptRequest]:
-        graph = self._graph.graph
-        if not graph.prompts:
-            raise UserError(
-                f"{self._options.graph}: there is no prompt; give --prompt TEXT or --prompts FILE, or write prompts: in the file"
-            )
-        return [PromptRequest(prompt, self._options.params) for prompt in graph.prompts]
-
-    def _new_view(self) -> View:
-        if self._console.is_terminal:
-            return LiveView(self._console, self._stderr, self._graph.graph, self._has_tokenizer, self._options.graph.name)
-        return PlainView(self._people, self._stderr, self._graph.graph, self._has_tokenizer)
+    # After the run.
 
     def _code(self) -> int:
         if self._failure is not None:
             return self._failure.exit_code
-        if self._exit_code is not None:
-            return self._exit_code
-        return REQUEST_FAILED if any(record.finish_reason == "error" for record in self._records) else ANSWERED
+        if self._interrupt_code is not None:
+            return self._interrupt_code
+        if self._chaos is not None and not self._chaos.all_injected:
+            return FAILED
+        return FAILED if any(record.finish_reason == "error" for record in self._records) else SUCCESS
 
-    def _json(self, figures: Figures, told: Account, code: int) -> dict[str, object]:
+    def _json(self, figures: Figures, report: RunReport, code: int) -> dict[str, object]:
         failure, died = self._failure, None
         if isinstance(failure, WorkerDiedError):
             died = {"process": failure.process, "reason": failure.reason, "output_tail": list(failure.output_tail)}
@@ -313,39 +282,38 @@ class _Running:
             "requests": [record.as_json() for record in self._records],
             "summary": {
                 "version": flowrt.__version__,
-                "graph": str(self._options.graph),
+                "graph": str(self._path),
                 "exit_code": code,
-                "interrupted": self._exit_code is not None,
+                "interrupted": self._interrupt_code is not None,
                 "died": died,
                 **({"chaos": self._chaos.as_json()} if self._chaos is not None else {}),
-                **figures.as_json(),
-                **told.as_json(),
+                **asdict(figures),
+                **asdict(report),
             },
         }
 
-    def _tell_failure(self, failure: UserError | WorkerDiedError) -> None:
+    def _print_failure(self, failure: UserError | WorkerDiedError) -> None:
         lines = [f"flowrt: error: {visible(str(failure))}"]
         if isinstance(failure, WorkerDiedError) and failure.output_tail:
             lines += [f"flowrt: the last lines of {failure.process}:", *(f"  {visible(line)}" for line in failure.output_tail)]
-        self._stderr.write("\n".join(lines) + "\n")
-        self._stderr.flush()
+        self._stderr.write_now("\n".join(lines) + "\n")
 
 
-class LostAnswersError(UserError):
+class LostOutputError(UserError):
     """Standard output cannot be written."""
 
-    exit_code = REQUEST_FAILED
+    exit_code = FAILED
 
 
-def _lost(stdout: Output) -> LostAnswersError:
+def _lost(stdout: OutputStream) -> LostOutputError:
     reason = stdout.error.strerror if isinstance(stdout.error, OSError) else stdout.error
-    return LostAnswersError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
+    return LostOutputError(f"standard output cannot be written ({reason}); give --json FILE, or send it elsewhere")
 
 
-def _console(people: Output) -> Console:
-    plain = not people.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+def new_console(display: OutputStream) -> Console:
+    plain = not display.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
     if not plain:
-        return Console(file=people, highlight=False)  # type: ignore[arg-type]
+        return Console(file=display, highlight=False)  # type: ignore[arg-type]
     columns = os.environ.get("COLUMNS", "")
     width = max(80, int(columns)) if columns.isdecimal() else PLAIN_WIDTH
-    return Console(file=people, force_terminal=False, no_color=True, highlight=False, width=width)  # type: ignore[arg-type]
+    return Console(file=display, force_terminal=False, no_color=True, highlight=False, width=width)  # type: ignore[arg-type]

@@ -6,11 +6,11 @@ import re
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flowrt.cli.record import Durations, Figures
-from flowrt.cli.report import Account, EdgeReport
+from flowrt.cli.report import EdgeReport, RunReport
 from flowrt.emulation import EmulationReport
 from flowrt.observe import duration_text, size_text
 
@@ -21,14 +21,14 @@ _AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there
 _ENDED = {"stop": "finished", "length": "reached max_tokens", "abort": "aborted", "error": "failed"}
 
 
-def print_tables(account: Account, figures: Figures, console: Console) -> None:
+def print_tables(report: RunReport, figures: Figures, console: Console) -> None:
     """Prints with frames and colour on a terminal, else as aligned plain text."""
-    _print("processes", _processes(account, console), console)
-    if account.edges:
-        _print("between processes", _edges(account.edges, console), console)
+    _print("processes", _processes(report, console), console)
+    if report.edges:
+        _print("between processes", _edges(report.edges, console), console)
     _print("latency", _latencies(figures, console), console)
     console.print()
-    for line in _sentences(account, figures):
+    for line in _sentences(report, figures):
         console.print(Text(line))
 
 
@@ -43,9 +43,10 @@ def _print(title: str, table: Table, console: Console) -> None:
     console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
 
 
-def _table(console: Console) -> Table:
+def _table(console: Console, *columns: Column) -> Table:
     plain = not console.is_terminal
     return Table(
+        *columns,
         header_style="" if plain else "dim",
         box=None if plain else box.SIMPLE_HEAD,
         show_edge=False,
@@ -54,15 +55,18 @@ def _table(console: Console) -> Table:
     )
 
 
-def _processes(account: Account, console: Console) -> Table:
-    table = _table(console)
-    table.add_column("process", no_wrap=True, overflow="ellipsis")
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("holds", overflow="fold", min_width=16)
-    table.add_column("transport", min_width=9)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("busy", justify="right", no_wrap=True)
-    for process in account.processes[:MAX_PROCESSES]:
+def _name(heading: str) -> Column:
+    return Column(heading, no_wrap=True, overflow="ellipsis")
+
+
+def _number(heading: str) -> Column:
+    return Column(heading, justify="right", no_wrap=True)
+
+
+def _processes(report: RunReport, console: Console) -> Table:
+    holds, transport = Column("holds", overflow="fold", min_width=16), Column("transport", min_width=9)
+    table = _table(console, _name("process"), _number("pid"), holds, transport, _number("memory"), _number("busy"))
+    for process in report.processes[:MAX_PROCESSES]:
         table.add_row(
             process.name,
             str(process.pid),
@@ -71,81 +75,70 @@ def _processes(account: Account, console: Console) -> Table:
             size_text(process.resident_bytes) if process.resident_bytes else UNKNOWN,
             UNKNOWN if process.busy_share is None else f"{100 * process.busy_share:.0f} %",
         )
-    _leave_out(table, len(account.processes) - MAX_PROCESSES)
+    _add_rest(table, len(report.processes) - MAX_PROCESSES)
     return table
 
 
 def _edges(edges: tuple[EdgeReport, ...], console: Console) -> Table:
-    table = _table(console)
-    table.add_column("from", no_wrap=True, overflow="ellipsis")
-    table.add_column("to", no_wrap=True, overflow="ellipsis")
-    table.add_column("transport", min_width=9)
+    columns = [_name("from"), _name("to"), Column("transport", min_width=9)]
     with_links = any(edge.link is not None for edge in edges)
     if with_links:
         longest = max(len(edge.link or UNKNOWN) for edge in edges)
-        table.add_column("link", overflow="fold", min_width=min(longest, 16))
-    table.add_column("messages", justify="right", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
+        columns.append(Column("link", overflow="fold", min_width=min(longest, 16)))
+    table = _table(console, *columns, _number("messages"), _number("bytes"))
     shown = edges if len(edges) <= MAX_EDGES else sorted(edges, key=lambda edge: -edge.payload_bytes)[:MAX_EDGES]
     for edge in shown:
         link = [edge.link or UNKNOWN] if with_links else []
         table.add_row(edge.source, edge.target, edge.transport, *link, str(edge.num_messages), size_text(edge.payload_bytes))
-    _leave_out(table, len(edges) - MAX_EDGES)
+    _add_rest(table, len(edges) - MAX_EDGES)
     return table
 
 
 def _latencies(figures: Figures, console: Console) -> Table:
-    table = _table(console)
-    for name in ("", "mean", "p50", "p99"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for name, durations in (("time to first token", figures.ttft), ("inter-token latency", figures.itl)):
-        table.add_row(name, *_durations(durations))
+    table = _table(console, Column(no_wrap=True), *map(_number, ("mean", "p50", "p99")))
+    for name, durations in _durations(figures):
+        values = [UNKNOWN] * 3 if durations is None else map(duration_text, (durations.mean, durations.p50, durations.p99))
+        table.add_row(name, *values)
     return table
 
 
-def _durations(durations: Durations | None) -> tuple[str, str, str]:
-    if durations is None:
-        return UNKNOWN, UNKNOWN, UNKNOWN
-    return duration_text(durations.mean), duration_text(durations.p50), duration_text(durations.p99)
+def _durations(figures: Figures) -> tuple[tuple[str, Durations | None], ...]:
+    return ("time to first token", figures.ttft_seconds), ("inter-token latency", figures.itl_seconds)
 
 
-def _sentences(account: Account, figures: Figures) -> list[str]:
+def _sentences(report: RunReport, figures: Figures) -> list[str]:
     ended = ", ".join(f"{num} {_ENDED[reason]}" for reason, num in figures.num_ended.items() if num)
     lines = [f"{figures.num_requests} request{'s' if figures.num_requests != 1 else ''}: {ended}"]
     if figures.seconds is not None and figures.tokens_per_second is not None:
         lines.append(f"{figures.num_tokens} tokens in {duration_text(figures.seconds)}: {figures.tokens_per_second:.1f} tokens per second")
-    if account.start_seconds is not None:
-        lines.append(f"start: {duration_text(account.start_seconds)}")
-    if account.emulation is not None:
-        lines += _emulated(account.emulation, figures)
-    lines += [f"transport auto: {text}" for text in account.why]
-    lines += [f"fell back: {text}" for text in account.fallbacks[:MAX_EDGES]]
-    if account.late_wakeups:
-        lines.append(f"late wake-ups: {account.late_wakeups} (a message was found only by looking again; must be 0)")
-    for text in dict.fromkeys(account.strict_blocks.values()):
-        names = ", ".join(name for name, blocks in account.strict_blocks.items() if blocks == text)
+    if report.start_seconds is not None:
+        lines.append(f"start: {duration_text(report.start_seconds)}")
+    if report.emulation is not None:
+        lines += _emulation_sentences(report.emulation, figures)
+    lines += [f"transport auto: {text}" for text in report.why]
+    lines += [f"fell back: {text}" for text in report.fallbacks[:MAX_EDGES]]
+    if report.late_wakeups:
+        lines.append(f"late wake-ups: {report.late_wakeups} (a message was found only by looking again; must be 0)")
+    for text in dict.fromkeys(report.strict_blocks.values()):
+        names = ", ".join(name for name, blocks in report.strict_blocks.items() if blocks == text)
         lines.append(f"strict numerics, {names}: {text}")
     return lines
 
 
-def _emulated(emulation: EmulationReport, figures: Figures) -> list[str]:
+def _emulation_sentences(emulation: EmulationReport, figures: Figures) -> list[str]:
     """The figures of the emulated hardware, and whether they are void."""
     dilation = emulation.dilation
-    words = [
-        f"{name} {duration_text(durations.mean / dilation)}"
-        for name, durations in (("time to first token", figures.ttft), ("inter-token latency", figures.itl))
-        if durations is not None
-    ]
+    parts = [f"{name} {duration_text(durations.mean / dilation)}" for name, durations in _durations(figures) if durations is not None]
     if figures.tokens_per_second is not None:
-        words.append(f"{figures.tokens_per_second * dilation:.4g} tokens per second")
+        parts.append(f"{figures.tokens_per_second * dilation:.4g} tokens per second")
     void = " (VOID)" if emulation.void else ""
     waits = f"{emulation.num_computed} computations and {emulation.num_delivered} messages in modelled time"
     lines = [f"emulated at dilation {dilation:g}, {waits}"]
-    if words:
-        lines.append(f"on the modelled hardware{void}: {', '.join(words)}")
+    if parts:
+        lines.append(f"on the modelled hardware{void}: {', '.join(parts)}")
     return [*lines, *emulation.sentences]
 
 
-def _leave_out(table: Table, num: int) -> None:
+def _add_rest(table: Table, num: int) -> None:
     if num > 0:
         table.add_row(Text(f"… {num} more, see --json", "dim"))

@@ -1,4 +1,4 @@
-"""Makes untrusted text safe for a terminal (`visible`, `one_line`), and Output, a text stream that outlives its reader."""
+"""Makes untrusted text safe for a terminal (`visible`, `one_line`), and defines OutputStream, which never raises."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import TextIO
 
-# C0 but for tab and newline, DEL, C1, line and paragraph separators, what turns the writing direction, invisible marks, surrogates.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+# C0 except tab and newline, DEL, C1, line and paragraph separators, changes of the writing direction, invisible marks, surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 TAB = "    "
 NO_READER_ERRORS = (BrokenPipeError, ConnectionResetError)
 
@@ -22,8 +22,8 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters written out (\\x1b, \\u202e) and tabs as spaces. Newlines stay: the caller places them."""
-    return _UNSEEN.sub(_escape, text).replace("\t", TAB)
+    """`text` with control characters escaped (\\x1b, \\u202e) and tabs as spaces. Newlines stay: the caller places them."""
+    return _UNSAFE.sub(_escape, text).replace("\t", TAB)
 
 
 def one_line(text: str) -> str:
@@ -31,11 +31,11 @@ def one_line(text: str) -> str:
     return visible(" ".join(text.split()))
 
 
-class Output(io.TextIOBase):
+class OutputStream(io.TextIOBase):
     """A text stream in front of stdout or stderr that never raises. When it cannot be written any more (`| head`, a full disk, closed
-    from the start), it calls `on_broken` once, goes silent, and keeps in `error` why.
+    from the start), it stores the error in `error`, discards further output, and calls `on_broken` once.
 
-    Characters that the stream's encoding lacks are written out instead of raising.
+    Characters that the stream's encoding lacks are escaped.
     """
 
     def __init__(self, stream: TextIO | None, on_broken: Callable[[], None] | None = None) -> None:
@@ -53,7 +53,7 @@ class Output(io.TextIOBase):
         return self.error is not None
 
     @property
-    def has_lost_words(self) -> bool:
+    def has_lost_output(self) -> bool:
         """Whether output was lost for any reason other than a reader that closed the pipe."""
         return self.error is not None and not isinstance(self.error, NO_READER_ERRORS)
 
@@ -71,17 +71,20 @@ class Output(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not self.is_broken:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: closed
-                self._break(error)
+        self._call(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
+        self._call(lambda stream: stream.flush())
+
+    def write_now(self, text: str) -> None:
+        self.write(text)
+        self.flush()
+
+    def _call(self, operation: Callable[[TextIO], object]) -> None:
         if not self.is_broken:
             try:
-                self._stream.flush()
+                operation(self._stream)
             except (OSError, ValueError) as error:  # ValueError: closed
                 self._break(error)
 
@@ -89,8 +92,8 @@ class Output(io.TextIOBase):
         self.error = error
         with contextlib.suppress(OSError, ValueError):  # discards the buffer without a message at the interpreter's end
             number = self._stream.fileno()
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            os.close(null)
         if self.on_broken is not None:
             self.on_broken()

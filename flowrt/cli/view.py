@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from flowrt.cli.record import Record
-from flowrt.cli.text import Output, one_line, visible
+from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.observe import duration_text, size_text
 
 
-class View(Protocol):
-    """Receives, in order: events of the start, `begin`, tokens and ends of requests, `end`. No call blocks or raises."""
+class View:
+    """Shows nothing. It receives, in order: `start`, events of the start, `begin`, tokens and ends of requests, `end`. No call blocks or
+    raises."""
+
+    def start(self) -> None:
+        """The processes are about to start."""
 
     def on_event(self, event: events.Event) -> None:
         """An event of the launcher."""
-        ...
 
     def on_line(self, process: str, line: str) -> None:
         """A line that a process of the graph wrote."""
-        ...
 
     def begin(self, records: Sequence[Record]) -> None:
         """The graph is up; the requests are about to be submitted."""
-        ...
 
     def on_text(self, record: Record, new: str) -> None:
         """A token of the request, or its end; `new` is the text that came with it. The record already contains it."""
-        ...
 
     def note(self, text: str) -> None:
         """A message on what an interrupt does."""
-        ...
 
     def tick(self) -> None:
         """Called a few times a second."""
-        ...
 
     def end(self) -> None:
         """The run is over: leave the answers on the screen. Idempotent; called also when nothing began."""
-        ...
 
 
 def ending_text(record: Record) -> str:
@@ -64,36 +60,35 @@ def prompt_text(record: Record) -> str:
     return f"{len(prompt)} token ids: {' '.join(str(token_id) for token_id in prompt[:64])}{' …' if len(prompt) > 64 else ''}"
 
 
-class PlainView:
+class PlainView(View):
     """Progress on `err`; on `out` one answer as it comes, or several in order of completion, "[3] text" each.
 
     Further lines of an answer are indented, so that no line of an answer looks like the start of another answer.
     """
 
-    def __init__(self, out: Output, err: Output, graph: Graph, has_tokenizer: bool) -> None:
+    def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool) -> None:
         self._out, self._err = out, err
         self._graph, self._has_tokenizer = graph, has_tokenizer
         self._records: Sequence[Record] = ()
-        self._streamed = False  # the one answer has begun
+        self._streamed = False  # the only answer has begun
         self._is_ready = False
 
     def on_event(self, event: events.Event) -> None:
         match event:
             case events.WorkerStarted(name, pid) if not self._is_ready:
-                self._say(f"{name} started, pid {pid}")
+                self.note(f"{name} started, pid {pid}")
             case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
-                self._say(f"{name} loaded, {size_text(resident_bytes)}")
+                self.note(f"{name} loaded, {size_text(resident_bytes)}")
             case events.Ready(seconds):
                 self._is_ready = True
-                self._say(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
+                self.note(f"ready after {duration_text(seconds)}: {len(self._graph.process_names())} workers connected")
             case events.Straggler(name, seconds):
-                self._say(f"{name} did not stop within {duration_text(seconds)} and was killed")
+                self.note(f"{name} did not stop within {duration_text(seconds)} and was killed")
             case _ if text := events.news(event):
-                self._say(text)
+                self.note(text)
 
     def on_line(self, process: str, line: str) -> None:
-        self._err.write(f"[{process}] {visible(line)}\n")
-        self._err.flush()
+        self._err.write_now(f"[{process}] {visible(line)}\n")
 
     def begin(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -103,17 +98,14 @@ class PlainView:
             self._stream(record, new)
         elif record.is_ended:
             text = " ".join(filter(None, (answer_text(record, self._has_tokenizer), ending_text(record))))
-            self._write(f"[{record.index}] " + text.replace("\n", "\n    ") + "\n")
+            self._out.write_now(f"[{record.index}] " + text.replace("\n", "\n    ") + "\n")
 
     def note(self, text: str) -> None:
-        self._say(text)
-
-    def tick(self) -> None:
-        pass
+        self._err.write_now(f"flowrt: {text}\n")
 
     def end(self) -> None:
-        if self._streamed:  # a run that broke off in the middle of its one answer
-            self._write("\n")
+        if self._streamed:  # the run ended in the middle of its only answer
+            self._out.write_now("\n")
             self._streamed = False
 
     def _stream(self, record: Record, new: str) -> None:
@@ -127,12 +119,4 @@ class PlainView:
                 text += f" {ending}" if self._streamed or text else ending
             text += "\n"
         self._streamed = not record.is_ended and (self._streamed or bool(text))
-        self._write(text)
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
-
-    def _say(self, text: str) -> None:
-        self._err.write(f"flowrt: {text}\n")
-        self._err.flush()
+        self._out.write_now(text)

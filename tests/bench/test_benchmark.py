@@ -12,8 +12,9 @@ from rich.console import Console
 
 from flowrt.bench.measure.benchmark import Result, Trial, measure_trial, run_benchmark, seconds_per_call, turn_order
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, print_report, write_report
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, print_report
 from flowrt.errors import UserError
+from flowrt.output_file import json_text, write_file
 
 MACHINE = Machine("a processor", 2, "Linux 6", {"python": "3.11"}, 0.5, 0.75)
 
@@ -119,7 +120,7 @@ def test_table_has_figures_verdicts_machine_and_load() -> None:
 
 def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    write_report(str(path), BenchmarkReport("hop", MACHINE, figures()))
+    write_file(str(path), json_text(BenchmarkReport("hop", MACHINE, figures()).record()))
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert read["machine"]["load_after"] == 0.75
     assert [figure["verdict"] for figure in read["figures"]] == ["not met", "met", "open", None]
@@ -129,4 +130,4 @@ def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
-        write_report(str(tmp_path / "no" / "such.json"), BenchmarkReport("hop", MACHINE, []))
+        write_file(str(tmp_path / "no" / "such.json"), "")

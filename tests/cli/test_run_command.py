@@ -20,11 +20,11 @@ import pytest
 from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
 
 from flowrt.actors.control import Statistics
+from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest
-from flowrt.cli.record import write_json
-from flowrt.cli.run import Options, _Running
-from flowrt.cli.run import _console as new_console
-from flowrt.cli.text import Output
+from flowrt.cli.record import record_text
+from flowrt.cli.run import RunSession, new_console
+from flowrt.cli.text import OutputStream
 from flowrt.launcher.launcher import NotRunningError
 from flowrt.operators.reference import reference_generate
 from flowrt.sampling_params import SamplingParams
@@ -64,10 +64,9 @@ def test_a_run_answers_and_ends_well(plain: tuple[subprocess.CompletedProcess[st
     assert not list(path.parent.glob(".*")), "the temporary file is gone"
 
 
-def test_numbers_that_are_not_finite_become_null_in_the_record(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    write_json(str(path), {"requests": [{"logprobs": [math.nan, -1.5]}], "summary": {"seconds": math.inf}}, Output(io.StringIO()))
-    assert json.loads(path.read_text()) == {"requests": [{"logprobs": [None, -1.5]}], "summary": {"seconds": None}}
+def test_numbers_that_are_not_finite_become_null_in_the_record() -> None:
+    text = record_text({"requests": [{"logprobs": [math.nan, -1.5]}], "summary": {"seconds": math.inf}})
+    assert json.loads(text) == {"requests": [{"logprobs": [None, -1.5]}], "summary": {"seconds": None}}
 
 
 def test_the_summary_accounts_for_processes_and_edges(plain: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -278,7 +277,7 @@ def on_terminal(graph_file: Path) -> tuple[int, str]:
         os.close(ours)
 
 
-def test_a_terminal_shows_the_start_the_answers_and_the_account(graph_file: Path) -> None:
+def test_a_terminal_shows_the_start_the_answers_and_the_tables(graph_file: Path) -> None:
     code, seen = on_terminal(graph_file)
     assert code == 0, seen
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
@@ -295,16 +294,15 @@ def test_no_color_means_plain_lines_on_a_terminal_too(name: str, value: str, mon
 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert new_console(Output(Terminal())).is_terminal
+    assert new_console(OutputStream(Terminal())).is_terminal
     monkeypatch.setenv(name, value)
-    assert not new_console(Output(Terminal())).is_terminal
+    assert not new_console(OutputStream(Terminal())).is_terminal
 
 
 async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped worker would never respond: the final statistics of workers that end in order are enough."""
-    out, said = Output(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
-    running = _Running(Options(graph=graph_file), out, out, [PromptRequest("one", SamplingParams())])
-    running._view = running._new_view()
+    out, statistics = OutputStream(io.StringIO()), {"experts.0": Statistics(num_firings=3)}
+    session = RunSession(graph_file, RunOptions(), SamplingParams(), [PromptRequest("one", SamplingParams())], out, out)
 
     class Graph:
         max_requests = 1
@@ -314,11 +312,11 @@ async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: 
             return self
 
         async def __aexit__(self, *_: object) -> None:
-            self.final_statistics = said  # type: ignore[misc]
+            self.final_statistics = statistics  # type: ignore[misc]
 
         async def submit(self, *_: object, **__: object) -> int:
             raise NotRunningError
 
-    running._graph = Graph()  # type: ignore[assignment]
-    await running._serve()
-    assert running._statistics == said
+    session._graph = Graph()  # type: ignore[assignment]
+    await session._serve()
+    assert session._statistics == statistics

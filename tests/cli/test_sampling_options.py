@@ -51,12 +51,12 @@ def test_impossible_values_are_refused(name: str, value: float, text: str) -> No
 
 def test_a_record_keeps_choices_apart() -> None:
     record = Record(0, PromptRequest("x", SamplingParams(n=2)), submitted_seconds=0.0)
-    record.note(TokenEvent(0, 0, 7, "a"), 1.0)
-    record.note(TokenEvent(0, 0, 8, "b", 1, -0.5, ((8, -0.5),)), 2.0)
-    record.note(ChoiceEvent(0, 1, "stop", "c"), 3.0)
+    record.add(TokenEvent(0, 0, 7, "a"), 1.0)
+    record.add(TokenEvent(0, 0, 8, "b", 1, -0.5, ((8, -0.5),)), 2.0)
+    record.add(ChoiceEvent(0, 1, "stop", "c"), 3.0)
     assert (record.text, record.token_ids, record.is_ended) == ("a", [7], False)
-    record.note(ChoiceEvent(0, 0, "length"), 4.0)
-    record.note(EndEvent(0, "length"), 4.0)
+    record.add(ChoiceEvent(0, 0, "length"), 4.0)
+    record.add(EndEvent(0, "length"), 4.0)
     assert record.as_json()["choices"] == [
         {"token_ids": [7], "text": "a", "finish_reason": "length"},
         {"token_ids": [8], "text": "bc", "finish_reason": "stop", "logprobs": [-0.5], "top_logprobs": [((8, -0.5),)]},

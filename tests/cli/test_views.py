@@ -15,16 +15,17 @@ from rich.console import Console
 from flowrt.api import read_graph
 from flowrt.cli.live import LiveView
 from flowrt.cli.prompts import PromptRequest
-from flowrt.cli.record import Durations, Figures, Record, check_writable, write_json
-from flowrt.cli.report import ProcessReport, account
+from flowrt.cli.record import Durations, Figures, Record, record_text
+from flowrt.cli.report import ProcessReport, report_of
 from flowrt.cli.tables import print_tables
-from flowrt.cli.text import Output, one_line, visible
+from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import PlainView, View
 from flowrt.doctor import Check, report
 from flowrt.errors import UserError
 from flowrt.gateway.gateway import EndEvent, TokenEvent
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.output_file import check_writable, write_file
 from flowrt.sampling_params import SamplingParams
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -45,24 +46,26 @@ def record(index: int = 0, prompt: str = "what?") -> Record:
     return Record(index, PromptRequest(prompt, SamplingParams()), submitted_seconds=0.0)
 
 
-def feed(view: View, told: Record, *texts: str, end: str = "stop", error: str | None = None) -> None:
+def feed(view: View, each: Record, *texts: str, end: str = "stop", error: str | None = None) -> None:
     """A token per text, then the end."""
     for number, text in enumerate(texts):
-        told.note(TokenEvent(0, number, 65 + number, text), float(number))
-        view.on_text(told, text)
-    told.note(EndEvent(0, end, "", error), 9.0)
-    view.on_text(told, "")
+        each.add(TokenEvent(0, number, 65 + number, text), float(number))
+        view.on_text(each, text)
+    each.add(EndEvent(0, end, "", error), 9.0)
+    view.on_text(each, "")
 
 
 def plain_view(graph: Graph, has_tokenizer: bool = True) -> tuple[PlainView, io.StringIO, io.StringIO]:
     out, err = io.StringIO(), io.StringIO()
-    return PlainView(Output(out), Output(err), graph, has_tokenizer), out, err
+    return PlainView(OutputStream(out), OutputStream(err), graph, has_tokenizer), out, err
 
 
 def live_view(graph: Graph, width: int = 80, height: int = 24) -> tuple[LiveView, Terminal, Console]:
     out = Terminal()
     console = Console(file=out, force_terminal=True, width=width, height=height, highlight=False, color_system="standard")
-    return LiveView(console, Output(Terminal()), graph, True, "g.yaml"), out, console
+    view = LiveView(console, OutputStream(Terminal()), graph, True, "g.yaml")
+    view.start()
+    return view, out, console
 
 
 def test_nothing_that_drives_a_terminal_gets_through() -> None:
@@ -93,7 +96,7 @@ def test_one_plain_answer_streams(graph: Graph) -> None:
     view, out, _ = plain_view(graph)
     only = record()
     view.begin([only])
-    only.note(TokenEvent(0, 0, 65, " He"), 0.0)
+    only.add(TokenEvent(0, 0, 65, " He"), 0.0)
     view.on_text(only, " He")
     assert out.getvalue() == "He"
     feed(view, only, "llo", "\x1b")
@@ -103,12 +106,12 @@ def test_one_plain_answer_streams(graph: Graph) -> None:
 
 def test_without_a_tokenizer_token_ids_are_shown(graph: Graph) -> None:
     view, out, _ = plain_view(graph, has_tokenizer=False)
-    view.begin([record(0), told := record(1)])
-    feed(view, told, "", "", "")
+    view.begin([record(0), each := record(1)])
+    feed(view, each, "", "", "")
     assert out.getvalue() == "[1] 65 66 67\n"
     view, out, _ = plain_view(graph, has_tokenizer=False)
-    view.begin([told := record()])
-    feed(view, told, "", "")
+    view.begin([each := record()])
+    feed(view, each, "", "")
     assert out.getvalue() == "65 66\n"
 
 
@@ -129,21 +132,21 @@ def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height:
     records = [record(index, "why " * 60 if index % 2 else "\u4f60\u597d" * 40) for index in range(num_requests)]
     view.begin(records)
     view.tick()
-    for index, told in enumerate(records):
-        told.note(TokenEvent(0, 0, 1, "word " * 5), 0.1)
-        view.on_text(told, "word " * 5)
+    for index, each in enumerate(records):
+        each.add(TokenEvent(0, 0, 1, "word " * 5), 0.1)
+        view.on_text(each, "word " * 5)
         view.tick()
         if index % 3 == 0:
-            feed(view, told, "\u754c" * 300, "x" * 500, EVIL)
+            feed(view, each, "\u754c" * 300, "x" * 500, EVIL)
         elif index % 3 == 1:
-            feed(view, told, end="error", error="no room\x1b[2J")
+            feed(view, each, end="error", error="no room\x1b[2J")
         view.tick()
     for text in ("note", "[experts.0]"):
         view.note(text)
         view.on_line("experts.0", EVIL.replace("\n", " "))
         view.tick()
-    for told in records:
-        told.end("abort")
+    for each in records:
+        each.end("abort")
     view.end()
     view.end()
     console.print("the end")
@@ -164,19 +167,19 @@ def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:
     view.on_event(events.WorkerListening("experts.1", 3 << 20))
     view.tick()
     shown = ESCAPE.sub("", out.getvalue())
-    assert re.search(r"attention\.0 +loading +\S+ 2/6", shown)
+    assert re.search(r"attention\.0 +loading +\S+ +2/6", shown)
     assert re.search(r"experts\.1 +connecting +3\.0 MiB", shown)
     assert re.search(r"experts\.0 +waiting", shown)
     view.end()
 
 
 def test_tables_are_the_same_figures_plain_and_framed(graph: Graph) -> None:
-    told = account(graph, {"attention.0": 11}, {}, {"experts.0": 5 << 20}, 1.25, None)
-    assert [process.holds for process in told.processes] == ["embed, attention, gate, head", "experts 0-3", "experts 4-7"]
+    report = report_of(graph, {"attention.0": 11}, {}, {"experts.0": 5 << 20}, 1.25, None)
+    assert [process.holds for process in report.processes] == ["embed, attention, gate, head", "experts 0-3", "experts 4-7"]
     shown = []
     for terminal in (False, True):
         out = io.StringIO()
-        print_tables(told, Figures.of([]), Console(file=out, force_terminal=terminal, width=80, color_system=None))
+        print_tables(report, Figures.of([]), Console(file=out, force_terminal=terminal, width=80, color_system=None))
         shown.append(re.sub(r"[ ─]+", " ", out.getvalue()))
         assert max(map(cell_len, out.getvalue().split("\n"))) <= 80
     for text in ("experts.0 0 experts 0-3 ", "5.0 MiB", "attention.0 experts.1", "time to first token - - -", "start: 1.25 s"):
@@ -188,10 +191,10 @@ def test_tables_break_between_words_only(graph: Graph) -> None:
     """The widest process that fits no line of 80: full pids, two transports, hundreds of gibibytes, many ranges of experts."""
     ids = "0-4,9-12,17,33,41-44,60,71,80,91,100-107,128-255"
     process = ProcessReport("attention.0", 4194303, f"embed, attention, experts {ids}", ("shm", "zmq"), 123 << 30, 1.0, 1, 1)
-    told = replace(account(graph, {}, {}, {}, 1.25, None), processes=(process,))
+    report = replace(report_of(graph, {}, {}, {}, 1.25, None), processes=(process,))
     for width in (80, 100):
         out = io.StringIO()
-        print_tables(told, Figures.of([]), Console(file=out, force_terminal=True, width=width, color_system=None))
+        print_tables(report, Figures.of([]), Console(file=out, force_terminal=True, width=width, color_system=None))
         shown = out.getvalue().split("between processes")[0]
         words = set(re.split(r"[\s,]+", shown))
         assert {*ids.split(","), "embed", "attention", "shm", "zmq", "attention.0", "4194303", "GiB"} <= words
@@ -218,33 +221,53 @@ def test_doctor_breaks_between_words_on_a_terminal_and_nowhere_else() -> None:
 def test_figures() -> None:
     first, second, third = record(0), record(1), record(2)
     for seconds in (1.0, 2.0, 4.0):
-        first.note(TokenEvent(0, 0, 1, "a"), seconds)
-    first.note(EndEvent(0, "length"), 4.5)
-    second.note(TokenEvent(1, 0, 1, "b"), 3.0)
+        first.add(TokenEvent(0, 0, 1, "a"), seconds)
+    first.add(EndEvent(0, "length"), 4.5)
+    second.add(TokenEvent(1, 0, 1, "b"), 3.0)
     third.end("error", "no")
     assert first.ttft_seconds == 1.0
     assert first.itl_seconds == [1.0, 2.0]
     figures = Figures.of([first, second, third])
-    assert figures.ttft == Durations(mean=2.0, p50=2.0, p99=pytest.approx(2.98))
-    assert figures.itl == Durations(mean=1.5, p50=1.5, p99=pytest.approx(1.99))
+    assert figures.ttft_seconds == Durations(mean=2.0, p50=2.0, p99=pytest.approx(2.98))
+    assert figures.itl_seconds == Durations(mean=1.5, p50=1.5, p99=pytest.approx(1.99))
     assert (figures.num_tokens, figures.seconds, figures.tokens_per_second) == (4, 4.5, 4 / 4.5)
     first.end("abort")
     assert first.finish_reason == "length", "a request ends once"
 
 
-def test_the_record_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_the_record_replaces_a_file_whole(tmp_path: Path) -> None:
     target = tmp_path / "real.json"
     target.write_text("before")
     link = tmp_path / "link.json"
     link.symlink_to(target)
-    report = {"requests": [record().as_json()], "summary": {"x": 1}}
-    write_json(str(link), report, Output(io.StringIO()))
-    assert json.loads(target.read_text()) == report
+    value = {"requests": [record().as_json()], "summary": {"x": 1}}
+    write_file(str(link), record_text(value))
+    written = json.loads(target.read_text())
+    assert written["requests"][0]["itl_seconds"] == {"mean": None, "p50": None, "p99": None}
+    assert written["summary"] == {"x": 1}
     assert link.is_symlink()
     with pytest.raises(TypeError):
-        write_json(str(target), {"requests": [{"x": object()}], "summary": {}}, Output(io.StringIO()))
-    assert json.loads(target.read_text()) == report
+        record_text({"requests": [{"x": object()}], "summary": {}})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
+
+
+def test_an_output_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "real.json"
+    target.write_text("before")
+
+    def fill_disk(self: Path, text: str, encoding: str) -> int:
+        self.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fill_disk)
+        with pytest.raises(UserError, match="No space left on device"):
+            write_file(str(target), "after")
+    assert target.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["real.json"]
+    stdout = io.StringIO()
+    write_file("-", "text", stdout)
+    assert stdout.getvalue() == "text"
     with pytest.raises(UserError, match="is a folder"):
         check_writable(str(tmp_path))
 
@@ -255,13 +278,13 @@ def test_output_without_reader_goes_silent_once() -> None:
             raise BrokenPipeError
 
     calls: list[int] = []
-    output = Output(Gone(), lambda: calls.append(1))
+    output = OutputStream(Gone(), lambda: calls.append(1))
     output.write("a")
     output.write("b")
     output.flush()
     assert calls == [1]
     assert output.is_broken
-    assert not output.has_lost_words  # nobody wanted them
+    assert not output.has_lost_output  # its reader did not want it
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
@@ -270,15 +293,15 @@ def test_an_output_that_cannot_be_written_says_why_and_does_not_raise(error: Exc
         def flush(self) -> None:
             raise error
 
-    output = Output(Full())
+    output = OutputStream(Full())
     output.write("a")
     output.flush()
     assert output.error is error
-    assert output.has_lost_words
+    assert output.has_lost_output
 
 
 def test_an_output_that_was_closed_from_the_start() -> None:
-    output = Output(None)
+    output = OutputStream(None)
     output.write("a")
     output.flush()
-    assert (output.is_broken, output.has_lost_words, output.isatty()) == (True, True, False)
+    assert (output.is_broken, output.has_lost_output, output.isatty()) == (True, True, False)

@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.figures import MAX_PAIRS, MIN_PAIRS, Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_report, say, write_report
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_report, say
+from flowrt.output_file import json_text, write_file
 
 BLOCK_SECONDS = 0.05  # of one measurement of something short: long beside a wake-up, short beside the drift of a machine's load
 
@@ -68,7 +69,7 @@ def run_benchmark(
     report = BenchmarkReport(name, machine.afterwards(), figures, notes, sections, details or {})
     print_report(report, new_console(json))
     if json is not None:
-        write_report(json, report)
+        write_file(json, json_text(report.record()))
     return report
 
 

@@ -11,12 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flowrt.bench.report.figures import MIN_PAIRS, Figure, format_amount
-from flowrt.errors import UserError
 from flowrt.launcher.transport_choice import usable_cores
 
 PACKAGES = ("flowrt", "torch", "pyzmq", "uvloop", "ucxx", "ray", "xoscar")
@@ -77,16 +75,15 @@ class BenchmarkReport:
     def details(self) -> dict[str, Any]:
         return {**self.about, **{section.key: section.record for section in self.sections}}
 
-    def as_json(self) -> bytes:
-        """Infinities, which JSON does not have, are null."""
-        record = {
+    def record(self) -> dict[str, Any]:
+        """The report for `json_text`."""
+        return {
             "benchmark": self.benchmark,
             "machine": self.machine,
             "figures": [figure.as_json() for figure in self.figures],
             "notes": self.notes,
             "details": self.details,
         }
-        return msgspec.json.format(msgspec.json.encode(record)) + b"\n"
 
 
 def print_report(report: BenchmarkReport, console: Console) -> None:
@@ -131,17 +128,6 @@ def new_console(json: str | None) -> Console:
     """Standard output, or standard error when the JSON goes to standard output."""
     out = sys.stderr if json == "-" else sys.stdout
     return Console(file=out, width=None if out.isatty() else 160, highlight=False)
-
-
-def write_report(path: str, report: BenchmarkReport) -> None:
-    """As JSON; "-" is standard output. Raises UserError when it cannot be written."""
-    try:
-        if path == "-":
-            sys.stdout.write(report.as_json().decode())
-        else:
-            Path(path).write_bytes(report.as_json())
-    except OSError as error:
-        raise UserError(f"--json {path}: cannot be written ({error.strerror}); give a path in an existing folder") from error
 
 
 def say(text: str) -> None:

@@ -1,0 +1,96 @@
+"""Options of `flowrt run`, with their help and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from cyclopts import Group, Parameter, Token
+
+from flowrt.errors import UserError
+
+
+def read_number(kind: Any, tokens: Sequence[Token]) -> int | float:
+    """Reads numbers as JSON does: the parser itself accepts 1.5 and 0x10 as whole numbers."""
+    from flowrt.cli.prompts import option_number
+
+    try:
+        return option_number(int if int in (kind, *get_args(kind)) else float, tokens[0].value)
+    except ValueError as error:
+        raise UserError(f"{tokens[0].keyword} {error}") from None
+
+
+_PROMPTS = Group("Prompts", sort_key=1)
+_SAMPLING = Group(
+    "Sampling",
+    default_parameter=Parameter(converter=read_number),
+    help="Apply to every prompt; a line of --prompts may override them.",
+    sort_key=2,
+)
+_OTHER = Group("Graph and output", sort_key=3)
+_Int: TypeAlias = int | None
+_Float: TypeAlias = float | None
+
+
+@Parameter(name="*", group=_SAMPLING)
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Sampling parameters for every prompt. None: not given."""
+
+    max_tokens: Annotated[_Int, Parameter(help="Maximum of new tokens per answer. [default: limits.max_tokens of the graph]")] = None
+    temperature: Annotated[_Float, Parameter(help="0 is greedy. [default: 0]")] = None
+    top_p: Annotated[_Float, Parameter(help="Sample from the most likely tokens that make up this probability. [default: 1, off]")] = None
+    top_k: Annotated[_Int, Parameter(help="Sample from this many of the most likely tokens. [default: 0, off]")] = None
+    seed: Annotated[_Int, Parameter(help="Seed of the sampling; the same seed gives the same answer. [default: new per request]")] = None
+    min_tokens: Annotated[_Int, Parameter(help="Minimum of new tokens per answer. [default: 0]")] = None
+    n: Annotated[_Int, Parameter(help="Number of answers per prompt; the first is shown, --json has all. [default: 1]")] = None
+    presence_penalty: Annotated[_Float, Parameter(help="Subtract this from the logit of each token in the answer. [default: 0]")] = None
+    frequency_penalty: Annotated[_Float, Parameter(help="Subtract this once per occurrence in the answer. [default: 0]")] = None
+    repetition_penalty: Annotated[_Float, Parameter(help="Divide the logits of tokens in prompt and answer by this. [default: 1, off]")] = (
+        None
+    )
+    logprobs: Annotated[_Int, Parameter(help="Write each token's logprob and those of the N most likely (up to 20) to --json.")] = None
+
+
+@Parameter(name="*", group=_OTHER)
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The other options of a run. None: not given."""
+
+    prompt: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative=(), show_default=False, group=_PROMPTS, help="Answer this prompt; repeatable. If it begins with a dash: --prompt=TEXT."
+        ),
+    ] = ()
+    prompts: Annotated[
+        str | None,
+        Parameter(
+            group=_PROMPTS,
+            allow_leading_hyphen=True,
+            help='Read prompts from this JSON lines file ("-": standard input): {"prompt": text} or {"prompt_token_ids": [...]}, optional '
+            "max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos and the other options of Sampling. With neither option, the "
+            "graph file's own prompts are answered.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
+    ] = False
+    model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; may be given several times."
+        ),
+    ] = ()
+    json: Annotated[
+        str | None, Parameter(allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.')
+    ] = None
+    chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+500ms,kill:monitor@2s".')] = (
+        None
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
+        "warning"
+    )
