@@ -271,8 +271,8 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 # Faults
 
 _KINDS = {
-    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 3, "duplicate": 8, "skew": 5,
-    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 8, "fork_server": 5, "permanent": 6,
+    "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
+    "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 5, "permanent": 6,
 }  # fmt: skip
 
 

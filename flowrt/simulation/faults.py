@@ -47,7 +47,7 @@ class Faults:
         self._scenario = scenario
         self._parks: Counter[str] = Counter()
         self._ends: dict[int, _End] = {}  # the ends of active faults, by fault number
-        self._begun: list[AnyFault] = []
+        self._begun: list[tuple[float, AnyFault]] = []
         self._over = False
         for fault in scenario.faults:
             if isinstance(fault, TinyQueues):
@@ -57,11 +57,15 @@ class Faults:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
 
     def has_met(self, process: str) -> bool:
-        """Whether a fault has begun that permits the run to mark the process dead or lose it: a crash, a standstill, late messages to the
-        launcher, or lost connections. Processes that share an OS process share faults."""
+        """Whether a fault has begun that permits the run to mark the process dead or lose it."""
+        return self.met_seconds(process) is not None
+
+    def met_seconds(self, process: str) -> float | None:
+        """The time at which the first such fault began: a crash, a standstill, late messages to the launcher, or lost connections.
+        Processes that share an OS process share faults."""
         processes = self._world.processes
         together = {name for name in processes if processes[name] is processes.get(process)} | {process}
-        return any(not together.isdisjoint(fault.processes) and _silences(fault) for fault in self._begun)
+        return next((at for at, fault in self._begun if _silences(fault) and not together.isdisjoint(fault.processes)), None)
 
     def begin(self) -> None:
         loop = self._world.loop
@@ -76,7 +80,7 @@ class Faults:
     def _begin(self, number: int, fault: AnyFault) -> None:
         if self._over:
             return
-        self._begun.append(fault)
+        self._begun.append((self._world.loop.time(), fault))
         end = self._befall(fault)
         if end is not None:
             self._ends[number] = end

@@ -121,9 +121,13 @@ def _num_server_losses(graph: Graph, scenario: Scenario) -> int:
 
 def _lost_long_enough(graph: Graph, scenario: Scenario, client: ClientRecord) -> bool:
     """Whether an expert was unavailable long enough to end the request, measured by the fastest clock of the scenario."""
-    fastest = max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
-    lost_seconds = fastest * (client.outage_seconds + LOOKED_SECONDS)
+    lost_seconds = fastest_clock(scenario) * (client.outage_seconds + LOOKED_SECONDS)
     return scenario.expect != "tokens" and lost_seconds >= graph.reliability.unavailable_expert_seconds
+
+
+def fastest_clock(scenario: Scenario) -> float:
+    """The highest rate of any clock."""
+    return max([1.0, *(fault.rate for fault in scenario.faults if isinstance(fault, Skew))])
 
 
 def _check_tokens(index: int, client: ClientRecord, reference: Reference, whole: bool) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import Launcher
+from flowrt.reliability.detector import SEEN_SHARE
 from flowrt.simulation.errors import InvariantError
+from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside
 from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
@@ -17,7 +19,6 @@ from flowrt.simulation.world import Process, World
 
 UNASKED_SECONDS = 0.5  # a part waits at most so long for a replica that is there: looks are some milliseconds apart, by any clock
 LOOKS_APART_SECONDS = 0.1  # between looks for such parts
-FASTEST_CLOCK = 2.0  # that is drawn
 _COUNTED = {
     events.WorkerRestarted: "restarted",
     events.WorkerGivenUp: "stayed down",
@@ -28,14 +29,17 @@ _COUNTED = {
 
 
 class ServerChecks:
-    """`is_faulty(name)`: whether a fault met this process, or its links, after which the run may mark it dead or lose it."""
+    """Checks one run."""
 
-    def __init__(self, world: World, graph: Graph, launcher: Launcher, outages: Outages, is_faulty: Callable[[str], bool]) -> None:
-        self._world, self._launcher, self._outages, self._is_faulty = world, launcher, outages, is_faulty
+    def __init__(self, world: World, graph: Graph, launcher: Launcher, outages: Outages, faults: Faults, fastest_clock: float) -> None:
+        """`fastest_clock`: the highest rate of any clock."""
+        self._world, self._launcher, self._outages, self._faults = world, launcher, outages, faults
+        self._is_faulty = faults.has_met
+        self._evidence_seconds = SEEN_SHARE * graph.reliability.dead_seconds / fastest_clock
         self.mortal = sorted(mortal(graph))
         self.counts: Counter[str] = Counter()
         self.down: set[str] = set()  # given up
-        self._suspect_seconds = graph.reliability.suspect_seconds
+        self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
         self._looked_at = 0.0
@@ -59,10 +63,12 @@ class ServerChecks:
             case events.Straggler(name, seconds):
                 self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")
             case events.WorkerMarkedDead(name, why):
-                if not self._is_faulty(name):
+                if (met := self._faults.met_seconds(name)) is None:
                     self._wrong.append(f"{name} was marked dead, and no fault met it: {why}")
+                elif now < met + self._evidence_seconds:
+                    self._wrong.append(f"{name} was marked dead after {now - met:.3f} s, before there could be evidence: {why}")
             case events.WorkerSuspected(name, why) if why.startswith("no heartbeat"):  # for a client's complaint any may be suspected
-                if now < self._began[name] + self._suspect_seconds / FASTEST_CLOCK:
+                if now < self._began[name] + self._suspect_seconds:
                     self._wrong.append(f"{name} was suspected before it could have been silent for so long: {why}")
                 if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
                     self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats stood still: {why}")

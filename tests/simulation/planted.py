@@ -51,6 +51,7 @@ FALLBACK = "flowrt.actors.fallback"
 RESEND_BUFFER = "flowrt.actors.resend_buffer"
 CODEC = "flowrt.transports.wire.codec"
 ENDPOINT = "flowrt.transports.channel.queued"
+HANDSHAKE = "flowrt.transports.wire.handshake"
 
 BUGS: tuple[Bug, ...] = (
     # tags and matching
@@ -182,8 +183,6 @@ BUGS: tuple[Bug, ...] = (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
-    bug("noted-after-rollback", "a tag that was rolled back while it was cut is noted", (
-        CLIENT, "ExpertClient.add_tag", "if tag.epoch < self._epochs.get(tag.source, 0):", "if False:")),
     bug("asked-before-linked", "a new life is asked before its link is up", (
         MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)",
         "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
@@ -204,8 +203,6 @@ BUGS: tuple[Bug, ...] = (
     bug("old-life-read", "messages of a life that is over are read on", (
         LINKS, "Links._end", "reader.cancel()", "pass"), (
         LINKS, "Links._end", "link.end()", "pass")),
-    bug("any-life-will-do", "the end of an old life ends the life that counts", (
-        INCARNATIONS, "Incarnations.end", "self._current.get(identity.name) != identity.incarnation", "identity.name not in self._current")),
     # heartbeats and the monitor
     body("heartbeats-of-the-dead", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
          "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.heard_at = now\nreturn []"),
@@ -222,16 +219,12 @@ BUGS: tuple[Bug, ...] = (
     body("addresses-of-the-first", "a restarted process keeps the addresses of its first incarnation", INTRODUCTION, "Introduction.wait_loaded",
          "if not await self._wait('loading', {line: line.listening for line in lines}):\n    return False\nfor line in lines:\n    self.addresses.setdefault(line.name, line.listening.result().addresses)\nreturn True"),
     body("incarnation-kept", "a restarted process has the incarnation of the dead one", LAUNCHER, "Launcher.renew", "pass"),
-    body("death-unannounced", "neighbours are not notified of a death", RESTARTS, "Revival._leave", "line.is_known_over = True"),
     body("joined-unsent", "neighbours are notified of deaths but not of new incarnations", RESTARTS, "Revival._tell_others",
          "for name in names:\n    other = self._run.workers.get(name)\n    if other is not None and other.host != line.host and not other.is_over and type(control).__name__ != 'PeerJoined':\n        other.post(control)"),
     body("exit-ignored", "a process that ended is not started again", RESTARTS, "Revival.on_exit", "self.on_gone(host)"),
-    body("hang-up-ignored", "a process that closed its control connection is left alone", RESTARTS, "Revival.on_line_end", "line.answer_for_it()"),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RESTARTS, "Revival.condemn", "pass"),
     body("exits-unheard", "the backend's exit notices are dropped", HOSTS, "Hosts.on_exited", "pass"),
     body("backend-loss-unheard", "the end of the fork server is not noticed", HOSTS, "Hosts.on_backend_lost", "pass"),
-    body("any-process-of-the-name", "the exit of an earlier incarnation counts for the present one", HOSTS, "Hosts.on_dying",
-         "self.on_gone(process.spec.name)"),
     body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
     body("stop-unsent", "workers are not told to stop", CONNECTION, "ControlConnection.tell_stop", "self.told_to_stop = True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
@@ -254,11 +247,31 @@ BUGS: tuple[Bug, ...] = (
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
     body("offer-dropped", "the peer's call of a lazy channel is dropped", LAZY, "LazyChannel.offer", "pass"),
-    body("never-called", "a lazy channel is not opened by what is sent", LAZY, "LazyChannel.send_nowait",
-         "return self._channel.send_nowait(message) if self._channel is not None else False"),
+    bug("never-called", "a lazy channel is not opened by what is sent", (
+        LAZY, "LazyChannel.send_nowait", "self._step(Event.WANTED)", "pass"), (
+        LAZY, "LazyChannel._ready", "self._step(Event.WANTED)", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
         FALLBACK, "FallbackChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
     body("resent-taken-twice", "a message that was sent again after a fallback is taken twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
+    body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyChannel._mark", "return True"),
+    bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
+        FALLBACK, "FallbackChannel._fall_back", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
+    bug("resend-position-unsent", "after a fallback, the peer does not learn where resending begins", (
+        FALLBACK, "FallbackChannel._fall_back", "_protocol_message(_RESUME, self.buffer.first), ", "")),
+    bug("fallback-forgets-sender", "a sender that waits during a fallback is not woken", (
+        FALLBACK, "FallbackChannel._wake", "self._opened.set_result(None)", "pass")),
+    bug("resend-skips-oldest", "the oldest unacknowledged message is not sent again", (
+        RESEND_BUFFER, "ResendBuffer.begin", "return list(self.kept)", "return list(self.kept)[1:]")),
+    # handshake
+    bug("proof-without-peer-nonce", "an end proves the key over its own hello only", (
+        HANDSHAKE, "Handshake._mac", "if self.role == 'connector' else (self._peer_hello, self._hello)", "if True else ()")),
+    bug("incarnation-unread", "the handshake drops the peer's incarnation", (
+        HANDSHAKE, "Handshake._read_hello", "Identity(hello.name, hello.incarnation)", "Identity(hello.name)")),
+    bug("done-before-proof", "the connector is done when it has read the listener's hello", (
+        HANDSHAKE, "Handshake._take", "self._read_hello(body)", "self._read_hello(body)\n        self.done = self.role == 'connector'")),
+    # hedging
+    bug("hedged-ids-reused", "a part cut a second time gets the ids of the first cut", (
+        CLIENT, "ExpertClient._split", "first = len(entry.parts)", "first = entry.num_first")),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
         ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",
