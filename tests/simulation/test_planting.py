@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_there_are_enough_and_each_has_a_name() -> None:
-    assert len(BUGS) >= 90
+    assert len(BUGS) >= 120
     assert len({bug.name for bug in BUGS}) == len(BUGS)
 
 
@@ -57,14 +57,27 @@ def test_a_module_that_is_loaded_already_cannot_be_planted() -> None:
         plant(Bug("late", "", (Edit("pathlib", "Path.exists", "", ""),)))
 
 
-def test_the_search_finds_bugs_and_says_when_it_does_not() -> None:
+def run_search(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tests/simulation/plant.py", "--control-seeds", "3", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_search_finds_bugs_by_different_invariants() -> None:
     names = ["epoch-unchecked", "parts-overwrite", "credit-lost"]
-    command = [sys.executable, "tests/simulation/plant.py", "--control-seeds", "3", "--seeds"]
-    found = subprocess.run([*command, "40", "--only", ",".join(names)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    found = run_search("--seeds", "40", "--processes", "2", "--only", ",".join(names))
     assert found.returncode == 0, found.stdout + found.stderr
     assert "3 of 3 planted bugs found" in found.stdout
     rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
     assert [rows[name] for name in names] == ["I2", "I1", "deadlock"]
-    missed = subprocess.run([*command, "1", "--only", "epoch-unchecked"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_search_finds_a_kept_claim_where_pages_are_few() -> None:
+    found = run_search("--graphs", "tests/simulation/graphs/tight.yaml", "--seeds", "40", "--only", "claim-kept")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "claims the next free page and does not run" in found.stdout
+
+
+def test_search_reports_bugs_that_it_does_not_find() -> None:
+    missed = run_search("--seeds", "1", "--only", "epoch-unchecked")
     assert missed.returncode == 1
     assert "0 of 1 planted bugs found" in missed.stdout
