@@ -6,6 +6,7 @@ Dispatch and Combine are the functions of the nodes of those names. Dispatch sen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +50,10 @@ class Combine:
     Parts are added in plan order, not in order of arrival, so the sum does not depend on the servers' speed. With strict numerics
     parts carry one unweighted row per pair, so the sum does not depend on the placement either. A pair of an unavailable expert that
     was left out adds nothing; the weights of the other pairs are unchanged.
+
+    Raises OperatorError when a response is not finite for a finite input row: its server computes wrongly, or the weights or the dtype
+    do not fit the rows. The sender is not fenced, because every replica has the same weights and would follow. Rows that were not
+    finite before continue: the head ends their requests.
     """
 
     def __init__(self, client: ExpertClient, strict: bool = False) -> None:
@@ -71,5 +76,9 @@ class Combine:
         parts_added = [(index, response.tensors[0]) for index, response in zip(where, responses, strict=True)]
         if self._strict and (left_out := self._client.omitted.parts.get(firing.tag)) is not None:
             parts_added.append((left_out.pair_P, residual_TH.new_zeros(len(left_out.pair_P), residual_TH.shape[1])))
+        y_TH = combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added)
+        wide = torch.float32 if y_TH.dtype is torch.float16 else None
+        if not math.isfinite(y_TH.sum(dtype=wide).item()):  # NaN and infinity carry into the sum, which costs less than a copy
+            self._client.check_finite(firing.tag, numbers, [response.tensors[0] for response in responses])
         self._client.forget(firing.tag)
-        return {"y": Payload((combine_pairs(residual_TH, plan[0], parts_added) if self._strict else combine(residual_TH, parts_added),))}
+        return {"y": Payload((y_TH,))}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
+from flowrt.dataflow.region import OperatorError
 from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.operators.dispatch import UNAVAILABLE, Part, ReplicaTable, repartition
 from flowrt.reliability.expert_map import ExpertMap, Replicas
@@ -74,20 +75,20 @@ class ReplicaTables:
 class ExpertClient:
     """Expert map and outstanding parts of one client. `expert_map` is the placement of the graph, with every server alive.
 
-    Servers are numbers, as in the ports "server<s>". `now` returns the time in seconds.
+    Servers are numbers, as in the ports "server<s>"; `processes` are their names. `now` returns the time in seconds.
     """
 
     def __init__(
-        self, expert_map: ExpertMap, num_servers: int, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
+        self, expert_map: ExpertMap, processes: Sequence[str], device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._full = expert_map
-        self._num_servers, self._device, self._now = num_servers, device, now
+        self.processes, self._num_servers, self._device, self._now = processes, len(processes), device, now
         self._lost: set[int] = set()
         self._outstanding: dict[Tag, OutstandingTag] = {}
         self._epochs: dict[str, int] = {}
         self._tables_in_use: ReplicaTables | None = None  # of the tag that is being split now
         self._late_servers: frozenset[int] = frozenset()  # servers whose response is late: until it arrives, others are preferred
-        self.hedging = HedgingPolicy(num_servers)
+        self.hedging = HedgingPolicy(len(processes))
         self.omitted = OmittedExperts(now)
         self.num_redispatched = 0  # parts that were split again
         self._change(expert_map)
@@ -140,6 +141,19 @@ class ExpertClient:
         """The parts with these ids. None for a tag that was rolled back meanwhile."""
         entry = self._outstanding.get(tag)
         return None if entry is None else [entry.parts[number] for number in numbers]
+
+    def check_finite(self, tag: Tag, numbers: Sequence[int], responses: Sequence[Tensor]) -> None:
+        """Raises OperatorError if a response to these parts is not finite although its rows are. A strict response has a row per pair."""
+        entry = self._outstanding.get(tag)
+        if entry is None:
+            return
+        is_finite_T = entry.x_TH.isfinite().all(dim=1)
+        for number, y in zip(numbers, responses, strict=True):
+            part = entry.parts[number]
+            rows = part.rows_R if len(y) == len(part.rows_R) else part.rows_R[part.row_P]
+            if not y[is_finite_T[rows]].isfinite().all():
+                name = self.processes[part.server]
+                raise OperatorError(f"{name} returned NaN or infinity in layer {tag.layer}; check the weights, or run in a wider dtype")
 
     @property
     def has_waiting_parts(self) -> bool:

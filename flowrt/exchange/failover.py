@@ -46,7 +46,6 @@ class Failover:
             for edge in graph.edges.values()
             if edge.target == self._combine and edge.response_to is not None
         }
-        self._name_of = {server: process for process, servers in self._servers.items() for server in servers}
 
     def begin(self, runner: Runner, may_redispatch: Callable[[Tag, int], bool] = lambda tag, num_losses: True) -> None:
         """`may_redispatch(tag, num_losses)`: whether to resend a part lost with that many servers. False: its step has ended."""
@@ -116,7 +115,8 @@ class Failover:
         found: dict[str, tuple[float, float]] = {}
         for tag in self._client.tags:
             for server, late in self._client.overdue(tag, partial(self._runner.missing, self._combine, self._gather, tag)).items():
-                found[self._name_of[server]] = max(late, found.get(self._name_of[server], late))
+                process = self._client.processes[server]
+                found[process] = max(late, found.get(process, late))
         return found
 
     def on_unsent(self, output: RoutedOutput) -> None:
@@ -149,7 +149,7 @@ class Failover:
         experts = self._client.unavailable_experts
         if not experts:
             return None
-        lost = ", ".join(sorted({self._name_of[server] for server in self._client.lost}))
+        lost = ", ".join(sorted({self._client.processes[server] for server in self._client.lost}))
         some = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
         return f"no replica is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
 

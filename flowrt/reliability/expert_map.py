@@ -30,11 +30,6 @@ class ExpertMap:
                 if any(server < 0 for server in servers) or list(servers) != sorted(set(servers)):
                     raise ValueError(f"expert {expert} lies on servers {list(servers)}; give each server once, ascending, from 0")
 
-    @classmethod
-    def from_held(cls, held: Mapping[int, Sequence[int]], num_experts: int, version: int = 0) -> ExpertMap:
-        """The map for `held` (server -> its experts), the same in all layers. Raises ValueError for an expert id that is too large."""
-        return cls(servers_by_expert(held, num_experts), version=version)
-
     @property
     def num_experts(self) -> int:
         return len(self.replicas)

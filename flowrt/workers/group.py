@@ -81,7 +81,10 @@ class Group:
         self._fail_step(tag, f"a step of this request failed twice: {error}")
 
     def may_redispatch(self, tag: Tag, num_losses: int) -> bool:
-        """Whether to redispatch a part that was lost `num_losses` times. False: the step may be the cause and is rolled back."""
+        """Whether to redispatch a part that was lost `num_losses` times. False: the step may be the cause and is rolled back.
+
+        Each group decides for itself: a request lives in one group, so no other group loses servers to it.
+        """
         if num_losses < MAX_LOSSES and not self._engine.is_suspect_step(tag.micro_batch, tag.step):
             return True
         self._fail_step(tag, "expert servers died or hung again and again while they computed a part of this request")

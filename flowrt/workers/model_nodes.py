@@ -242,4 +242,6 @@ def expert_client(
     graph: Graph, node: Node, config: ModelConfig, device: torch.device | str = "cpu", now: Callable[[], float] = lambda: 0.0
 ) -> ExpertClient:
     """The client of a dispatch node, with the expert map of the graph."""
-    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), len(node.options["servers"]), device, now)
+    process_of = {edge.source_port: graph.nodes[edge.target].process for edge in graph.edges_from(node.name)}
+    processes = [process_of[f"server{server}"] for server in range(len(node.options["servers"]))]
+    return ExpertClient(expert_map_of(graph, node.name, config.moe_layers, config.num_experts), processes, device, now)

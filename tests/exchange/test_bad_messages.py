@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from exchange.message_fuzz import Fuzz, schemas_of
-from exchange.test_failover import WIDTH, Client, answer
+from exchange.test_failover import WIDTH, Client, answer, expected
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.outbound_edges import CreditHeader
@@ -71,6 +71,39 @@ def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     client.die(1)  # as when its link has ended
     client.serve_all()
     client.check((7,))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+def test_response_that_is_not_finite_fails_the_step_with_its_sender(strict: bool, value: float) -> None:
+    client = Client(strict, schemas=schemas_of)
+    client.begin(3)
+    request = client.asked[1].popleft()
+    payload = from_message(request)
+    y = answer(*payload.tensors, strict)
+    y[-1, 2] = value
+    client.runner.accept("experts.1", to_message(Payload((y,), payload.header), client.response_edge(1), request.tag))
+    client.serve_all()
+    ((tag, error),) = client.failures
+    assert tag.step == 3
+    assert "experts.1 returned NaN or infinity in layer 0" in str(error)
+    assert not client.ends
+    client.runner.roll_back("s@1", 1)
+    client.failover.roll_back("s@1", 1)
+    client.begin(3, epoch=1)
+    client.serve_all()
+    client.check((3,))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+def test_row_that_was_not_finite_before_goes_on_to_the_head(strict: bool) -> None:
+    client = Client(strict, schemas=schemas_of)
+    client.begin(3, value=torch.nan)
+    client.serve_all()
+    ((_, y),) = client.ends
+    assert not client.failures
+    assert torch.equal(y[:-1], expected()[:-1])
+    assert y[-1, 0].isnan()
 
 
 def test_more_requests_than_credits_are_refused() -> None:

@@ -14,7 +14,7 @@ from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Edge, Graph, Node, PortSpec
 from flowrt.operators.dispatch import UNAVAILABLE
-from flowrt.reliability.expert_map import ExpertMap
+from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 from flowrt.seams import RealClock
 from flowrt.transports.wire.message import Tag
 
@@ -82,7 +82,7 @@ class Client:
     def __init__(self, strict=False, fences=False, schemas=lambda client: {}):
         self.strict = strict
         self.graph = graph()
-        self.client = ExpertClient(ExpertMap.from_held(SERVERS, NUM_EXPERTS), len(SERVERS))
+        self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
         self.failover = Failover(self.graph, "dispatch", self.client)
         self.asked = {server: deque() for server in SERVERS}
         self.ends, self.suspects, self.failures = [], [], []
@@ -113,8 +113,12 @@ class Client:
     def end(self, firing: Firing):
         self.ends.append((firing.tag, firing.inputs["y"].tensors[0]))
 
-    def begin(self, step=0, epoch=0):
-        outputs = {"x": Payload((X_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
+    def begin(self, step=0, epoch=0, value=None):
+        """`value`: of the first column of the last input row."""
+        x_TH = X_TH.clone()
+        if value is not None:
+            x_TH[-1, 0] = value
+        outputs = {"x": Payload((x_TH, POSITIONS_T)), "routing": Payload((IDS_TA, WEIGHTS_TA)), "residual": Payload((X_TH,))}
         self.runner.emit("source", Tag("s@1", step=step, epoch=epoch), outputs)
         self.runner.settle()
 

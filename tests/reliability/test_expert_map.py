@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 
 MAPS = st.builds(
-    lambda held, num: ExpertMap.from_held({server: [e for e in experts if e < num] for server, experts in held.items()}, num),
+    lambda held, num: ExpertMap(servers_by_expert({server: [e for e in experts if e < num] for server, experts in held.items()}, num)),
     st.dictionaries(st.integers(0, 5), st.sets(st.integers(0, 7)), max_size=6),
     st.integers(1, 8),
 )
 
 
 def test_both_directions() -> None:
-    experts = ExpertMap.from_held({0: [0, 1], 1: [1, 2]}, num_experts=4)
+    experts = ExpertMap(servers_by_expert({0: [0, 1], 1: [1, 2]}, 4))
     assert experts.replicas == ((0,), (0, 1), (1,), ())
     assert experts.servers_of(1) == (0, 1)
     assert experts.missing() == (3,)
@@ -23,14 +23,14 @@ def test_both_directions() -> None:
 
 
 def test_a_server_leaves() -> None:
-    experts = ExpertMap.from_held({0: [0, 1], 1: [1]}, num_experts=2)
+    experts = ExpertMap(servers_by_expert({0: [0, 1], 1: [1]}, 2))
     fewer = experts.without_server(0)
     assert (fewer.replicas, fewer.version, fewer.missing()) == (((), (1,)), 1, (0,))
     assert experts.replicas == ((0,), (0, 1)), "the first map has not changed"
 
 
 def test_nothing_changes_nothing() -> None:
-    experts = ExpertMap.from_held({0: [0, 1]}, num_experts=2)
+    experts = ExpertMap(servers_by_expert({0: [0, 1]}, 2))
     assert experts.without_server(7) is experts
 
 
@@ -54,7 +54,7 @@ def test_impossible_maps() -> None:
 
 
 @given(MAPS, st.integers(0, 6))
-def test_without_touches_only_that_server(experts: ExpertMap, server: int) -> None:
+def test_without_server_touches_only_that_server(experts: ExpertMap, server: int) -> None:
     fewer = experts.without_server(server)
     assert server not in fewer.servers
     for expert in range(experts.num_experts):
