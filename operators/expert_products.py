@@ -35,8 +35,6 @@ PROFILE_SECONDS = 0.4  # time limit: no further load is measured after it
 class LayerExperts(ABC):
     """The held experts of one layer, numbered in the order in which they were read."""
 
-    nbytes: int
-
     @abstractmethod
     def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
         """y_PH: each row of x_PH through its expert. Rows are sorted by expert; `counts_E` (int64) is the row count of each held expert."""
@@ -95,7 +93,6 @@ class GroupedExperts(LayerExperts):
 
     def __init__(self, experts: Sequence[tuple[Product, Product]]) -> None:
         self._experts = tuple(experts)
-        self.nbytes = sum(gate_up.nbytes + down.nbytes for gate_up, down in self._experts)
 
     def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
         return self.run_counted(x_PH, counts_E.tolist())
@@ -136,7 +133,6 @@ class StackedExperts(LayerExperts):
         """gate_up [n, 2F, H], down [n, H, F]."""
         self._gate_up, self._down, self._profile = gate_up, down, profile
         self._grouped = _grouped(gate_up, down, shared_form(gate_up))
-        self.nbytes = self._grouped.nbytes
 
     def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
         counts: list[int] = counts_E.tolist()
@@ -154,7 +150,6 @@ class DeviceExperts(LayerExperts):
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [n, 2F, H], down [n, H, F]."""
         self._gate_up, self._down = gate_up, down
-        self.nbytes = gate_up.nbytes + down.nbytes
 
     def run(self, x_PH: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0).to(torch.int32)

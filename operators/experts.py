@@ -63,16 +63,6 @@ class Experts:
         self._how: Form | Profile | None = None  # how experts are held: None before the first layer is read
         self._layers = {layer: self._read_layer(checkpoint, layer, tuple(experts)) for layer, experts in held.items()}
 
-    @property
-    def held(self) -> dict[int, tuple[int, ...]]:
-        """The expert ids held, by layer."""
-        return {layer: experts.expert_ids for layer, experts in self._layers.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights held."""
-        return sum(held.experts.nbytes for held in self._layers.values())
-
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
         """y_RH: for each row the weighted sum over its pairs, added in pair order. A row without pairs is zero.
 

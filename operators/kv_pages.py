@@ -61,10 +61,6 @@ class KvPages:
         except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
             raise ModelError(f"{asked}, which {device} does not have; use fewer pages") from error
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in range(self.num_layers) for tensor in self.blocks(layer))
-
     def blocks(self, layer: int) -> tuple[Tensor, ...]:
         """The tensors of a layer, [num_pages, page_size, K, D] each. A transfer of a page moves its row of each tensor."""
         keys = self.keys_GCKD[layer]

@@ -43,8 +43,8 @@ PANEL_OUTPUTS, PANEL_INPUTS = 16, 32  # the dimensions of a matrix in panels are
 class Product(ABC):
     """x @ weight.T (+ bias) for a matrix [N, K] that is held in some form."""
 
-    def __init__(self, shape: tuple[int, int], nbytes: int) -> None:
-        self.shape, self.nbytes = shape, nbytes
+    def __init__(self, weight_NK: Tensor) -> None:
+        self.shape = weight_NK.shape[0], weight_NK.shape[1]
 
     @abstractmethod
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -55,7 +55,7 @@ class Plain(Product):
     """Holds the matrix unchanged and uses torch's product."""
 
     def __init__(self, weight_NK: Tensor) -> None:
-        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        super().__init__(weight_NK)
         self.weight_NK = weight_NK
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class Packed(Product):
     """Holds the matrix in the memory order of oneDNN; the plain matrix is not kept."""
 
     def __init__(self, weight_NK: Tensor) -> None:
-        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        super().__init__(weight_NK)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous())
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ class Panels(Product):
     """Holds the matrix in panels of 16 outputs, column by column. A column is 32 bits: one float32 or two bfloat16 (_panels.c)."""
 
     def __init__(self, weight_NK: Tensor) -> None:
-        super().__init__((weight_NK.shape[0], weight_NK.shape[1]), weight_NK.nbytes)
+        super().__init__(weight_NK)
         columns = weight_NK.contiguous().view(torch.float32)
         self._panels = columns.view(-1, PANEL_OUTPUTS, columns.shape[1]).transpose(1, 2).contiguous()
         self._kind, self._dtype = _kinds()[weight_NK.dtype], weight_NK.dtype

@@ -8,39 +8,29 @@ pages count as resident until they are unmapped, so a loading server would use t
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
 from torch import Tensor
 
 from flowrt.operators.families.config_file import read_config_file, regular_file_bytes
 from flowrt.operators.families.family import PARTS, Piece
 from flowrt.operators.families.registry import family_named
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
-SCRATCH_BYTES = (
-    4 << 20
-)  # tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it)
+# Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
+SCRATCH_BYTES = 4 << 20
 
-STORED_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -60,6 +50,15 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         return STORED_DTYPES[self.stored_dtype]
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+
+
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
 
 
 class Checkpoint:
@@ -86,13 +85,6 @@ class Checkpoint:
                     raise ModelError(f"{self.directory}: tensor {name} is in {both}; an index ({INDEX_NAME}) must say which counts")
                 self._files[name] = path
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def names(self) -> tuple[str, ...]:
-        """All tensor names, sorted."""
-        return tuple(sorted(self._files))
-
     def stored(self, name: str) -> StoredTensor:
         """The location of tensor `name`. Raises ModelError when it is missing or its dtype is not supported."""
         path = self._files.get(name)
@@ -104,11 +96,6 @@ class Checkpoint:
         if tensor.stored_dtype not in STORED_DTYPES:
             raise ModelError(f"tensor {name} in {path} is stored as {tensor.stored_dtype}; {', '.join(STORED_DTYPES)} are supported")
         return tensor
-
-    def has_part(self, config: ModelConfig, part: str, *, layer: int = 0, expert: int = 0) -> bool:
-        """Whether the checkpoint holds `part` in one of its family's layouts."""
-        layouts = family_named(config.family).parts.get(part, ())
-        return any(all(_fill(piece, layer, expert) in self for piece in layout) for layout in layouts)
 
     def read_part(
         self,
@@ -129,9 +116,9 @@ class Checkpoint:
         layouts = family.parts.get(part)
         if not layouts:
             raise ModelError(f"model family {family.name} does not say where part {part!r} lies ({PARTS.get(part, 'unknown part')})")
-        found = [layout for layout in layouts if all(_fill(piece, layer, expert) in self for piece in layout)]
+        found = [layout for layout in layouts if all(_fill(piece, layer, expert) in self._files for piece in layout)]
         if not found:
-            missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self]
+            missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self._files]
             raise ModelError(f"tensor {missing[0]} ({part}) is missing from the checkpoint in {self.directory}")
         if out is None:
             out = torch.empty(shape, dtype=torch_dtype(config), device=device)
@@ -214,7 +201,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 sizes = f"its header would be {header_bytes} bytes of {file_bytes}"
                 raise ModelError(f"{path} is not a safetensors file, or was cut off: {sizes}; copy it again")
-            entries = json.loads(file.read(header_bytes))
+            entries = msgspec.json.decode(file.read(header_bytes), type=dict[str, msgspec.Raw])
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except ModelError:
@@ -222,33 +209,24 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except RecursionError:
         raise ModelError(f"{path} is not a safetensors file: its header is nested too deeply") from None
     except ValueError as error:
-        raise ModelError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(entries, dict):
-        raise ModelError(f"{path} is not a safetensors file: its header is not a mapping")
+        raise ModelError(f"{path} is not a safetensors file: its header is not a JSON object ({error})") from error
     data_start = 8 + header_bytes
     tensors: dict[str, StoredTensor] = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
+    entries.pop("__metadata__", None)
+    for name, raw in entries.items():
         try:
-            stored_dtype, sizes, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            raise ModelError(f"{path}: tensor {name}: its header entry needs dtype, shape and data_offsets") from None
-        if not (isinstance(sizes, list) and len(sizes) <= MAX_DIMENSIONS and all(_is_size(size) for size in (*sizes, begin, end))):
+            entry = msgspec.json.decode(raw, type=_HeaderEntry)
+        except ValueError as error:
             bounds = f"at most {MAX_DIMENSIONS} dimensions, and whole numbers from 0 to {MAX_SIZE}"
-            raise ModelError(f"{path}: tensor {name}: its shape and data_offsets must be lists of {bounds}")
-        shape = tuple(sizes)
-        dtype = STORED_DTYPES.get(str(stored_dtype))  # None: masks or quantized data, refused only when a part asks for them
-        num_bytes = end - begin if dtype is None else prod(shape) * dtype.itemsize
+            raise ModelError(f"{path}: tensor {name}: its shape and data_offsets must be lists of {bounds} ({error})") from None
+        begin, end = entry.data_offsets
+        dtype = STORED_DTYPES.get(entry.dtype)  # None: masks or quantized data, refused only when a part asks for them
+        num_bytes = end - begin if dtype is None else prod(entry.shape) * dtype.itemsize
         if end - begin != num_bytes or data_start + end > file_bytes:
             where = f"bytes {begin} to {end} do not fit its shape or the file's {file_bytes} bytes"
             raise ModelError(f"{path}: tensor {name}: {where}; copy the file again")
-        tensors[name] = StoredTensor(path, data_start + begin, str(stored_dtype), shape)
+        tensors[name] = StoredTensor(path, data_start + begin, entry.dtype, entry.shape)
     return tensors
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:

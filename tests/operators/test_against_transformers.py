@@ -101,8 +101,6 @@ def test_fused_experts_are_read_alike(models: Any, tmp_path: Any) -> None:
     fused = fuse_experts(models["mixed"], tmp_path / "fused")
     assert torch.equal(reference_logits(fused, ids), reference_logits(models["mixed"], ids))
     split, joined = FastModel(models["mixed"]), FastModel(fused)
-    for one, other in zip(split.servers, joined.servers, strict=True):
-        assert one.held == other.held
     pages = split.new_sequence(20), joined.new_sequence(20)
     assert torch.equal(split.step([ids], [20], [pages[0]]), joined.step([ids], [20], [pages[1]]))
 

@@ -68,10 +68,10 @@ def test_pages_hold_one_latent_and_one_rotary_key_per_token(models: Any) -> None
     assert config.latent is not None
     pages = KvPages.for_model(config, 10, 4)
     assert [block.shape for block in pages.blocks(0)] == [(10, 4, 1, config.latent.rank + config.latent.rope_width)]
-    assert pages.nbytes == config.num_layers * 10 * 4 * config.kv_width * 4
     grouped = KvPages.for_model(read_model_config(models["plain"]), 10, 4)
-    assert grouped.nbytes == 3 * 10 * 4 * read_model_config(models["plain"]).kv_width * 4
-    assert len(grouped.blocks(0)) == 2
+    keys, values = grouped.blocks(0)
+    assert keys.shape == values.shape
+    assert keys.shape[2] * keys.shape[3] * 2 == read_model_config(models["plain"]).kv_width
 
 
 def test_long_chunks_are_expanded_and_short_ones_are_not() -> None:

@@ -46,7 +46,7 @@ def test_every_form_gives_what_the_plain_one_gives(form: Form, dtype: torch.dtyp
     shapes = ((num_outputs, num_inputs), (num_outputs,), (num_rows, num_inputs))
     weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     product = lay_out(weight.clone(), form)
-    assert (product.shape, product.nbytes) == ((num_outputs, num_inputs), weight.nbytes)
+    assert product.shape == (num_outputs, num_inputs)
     for given_bias in (None, bias):
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if given_bias is None else bias.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.25
@@ -163,7 +163,6 @@ def test_all_kinds_give_the_same(counts: list[int], seed: int) -> None:
     expected = GroupedExperts([(lay_out(a, "plain"), lay_out(b, "plain")) for a, b in zip(gate_up, down, strict=True)]).run(x_PH, counts_E)
     kinds = [StackedExperts(gate_up, down, NEVER_DENSE), StackedExperts(gate_up, down, ALWAYS_DENSE)]
     for experts in kinds:
-        assert experts.nbytes == gate_up.nbytes + down.nbytes
         torch.testing.assert_close(experts.run(x_PH, counts_E), expected, rtol=1e-4, atol=1e-4)
         for place, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
             rows = slice(end - count, end)

@@ -38,7 +38,6 @@ def test_every_part_equals_what_safetensors_reads(models: Any, name: str) -> Non
     directory = models[name]
     assert (directory / INDEX_NAME).exists() == (name == "wide")
     config, checkpoint, truth = read_model_config(directory), Checkpoint(directory), stored(directory)
-    assert checkpoint.names() == tuple(sorted(truth))
     hidden = config.hidden_size
     assert torch.equal(checkpoint.read_part(config, "embedding", (512, hidden)), truth["model.embed_tokens.weight"])
     attention = "model.layers.1.self_attn."
@@ -77,8 +76,11 @@ def test_servers_hold_the_requested_experts(models: Any, tmp_path: Path) -> None
     config = read_model_config(models["plain"])
     for directory in (models["plain"], fuse_experts(models["plain"], tmp_path / "fused")):
         experts = Experts(config, Checkpoint(directory), {0: (6, 1), 2: (3,)})
-        assert experts.held == {0: (6, 1), 2: (3,)}
-        assert experts.nbytes == 3 * 3 * 48 * 64 * 4
+        for layer, expert in ((0, 6), (0, 1), (2, 3)):
+            pair = torch.zeros(1, dtype=torch.int64), torch.tensor([expert])
+            assert experts.forward_pairs(layer, torch.ones(1, 64), *pair).shape == (1, 64)
+        with pytest.raises(ValueError, match=r"experts \[2\] were asked for but are not held here; held are \[1, 6\]"):
+            experts.forward_pairs(0, torch.ones(1, 64), torch.zeros(1, dtype=torch.int64), torch.tensor([2]))
     for held in ({0: (8,)}, {0: (1, 1)}, {3: (0,)}):
         with pytest.raises(ValueError, match="cannot be held"):
             Experts(config, Checkpoint(models["plain"]), held)
@@ -94,8 +96,6 @@ def test_tied_weights_are_shared(models: Any) -> None:
     assert shared.weight_NK is embedding.weight_VH
     x_TH = torch.randn(3, config.hidden_size)
     torch.testing.assert_close(Head(config, checkpoint).product(x_TH), shared(x_TH))
-    assert not checkpoint.has_part(config, "head")
-    assert checkpoint.has_part(config, "expert_down", layer=1, expert=7)
 
 
 def refusal(config: ModelConfig, directory: Path, part: str, *shape: int) -> str:
@@ -133,7 +133,7 @@ def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
         assert str(file) in message
         assert sentence in message
     file.write_bytes((10).to_bytes(8, "little") + b"not json!!" + good)
-    assert "its header is not JSON" in refusal(config, tmp_path, "head", 512, 64)
+    assert "its header is not a JSON object" in refusal(config, tmp_path, "head", 512, 64)
     outside = {"dtype": "F32", "shape": [512, 64], "data_offsets": [-4, 131068]}
     for entry in (outside, {"dtype": "F32"}, outside | {"data_offsets": [0, 8]}, outside | {"shape": 512}):
         header = json.dumps({"lm_head.weight": entry}).encode()
@@ -169,7 +169,7 @@ before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
 config = read_model_config(directory, dtype)
 held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
 experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
-print(experts.nbytes, *[(kilobytes(key) - before[key]) * 1024 for key in before])
+print(*[(kilobytes(key) - before[key]) * 1024 for key in before])
 """
 
 
@@ -180,9 +180,8 @@ def test_loading_takes_no_more_memory_than_is_held(large: Path, dtype: str) -> N
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(large), dtype], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
-    held, *growths = map(int, done.stdout.split())
-    assert held == 4 * 11 * 3 * 768 * 512 * (4 if dtype == "float32" else 2)  # 4 layers, 11 of 16 experts
-    for growth in growths:
+    held = 4 * 11 * 3 * 768 * 512 * (4 if dtype == "float32" else 2)  # 4 layers, 11 of 16 experts
+    for growth in map(int, done.stdout.split()):
         assert 0.95 * held < growth < 1.2 * held
 
 
@@ -211,7 +210,7 @@ def test_files_that_would_block_or_never_end_are_refused(models: Any, tmp_path: 
         bad.symlink_to("/dev/zero")
     else:
         deep = "[" * 100_000
-        bad.write_bytes(_raw(deep) if file_name == "model.safetensors" else deep.encode())
+        bad.write_bytes(_raw(f'{{"one": {deep}') if file_name == "model.safetensors" else deep.encode())
     text = "is nested too deeply" if kind == "deep" else "is not a regular file"
     reader = read_model_config if "config" in file_name else Checkpoint
     with pytest.raises(ModelError, match=f"{file_name}.*{text}") as caught:
@@ -234,8 +233,8 @@ def test_stored_shapes_are_bounded_before_sizes_are_multiplied(tmp_path: Path, s
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("entry", ['{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": [Infinity]}'])
-def test_a_header_entry_of_wrong_types_is_named(tmp_path: Path, entry: str) -> None:
+@pytest.mark.parametrize("entry", ['{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": [1]}'])
+def test_a_wrong_header_entry_is_named(tmp_path: Path, entry: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(_raw(f'{{"one": {entry}}}'))
     with pytest.raises(ModelError, match="tensor one: "):
         Checkpoint(tmp_path)

@@ -75,9 +75,6 @@ class RandomCheckpoint(CountingCheckpoint):
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=self._generator)
 
-    def has_part(self, config: ModelConfig, part: str, *, layer: int = 0, expert: int = 0) -> bool:
-        return True
-
     def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
         out = place.get("out")
         if out is None:
