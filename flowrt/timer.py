@@ -13,8 +13,8 @@ import heapq
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1  # TFD_TIMER_ABSTIME
 _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK, TFD_CLOEXEC
@@ -32,24 +32,20 @@ class Alarm:
     def cancel(self) -> None:
         self.is_over = True
 
+    def call(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.callback()
 
-class Timer(Protocol):
+
+class Timer(ABC):
     """Schedules calls in the event loop, never early. `now` is the machine's monotonic clock in seconds, the same in every process."""
 
+    @abstractmethod
     def now(self) -> float: ...
+
+    @abstractmethod
     def call_at(self, when: float, callback: Callable[[], object]) -> Alarm: ...
-    async def wait_until(self, when: float) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Waits:
-    """Implements `wait_until` with `call_at`."""
-
-    def now(self) -> float:
-        raise NotImplementedError
-
-    def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
-        raise NotImplementedError
 
     async def wait_until(self, when: float) -> None:
         """Wait until `when`; return at once if that is in the past. Cancelling it cancels its alarm."""
@@ -62,15 +58,15 @@ class _Waits:
         finally:
             alarm.cancel()
 
+    @abstractmethod
+    def close(self) -> None: ...
 
-class FineTimer(_Waits):
+
+class FineTimer(Timer):
     """A timerfd timer of the running loop, until `close`. It uses one descriptor for all scheduled calls. OSError: no timerfd."""
 
-    now = staticmethod(time.monotonic)
-
     def __init__(self) -> None:
-        library = _library()
-        if library is None:
+        if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None, use_errno=True), "timerfd_create"):
             raise OSError("this system has no timerfd")
         self._settime = library.timerfd_settime
         self._fd: int = library.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
@@ -82,6 +78,9 @@ class FineTimer(_Waits):
         self._count = 0
         self._set_seconds = 0.0  # when the descriptor expires; 0: never
         self._value = (ctypes.c_long * 4)()  # struct itimerspec: interval, then first expiry
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
         alarm = Alarm(callback)
@@ -117,14 +116,11 @@ class FineTimer(_Waits):
         self._set_seconds = 0.0
         alarms = self._alarms
         while alarms and (alarms[0][2].is_over or alarms[0][0] <= time.monotonic()):
-            alarm = heapq.heappop(alarms)[2]
-            if not alarm.is_over:
-                alarm.is_over = True
-                alarm.callback()
+            heapq.heappop(alarms)[2].call()
         self._arm()
 
 
-class LoopTimer(_Waits):
+class LoopTimer(Timer):
     """Uses the running loop's timer. Its resolution is the loop's: a millisecond, or exact in virtual time."""
 
     def __init__(self) -> None:
@@ -135,20 +131,14 @@ class LoopTimer(_Waits):
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Alarm:
         alarm = Alarm(callback)
-        handle: asyncio.TimerHandle | None = None
-
-        def ring() -> None:
-            nonlocal handle
-            if alarm.is_over:
-                return
-            if self._loop.time() < when:  # a loop may round down
-                handle = self._loop.call_later(1e-3, ring)
-                return
-            alarm.is_over = True
-            callback()
-
-        handle = self._loop.call_at(when, ring)
+        self._loop.call_at(when, self._ring, when, alarm)
         return alarm
+
+    def _ring(self, when: float, alarm: Alarm) -> None:
+        if self._loop.time() < when and not alarm.is_over:  # a loop may round down
+            self._loop.call_later(1e-3, self._ring, when, alarm)
+        else:
+            alarm.call()
 
     def close(self) -> None:
         """Nothing to close."""
@@ -176,10 +166,3 @@ async def measure_lateness(timer: Timer, num_blocks: int = 8, num_waits: int = 3
             late.append(timer.now() - due)
         blocks.append(sorted(late)[min(num_waits - 1, int(0.95 * num_waits))])
     return sorted(blocks)
-
-
-def _library() -> Any:
-    if sys.platform != "linux":
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-    return library if hasattr(library, "timerfd_create") else None
