@@ -107,13 +107,13 @@ class TestChunks:
         """CopyThreads end in any order: a waiter for all of them must be notified of each end."""
         _, layout, writer, reader = ring(3, 1 << 16)
         told: dict[int, bool] = {}
-        copy = writer._copy_threads.copy
+        copy = writer.copy_threads.copy
 
         def noted(thread: int, *rest: object) -> None:
             told[thread] = bool(rest[-1])
             copy(thread, *rest)  # type: ignore[arg-type]
 
-        writer._copy_threads.copy = noted  # type: ignore[method-assign]
+        writer.copy_threads.copy = noted  # type: ignore[method-assign]
         size = layout.slot_bytes * num_chunks - 100
         message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
         while not writer.advance(message):
@@ -129,11 +129,11 @@ class TestChunks:
         message = numbered(0, size)
         turns, received = 0, None
         while not writer.advance(message):
-            writer.settle()
+            writer.copy_threads.wait()
             turns += 1
             assert reader.take() is None
             assert turns < 100
-        writer.settle()
+        writer.copy_threads.wait()
         while received is None:
             received = reader.take()
         assert turns >= 2, "it cannot have gone at once"
@@ -156,7 +156,7 @@ class TestChunks:
         done = False
         for _ in range(100):
             done = done or writer.advance(Message("data", tensors=tensors))
-            writer.settle()
+            writer.copy_threads.wait()
             received = received or reader.take()
         assert received is not None
         assert list(map(received_bytes, received.tensors)) == [pattern(size, index) for index, size in enumerate(sizes)]
@@ -186,7 +186,7 @@ class TestChunks:
     def test_false_fields_only_break_the_channel(self, num_reads: int, value: int, word: int) -> None:
         memory, layout, writer, reader = ring(2)
         writer.advance(numbered(0, 6 * layout.slots_bytes))
-        writer.settle()
+        writer.copy_threads.wait()
         memory.store(FIELDS + word, value)
         try:
             for _ in range(num_reads):
@@ -219,9 +219,9 @@ class TestBulk:
         for number in range(60):
             assert writer.send(numbered(number, 20_001 + number), later=True)
             assert writer.copying
-            ticket = writer.ticket()
-            writer.settle()
-            assert writer.settled(ticket)
+            ticket = writer.copy_threads.ticket()
+            writer.copy_threads.wait()
+            assert writer.copy_threads.settled(ticket)
             message = reader.take()
             assert message is not None
             check_numbered(message, number, 20_001 + number)
@@ -234,7 +234,7 @@ class TestBulk:
         """The record is there at once; the message is not until every thread has said that its stripe is."""
         memory, _, writer, reader = ring(2)
         assert writer.send(numbered(0, 50_000), later=True)
-        writer.settle()
+        writer.copy_threads.wait()
         memory.store(FIELDS + FIELD_BYTES + EVENT, 0)
         assert reader.take() is None
         assert not reader.has_message()

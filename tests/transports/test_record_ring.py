@@ -160,7 +160,7 @@ class MessageRingMachine(RuleBasedStateMachine):
     def send(self, nbytes: int, later: bool) -> None:
         if self.writer.send(numbered(self.number, nbytes), later):
             self.note_sent(self.number, nbytes)
-            self.writer.settle()
+            self.writer.copy_threads.wait()
 
     @precondition(lambda self: self.begun is None)
     @rule(nbytes=SIZES)
@@ -175,7 +175,7 @@ class MessageRingMachine(RuleBasedStateMachine):
         if self.writer.advance(numbered(*self.begun)):
             self.note_sent(*self.begun)
             self.begun = None
-        self.writer.settle()
+        self.writer.copy_threads.wait()
 
     @precondition(lambda self: self.begun is not None)
     @rule()

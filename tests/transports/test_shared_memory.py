@@ -209,7 +209,7 @@ class TestRing:
                 message = reader.take()
                 if message is not None:
                     kept.append(message)
-            writer.settle()  # a message that went in chunks may still be on its way to the slots
+            writer.copy_threads.wait()  # a message that went in chunks may still be on its way to the slots
             while (message := reader.take()) is not None:
                 kept.append(message)
         assert len(kept) == 40
@@ -221,7 +221,7 @@ class TestRing:
         _, layout, writer, reader = ring()
         for number, size in enumerate([9000, 10_000, 20_000, 40_000, layout.area_bytes // 2, 9000, layout.area_bytes // 2]):
             assert writer.send(numbered(number, size), True)
-            writer.settle()
+            writer.copy_threads.wait()
             message = reader.take()
             assert message is not None
             assert type(message.tensors[0].data) is memoryview, "a lease, and no copy that came in chunks"
@@ -237,7 +237,7 @@ class TestRing:
         for number, (size, num_kept) in enumerate(steps):
             while not writer.advance(numbered(number, size)):
                 assert reader.take() is None
-            writer.settle()
+            writer.copy_threads.wait()
             while (message := reader.take()) is None:
                 pass
             held.append((number, size, message))
@@ -253,7 +253,7 @@ class TestRing:
         assert writer.send(numbered(0, eighth))
         assert not writer.send(numbered(1, eighth + 1))
         assert writer.send(numbered(1, eighth + 1), True)
-        writer.settle()
+        writer.copy_threads.wait()
         for number, size in enumerate([eighth, eighth + 1]):
             message = reader.take()
             assert message is not None

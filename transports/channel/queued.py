@@ -40,8 +40,8 @@ class QueuedChannel(Channel):
         self._ended = False  # closed by the peer in an orderly way
         self._receiver: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None  # the sender at the head of the queue waits for it
-        self._line_taken = False
-        self._turns: deque[asyncio.Future[None]] = deque()  # senders behind the head
+        self._num_senders = 0  # in `_send_in_turn`
+        self._head = asyncio.Lock()  # fair; the sender that holds it is at the head of the queue
         self._windows: MessageWindows | None = None
         self._new_token: Callable[[], bytes] | None = None  # makes the tokens of window keys; None: random tokens
         self._waiting: list[asyncio.Future[None]] = []  # waits for acknowledgements, flags and responses
@@ -100,21 +100,21 @@ class QueuedChannel(Channel):
     def send_nowait(self, message: Message) -> bool:
         if self._closed or self._ended or self._broken is not None:
             self._raise_unsendable()
-        return not self._line_taken and self._transmit(message)
+        return not self._num_senders and self._transmit(message)
 
     async def send(self, message: Message) -> None:
         if self._closed or self._ended or self._broken is not None:
             self._raise_unsendable()
-        if self._line_taken or not self._transmit(message):
-            await self._send_in_line(message)
+        if self._num_senders or not self._transmit(message):
+            await self._send_in_turn(message)
         if self._copying:
             await self._settle()
 
     async def send_acknowledged(self, message: Message) -> None:
         if self._closed or self._ended or self._broken is not None:
             self._raise_unsendable()
-        if self._line_taken or not self._transmit(message):
-            await self._send_in_line(message)
+        if self._num_senders or not self._transmit(message):
+            await self._send_in_turn(message)
         number = self._num_sent()
         if self._copying:
             await self._settle()
@@ -259,27 +259,18 @@ class QueuedChannel(Channel):
         finally:
             self._receiver = None
 
-    async def _send_in_line(self, message: Message) -> None:
+    async def _send_in_turn(self, message: Message) -> None:
         self._counters.sends_waited += 1
-        if self._line_taken:
-            turn: asyncio.Future[None] = self._loop.create_future()
-            self._turns.append(turn)
-            try:
-                await turn
-            except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._pass_turn()
-                elif turn in self._turns:  # `_pass_turn` removes a cancelled turn when the head ends before this task runs
-                    self._turns.remove(turn)
-                raise
-        self._line_taken = True
+        self._num_senders += 1
         try:
-            await self._send_at_head(message)
-        except BaseException:
-            self._abandon()
-            raise
+            async with self._head:
+                try:
+                    await self._send_at_head(message)
+                except BaseException:
+                    self._abandon()
+                    raise
         finally:
-            self._pass_turn()
+            self._num_senders -= 1
 
     async def _send_at_head(self, message: Message) -> None:
         while True:
@@ -295,14 +286,6 @@ class QueuedChannel(Channel):
                 await self._room
             finally:
                 self._room = None
-
-    def _pass_turn(self) -> None:
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._line_taken = False
 
     def _raise_unsendable(self) -> None:
         if self._closed:

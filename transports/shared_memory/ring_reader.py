@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowrt.transports.contract import ChannelStatistics, Limits
-from flowrt.transports.shared_memory.ring import (
-    ABANDONED,
-    ACKNOWLEDGED,
-    BULK,
-    CHUNK,
-    CHUNK_TAIL,
-    CHUNKED,
-    CLOSED,
-    EVENT,
-    FIELD_BYTES,
-    FIELDS,
-    INLINE,
-    PLACED,
-    READER_SLEEPS,
-    WRITER_SLEEPS,
-    Layout,
-    pieces,
-    placement,
-)  # fmt: skip
+from flowrt.transports.shared_memory import ring
+from flowrt.transports.shared_memory.ring import Layout, pieces, placement
 from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat
 from flowrt.transports.wire.message import Message
 
@@ -74,14 +58,14 @@ class RingReader:
                 return None
             kind, start, payload_bytes, part, payload = record
             envelope, sizes = decode_envelope(part, self._limits)
-            if kind == INLINE:
+            if kind == ring.INLINE:
                 if len(sizes) == 1 and sizes[0] == payload_bytes and payload is not None:
                     message = self._deliver(envelope, [payload], payload_bytes)
                 elif sum(sizes) == payload_bytes:
                     message = self._deliver(envelope, _cut(payload, sizes) if sizes else [], payload_bytes)
                 else:
                     raise WireError(f"tensors of {sum(sizes)} bytes were announced, {payload_bytes} arrived")
-            elif kind == PLACED:
+            elif kind == ring.PLACED:
                 total = sum(sizes)
                 if total != payload_bytes:
                     raise WireError(f"tensors of {total} bytes were announced, {payload_bytes} placed")
@@ -94,12 +78,12 @@ class RingReader:
 
     def expect_message(self) -> bool:
         """Sets the sleep flag of this side. True when a message arrived already."""
-        self._memory.raise_flag(self._words + READER_SLEEPS)
+        self._memory.raise_flag(self._words + ring.READER_SLEEPS)
         return self.has_message()
 
     def flag_is_up(self) -> bool:
         """Whether the writer has not yet cleared the sleep flag; it clears the flag when it wakes this side."""
-        return self._memory.load(self._words + READER_SLEEPS) == 1
+        return self._memory.load(self._words + ring.READER_SLEEPS) == 1
 
     def has_message(self) -> bool:
         """Whether `take` can make progress."""
@@ -109,10 +93,10 @@ class RingReader:
         if arriving.is_placed:
             return self._has_all_stripes(arriving)
         thread = arriving.number % self._layout.copy_threads
-        return self._field(thread, CHUNK_TAIL) != self._slot_tails[thread] or self._field(0, ABANDONED) != self._num_dropped
+        return self._field(thread, ring.CHUNK_TAIL) != self._slot_tails[thread] or self._field(0, ring.ABANDONED) != self._num_dropped
 
     def peer_has_closed(self) -> bool:
-        return self._memory.load(self._words + CLOSED) == 1
+        return self._memory.load(self._words + ring.CLOSED) == 1
 
     def close(self) -> None:
         """Releases the memory, except what received tensors alias."""
@@ -123,7 +107,7 @@ class RingReader:
         del self._memory, self._next, self._took, self._unread
 
     def _field(self, thread: int, word: int) -> int:
-        return self._memory.load(self._words + FIELDS + thread * FIELD_BYTES + word)
+        return self._memory.load(self._words + ring.FIELDS + thread * ring.FIELD_BYTES + word)
 
     def _placed(self, sizes: list[int], start: int) -> list[object]:
         offsets, area_bytes = placement(sizes)
@@ -135,13 +119,13 @@ class RingReader:
 
     def _arrive(self, kind: int, start: int, envelope: Envelope, sizes: list[int]) -> None:
         """A record announced a message that copy threads transfer."""
-        if kind == CHUNKED and start != envelope.sequence + 1:
+        if kind == ring.CHUNKED and start != envelope.sequence + 1:
             raise WireError(f"event {start} was announced for message {envelope.sequence}")
         total = sum(sizes)
-        if not total or kind not in (BULK, CHUNKED):
+        if not total or kind not in (ring.BULK, ring.CHUNKED):
             raise WireError(f"a record of kind {kind} for {total} bytes")
-        buffers = self._placed(sizes, start) if kind == BULK else [_allocate(size) for size in sizes]
-        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == BULK)
+        buffers = self._placed(sizes, start) if kind == ring.BULK else [_allocate(size) for size in sizes]
+        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == ring.BULK)
 
     def _take_arriving(self, arriving: _Arriving) -> Message | None:
         if not (self._has_all_stripes(arriving) if arriving.is_placed else self._drain(arriving)):
@@ -152,26 +136,26 @@ class RingReader:
 
     def _has_all_stripes(self, arriving: _Arriving) -> bool:
         event = arriving.envelope.sequence + 1
-        return all(self._field(thread, EVENT) >= event for thread in range(self._layout.copy_threads))
+        return all(self._field(thread, ring.EVENT) >= event for thread in range(self._layout.copy_threads))
 
     def _drain(self, arriving: _Arriving) -> bool:
         """Copies chunks out of the slots, at most as many as all slots hold, to bound the time in the event loop. True at the end."""
         layout, num_copy_threads, event = self._layout, self._layout.copy_threads, arriving.envelope.sequence + 1
-        slot, ring = layout.slot_bytes, layout.slots_bytes
-        abandoned = self._field(0, ABANDONED) != self._num_dropped  # read before the tails, which do not change after it
-        last = arriving.read + num_copy_threads * ring
+        slot, slots = layout.slot_bytes, layout.slots_bytes
+        abandoned = self._field(0, ring.ABANDONED) != self._num_dropped  # read before the tails, which do not change after it
+        last = arriving.read + num_copy_threads * slots
         while arriving.read < min(last, arriving.total):
             thread = arriving.number % num_copy_threads
-            tail, head = self._slot_tails[thread], self._field(thread, CHUNK_TAIL)
+            tail, head = self._slot_tails[thread], self._field(thread, ring.CHUNK_TAIL)
             if head == tail:
                 if abandoned:
                     self._drop(arriving)
                 return False
-            if not slot <= head - tail <= ring or self._field(thread, EVENT) < event:
-                found = f"event {self._field(thread, EVENT)} and byte {head}"
+            if not slot <= head - tail <= slots or self._field(thread, ring.EVENT) < event:
+                found = f"event {self._field(thread, ring.EVENT)} and byte {head}"
                 raise WireError(f"copy thread {thread} is at {found}, expected {event} and {tail}")
             end = min(arriving.read + slot, arriving.total)
-            at = tail % ring
+            at = tail % slots
             for index, begin, nbytes in pieces(arriving.sizes, arriving.read, end):
                 memoryview(arriving.buffers[index])[begin : begin + nbytes] = self._slots[thread][at : at + nbytes]  # type: ignore[arg-type]
                 at += nbytes
@@ -182,8 +166,10 @@ class RingReader:
     def _acknowledge(self, thread: int, event: int, chunk: int, tail: int) -> None:
         self._slot_tails[thread] = tail
         words = self._words
-        field = words + ACKNOWLEDGED + thread * FIELD_BYTES
-        if self._memory.publish(field + CHUNK_TAIL, tail, words + WRITER_SLEEPS, field + EVENT, event, field + CHUNK, chunk):
+        field = words + ring.ACKNOWLEDGED + thread * ring.FIELD_BYTES
+        if self._memory.publish(
+            field + ring.CHUNK_TAIL, tail, words + ring.WRITER_SLEEPS, field + ring.EVENT, event, field + ring.CHUNK, chunk
+        ):
             self._wake()
 
     def _drop(self, arriving: _Arriving) -> None:
@@ -211,19 +197,17 @@ class RingReader:
             os.eventfd_write(self._wake_fd, 1)
 
 
+@dataclass(slots=True)
 class _Arriving:
     """A message that copy threads transfer: in place, into `buffers` that alias the area, or by chunks into `buffers` of its own."""
 
-    __slots__ = ("buffers", "envelope", "is_placed", "number", "read", "sizes", "total")
-
-    def __init__(self, envelope: Envelope, sizes: list[int], total: int, buffers: list[object], is_placed: bool) -> None:
-        self.envelope = envelope
-        self.sizes = sizes
-        self.total = total
-        self.buffers = buffers
-        self.is_placed = is_placed
-        self.read = 0
-        self.number = 0  # of the next chunk
+    envelope: Envelope
+    sizes: list[int]
+    total: int
+    buffers: list[object]
+    is_placed: bool
+    read: int = 0
+    number: int = 0  # of the next chunk
 
 
 def _allocate(nbytes: int) -> object:

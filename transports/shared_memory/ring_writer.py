@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from flowrt.transports.channel.bulk_copy import MIN_BYTES, CopyThreads, threshold_bytes
 from flowrt.transports.channel.flow_control import SendWindow
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
-from flowrt.transports.shared_memory.ring import (
-    ABANDONED,
-    ACKNOWLEDGED,
-    BULK,
-    CHUNK_TAIL,
-    CHUNKED,
-    CLOSED,
-    FIELD_BYTES,
-    FIELDS,
-    HELD,
-    INLINE,
-    INLINE_BYTES,
-    PLACED,
-    READER_SLEEPS,
-    RELEASED,
-    TAIL,
-    TAKEN_BYTES,
-    TAKEN_MESSAGES,
-    WRITER_SLEEPS,
-    Layout,
-    pieces,
-    placement,
-)  # fmt: skip
+from flowrt.transports.shared_memory import ring
+from flowrt.transports.shared_memory.ring import Layout, pieces, placement
 from flowrt.transports.wire.codec import WireError, encode, encode_envelope, tensor_bytes
 from flowrt.transports.wire.message import Message
 
@@ -69,11 +49,13 @@ class RingWriter:
         self._window = SendWindow(limits)
         self._wake_fd = wake_fd
         self._put = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd).put
-        self._copy_threads = CopyThreads(memory, words + FIELDS, FIELD_BYTES, words + READER_SLEEPS, layout.copy_threads, wake_fd, own_fd)
+        self.copy_threads = CopyThreads(
+            memory, words + ring.FIELDS, ring.FIELD_BYTES, words + ring.READER_SLEEPS, layout.copy_threads, wake_fd, own_fd
+        )
         self._slot_heads = [0] * layout.copy_threads  # bytes of slots ever filled, and given back
         self._slot_tails = [0] * layout.copy_threads
         self._last_event = 0  # the last one that every copy thread announced
-        self._slots_are_there = False
+        self._has_slots = False
         self._area = layout.area(direction)
         self._area_bytes = layout.area_bytes
         self._used_bytes = 0  # the part of the area that is used and allocated
@@ -90,7 +72,7 @@ class RingWriter:
         """Sends `message` at once, or returns False with nothing done. Raises LimitError, InvalidMessageError.
 
         Without `later`: False for more than an eighth of the capacity, because a caller that cannot wait delays its other work.
-        With `later`: bulk may be copied after this returns (`copying`, `ticket`); its tensors must not change until then.
+        With `later`: bulk may be copied after this returns (`copying`, `copy_threads`); its tensors must not change until then.
         """
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
         if not later and total > self._max_nowait_bytes:
@@ -100,11 +82,11 @@ class RingWriter:
             return True
         if self._refresh() and self._send(message, envelope, sizes, total, bulk):
             return True
-        if total <= INLINE_BYTES or not self._begin(message, envelope, sizes, total, True):
+        if total <= ring.INLINE_BYTES or not self._begin(message, envelope, sizes, total, True):
             return False
         sent = self._send_chunks()
         if not later:
-            self._copy_threads.wait()
+            self.copy_threads.wait()
             self.copying = False
         return sent
 
@@ -124,23 +106,12 @@ class RingWriter:
         """Abandons a message that `advance` has begun; the reader drops the chunks that it has."""
         if self._chunks is not None:
             self._chunks = None
-            self._copy_threads.wait()
+            self.copy_threads.wait()
             self._num_abandoned += 1
             self._abandoned_after = self._window.sent_messages
             words = self._words
-            if self._memory.publish(words + FIELDS + ABANDONED, self._num_abandoned, words + READER_SLEEPS):
+            if self._memory.publish(words + ring.FIELDS + ring.ABANDONED, self._num_abandoned, words + ring.READER_SLEEPS):
                 self._wake()
-
-    def ticket(self) -> list[int]:
-        """The copies of all messages sent until now, for `settled`."""
-        return self._copy_threads.ticket()
-
-    def settled(self, ticket: list[int]) -> bool:
-        return self._copy_threads.settled(ticket)
-
-    def settle(self) -> None:
-        """Blocks until all copies are done."""
-        self._copy_threads.wait()
 
     def num_taken(self) -> int:
         """Messages that the peer has taken, abandoned ones included."""
@@ -154,20 +125,20 @@ class RingWriter:
 
     def close(self, in_order: bool = True) -> None:
         """Finishes the copies, marks the end (of an orderly close), and releases the memory."""
-        self._copy_threads.close()
+        self.copy_threads.close()
         if in_order:
-            self._memory.store(self._words + CLOSED, 1)
+            self._memory.store(self._words + ring.CLOSED, 1)
         self._chunks = None
         del self._memory, self._put
 
     def expect_room(self) -> bool:
         """Sets the sleep flag of this side. True when there is more room already."""
-        self._memory.raise_flag(self._words + WRITER_SLEEPS)
+        self._memory.raise_flag(self._words + ring.WRITER_SLEEPS)
         return self.has_more_room()
 
     def flag_is_up(self) -> bool:
         """Whether the reader has not yet cleared the sleep flag; it clears the flag when it wakes this side."""
-        return self._memory.load(self._words + WRITER_SLEEPS) == 1
+        return self._memory.load(self._words + ring.WRITER_SLEEPS) == 1
 
     def has_more_room(self) -> bool:
         """Whether the reader has advanced since the last attempt to send."""
@@ -175,9 +146,15 @@ class RingWriter:
 
     def _look(self) -> tuple[int, ...]:
         load, words = self._memory.load, self._words
-        acknowledged = words + ACKNOWLEDGED + CHUNK_TAIL
-        tails = [load(acknowledged + thread * FIELD_BYTES) for thread in range(self._layout.copy_threads)]
-        return (load(words + TAIL), load(words + TAKEN_MESSAGES), load(words + TAKEN_BYTES), load(words + RELEASED), *tails)
+        acknowledged = words + ring.ACKNOWLEDGED + ring.CHUNK_TAIL
+        tails = [load(acknowledged + thread * ring.FIELD_BYTES) for thread in range(self._layout.copy_threads)]
+        return (
+            load(words + ring.TAIL),
+            load(words + ring.TAKEN_MESSAGES),
+            load(words + ring.TAKEN_BYTES),
+            load(words + ring.RELEASED),
+            *tails,
+        )
 
     def _refresh(self) -> bool:
         """Reads the reader's words. True when it has advanced."""
@@ -198,11 +175,11 @@ class RingWriter:
         window = self._window
         if self._chunks is not None or not window.fits(total):
             return False
-        if total <= INLINE_BYTES:
+        if total <= ring.INLINE_BYTES:
             tensors = message.tensors
             buffers = _NOTHING if not tensors else [tensors[0].data] if len(tensors) == 1 else [tensor.data for tensor in tensors]
             try:
-                if not self._put(INLINE, 0, total, envelope, sizes, buffers):
+                if not self._put(ring.INLINE, 0, total, envelope, sizes, buffers):
                     return False
             except (ValueError, TypeError, BufferError) as error:
                 self._refuse(message, error)
@@ -215,12 +192,12 @@ class RingWriter:
                 return False
             if bulk or total > _MAX_PLACED_BYTES:
                 parts = list(map(tensor_bytes, message.tensors))
-                if not self._put_record(BULK, start, 0, envelope):
+                if not self._put_record(ring.BULK, start, 0, envelope):
                     return False
                 self._copy_stripes(parts, self._area + start % self._area_bytes, offsets)
             else:
                 self._fill(message, sizes, self._area + start % self._area_bytes, offsets)
-                if not self._put_record(PLACED, start, total, envelope):
+                if not self._put_record(ring.PLACED, start, total, envelope):
                     return False
             if self._released == self._placed:
                 self._begun = start
@@ -255,7 +232,7 @@ class RingWriter:
 
     def _copy_stripes(self, parts: list[memoryview], base: int, offsets: list[int]) -> None:
         """Queues the tensors at the copy threads, each cut into stripes; the last stripe of a thread announces the event."""
-        event, num_copy_threads = self._sequence + 1, self._copy_threads.num_copy_threads
+        event, num_copy_threads = self._sequence + 1, self.copy_threads.num_copy_threads
         for thread in range(num_copy_threads):
             for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
                 stripe = -(-len(part) // num_copy_threads // 64) * 64
@@ -263,7 +240,7 @@ class RingWriter:
                 end = len(part) if thread == num_copy_threads - 1 else min(begin + stripe, len(part))
                 last = index == len(parts) - 1
                 announced = event if last else self._last_event
-                self._copy_threads.copy(
+                self.copy_threads.copy(
                     thread, base + offset + begin, part, begin, end - begin, announced, thread, self._slot_heads[thread], last
                 )
         self._last_event = event
@@ -272,7 +249,7 @@ class RingWriter:
     def _place(self, nbytes: int) -> int:
         """The position for `nbytes` in the area, in bytes ever used; -1 when there is no room now."""
         size = self._area_bytes
-        if 2 * nbytes > size or 2 * self._memory.load(self._words + HELD) > size:
+        if 2 * nbytes > size or 2 * self._memory.load(self._words + ring.HELD) > size:
             return -1
         while True:
             start = self._start_of(nbytes)
@@ -304,8 +281,13 @@ class RingWriter:
 
     def _begin(self, message: Message, envelope: bytes, sizes: list[int], total: int, whole: bool) -> bool:
         """Begins to send `message` in chunks if it must, and there is room for the first chunk, or, with `whole`, for all."""
-        window, layout, held = self._window, self._layout, self._memory.load(self._words + HELD)
-        if total <= INLINE_BYTES or self._chunks is not None or not window.fits(total) or window.taken_messages < self._abandoned_after:
+        window, layout, held = self._window, self._layout, self._memory.load(self._words + ring.HELD)
+        if (
+            total <= ring.INLINE_BYTES
+            or self._chunks is not None
+            or not window.fits(total)
+            or window.taken_messages < self._abandoned_after
+        ):
             return False
         may_be_placed = 2 * placement(sizes)[1] <= self._area_bytes and 2 * held <= self._area_bytes
         if may_be_placed and window.taken_messages < window.sent_messages:
@@ -315,13 +297,13 @@ class RingWriter:
             if total > layout.copy_threads * (layout.slots_bytes - max_used):
                 return False
         parts = list(map(tensor_bytes, message.tensors))
-        if not self._slots_are_there:
+        if not self._has_slots:
             try:
                 self._memory.populate(layout.slots(self._direction), layout.copy_threads * layout.slots_bytes)
             except OSError as error:
                 raise WireError(f"no memory for a channel's slots: {error.strerror}") from error
-            self._slots_are_there = True
-        if not self._put_record(CHUNKED, self._sequence + 1, 0, envelope):
+            self._has_slots = True
+        if not self._put_record(ring.CHUNKED, self._sequence + 1, 0, envelope):
             return False
         self._chunks = _Chunks(parts, sizes, total)
         self._window.add(total)
@@ -332,14 +314,14 @@ class RingWriter:
         if chunks is None:
             return False
         layout, num_copy_threads = self._layout, self._layout.copy_threads
-        slot, ring = layout.slot_bytes, layout.slots_bytes
+        slot, slots = layout.slot_bytes, layout.slots_bytes
         while chunks.sent < chunks.total:
             thread = chunks.number % num_copy_threads
             head = self._slot_heads[thread]
-            if head + slot - self._slot_tails[thread] > ring:
+            if head + slot - self._slot_tails[thread] > slots:
                 return False
             end = min(chunks.sent + slot, chunks.total)
-            at = layout.slots(self._direction, thread) + head % ring
+            at = layout.slots(self._direction, thread) + head % slots
             found = pieces(chunks.sizes, chunks.sent, end)
             for place, (index, begin, nbytes) in enumerate(found):
                 last = place == len(found) - 1
@@ -347,7 +329,7 @@ class RingWriter:
                 announce = (
                     last and -(-(chunks.total - end) // slot) < num_copy_threads
                 )  # the last chunk of its thread: threads end in any order
-                self._copy_threads.copy(thread, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, announce)
+                self.copy_threads.copy(thread, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, announce)
                 at += nbytes
             self._slot_heads[thread] = head + slot
             chunks.sent, chunks.number = end, chunks.number + 1
@@ -364,12 +346,12 @@ class RingWriter:
             os.eventfd_write(self._wake_fd, 1)
 
 
+@dataclass(slots=True)
 class _Chunks:
     """The rest of a message that is sent in chunks."""
 
-    def __init__(self, parts: list[memoryview], sizes: list[int], total: int) -> None:
-        self.parts = parts
-        self.sizes = sizes
-        self.total = total
-        self.sent = 0
-        self.number = 0  # of the next chunk
+    parts: list[memoryview]
+    sizes: list[int]
+    total: int
+    sent: int = 0
+    number: int = 0  # of the next chunk

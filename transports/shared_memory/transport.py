@@ -9,7 +9,6 @@ orderly if the ring says so.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import sys
@@ -21,7 +20,7 @@ from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics, RemoteWindow, Window
-from flowrt.transports.errors import UnavailableError
+from flowrt.transports.errors import TransportError, UnavailableError
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
@@ -61,7 +60,6 @@ class SharedMemoryChannel(QueuedChannel):
         )
         self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, peer_wake, own_wake)
         self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, peer_wake)
-        self._settling: list[asyncio.Future[None]] = []  # sends whose tensors are being copied
         self._unreadable = False
         self._looks = 0  # in a row that found a message without a wake-up
         self._peer_watch = WindowSocket(meeting.sock, self._on_peer_end)
@@ -85,7 +83,7 @@ class SharedMemoryChannel(QueuedChannel):
         if self._closed or self._ended or self._broken is not None:
             self._raise_unsendable()
         try:
-            return not self._line_taken and self._writer.send(message)
+            return not self._num_senders and self._writer.send(message)
         except WireError as error:
             return self._cannot_send(error)
 
@@ -123,19 +121,16 @@ class SharedMemoryChannel(QueuedChannel):
         return False
 
     async def _settle(self) -> None:
-        writer = self._writer
-        self._copying = writer.copying = False
-        ticket = writer.ticket()
-        while not writer.settled(ticket):
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._settling.append(future)
-            try:
-                await future
-            except BaseException:
-                writer.settle()  # as long as a copy takes: the tensors are the caller's again when this returns
-                raise
-            finally:
-                self._settling.remove(future)
+        copy_threads = self._writer.copy_threads
+        self._copying = self._writer.copying = False
+        ticket = copy_threads.ticket()
+        try:
+            await self._until(lambda: copy_threads.settled(ticket))
+        except TransportError:
+            copy_threads.wait()  # the message has been sent
+        except BaseException:
+            copy_threads.wait()  # as long as a copy takes: the tensors are the caller's again when this returns
+            raise
 
     def _num_sent(self) -> int:
         return self._writer.num_sent
@@ -174,9 +169,6 @@ class SharedMemoryChannel(QueuedChannel):
             future.set_result(None)
         if self._room is not None or self._waiting:
             self._wake_sender()
-        for future in self._settling:
-            if not future.done():
-                future.set_result(None)
 
     def _recheck(self) -> None:
         """The bounded look of a sleeping side. Something there at two looks in a row was lost if the peer has not lowered our flag:
@@ -209,9 +201,6 @@ class SharedMemoryChannel(QueuedChannel):
         self._loop.remove_reader(self._own_wake)
         self._shared_windows.close()
         self._writer.close(in_order=self._broken is None)
-        for future in self._settling:
-            if not future.done():
-                future.set_result(None)
         self._reader.close()
         self._peer_watch.close()  # after the ring has the mark of the end
         os.close(self._own_wake)
