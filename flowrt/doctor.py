@@ -7,6 +7,7 @@ process, because that import may fail.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import sys
@@ -15,16 +16,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flowrt.actors.emulated_links import modelled_seconds
+from flowrt.api import read_graph
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import UserError
-from flowrt.graph.facts import ModelFacts
-from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, WITHIN, usable_cores
 from flowrt.observe import duration_text, size_text
@@ -36,10 +35,10 @@ from flowrt.timer import FineTimer, measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import PROFILES
 from flowrt.transports.registry import known_schemes, unavailable_reason
 
-OLDEST_PYTHON = (3, 11)
-LITTLE_MEMORY_BYTES = 1 << 30
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_BYTES = 1 << 30
 _TORCH_SECONDS = 120.0
-_ASK_TORCH = """
+_TORCH_PROBE = """
 import json, torch
 try:
     from flowrt.operators.kernels.cpu._panels import kinds
@@ -53,12 +52,12 @@ except ImportError:
     rows = False
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 threads = torch.get_num_threads()
-answer = {"version": torch.__version__, "threads": threads, "cuda": torch.version.cuda, "gpus": gpus}
-print(json.dumps(answer | {"products": products, "rows": rows}))
+facts = {"version": torch.__version__, "threads": threads, "cuda": torch.version.cuda, "gpus": gpus}
+print(json.dumps(facts | {"products": products, "rows": rows}))
 """
 
 
-_ASK_STRICT = """
+_STRICT_PROBE = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
@@ -83,24 +82,18 @@ class Check:
     needed: bool = False
 
 
-class _Torch(msgspec.Struct):
-    version: str
-    threads: int
-    cuda: str | None
-    gpus: tuple[str, ...]
-    products: tuple[int, ...] | None  # kinds that _panels.c can do here, ascending; None if it was not built
-    rows: bool  # whether _rows.c was built
-
-
 async def collect(model: str | None = None, dtype: str | None = None, graph: str | None = None) -> list[Check]:
     """All checks, in the order of the report. It takes about as long as one import of torch.
 
     With a `model` directory, it includes the row blocks of strict numerics for this model on this machine. With a `graph` file, it
     includes the smallest dilation at which it can be emulated. Raises GraphError for a bad one, UserError for a bad model.
     """
-    loaded = None if graph is None else _load_graph(graph)
+    loaded = None if graph is None else read_graph(graph)
     if model is not None:
-        _check_model(model, dtype)
+        try:
+            read_model_config(Path(model), dtype)
+        except ModelError as error:
+            raise UserError(f"--model {model}: {error}") from None
     available = {scheme: unavailable_reason(scheme) for scheme in known_schemes()}
     checks = [_python_check(), *await _torch_checks(), *_machine_checks()]
     checks += [_library_check("uvloop", "workers run on the standard loop, slower"), *transport_checks(available)]
@@ -123,21 +116,6 @@ def report(checks: Iterable[Check], console: Console | None = None) -> bool:
     return not bad
 
 
-def _grid(checks: Sequence[Check]) -> Table:
-    """A table of the checks; long texts wrap between words within their column."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for check in checks:
-        text = Text(check.text)
-        if check.remedy is not None:
-            text.append(f"\n{check.remedy}", "dim")
-        word, style = _mark(check)
-        grid.add_row(Text(word, style), check.name, text)
-    return grid
-
-
 def _print_plain(checks: Sequence[Check], console: Console) -> None:
     """Prints one finding per line of any length, so that grep finds it."""
     width = max((len(check.name) for check in checks), default=0)
@@ -145,6 +123,15 @@ def _print_plain(checks: Sequence[Check], console: Console) -> None:
         for word, name, text in ((_mark(check)[0], check.name, check.text), ("", "", check.remedy)):
             if text is not None:
                 console.print(Text(f"{word:<4} {name:<{width}}  {text}"), soft_wrap=True, highlight=False)
+
+
+def _grid(checks: Sequence[Check]) -> Table:
+    """A table of the checks; long texts wrap between words within their column."""
+    grid = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for check in checks:
+        remedy = Text(f"\n{check.remedy}" if check.remedy is not None else "", "dim")
+        grid.add_row(Text(*_mark(check)), check.name, Text.assemble(check.text, remedy))
+    return grid
 
 
 def _mark(check: Check) -> tuple[str, str]:
@@ -160,14 +147,14 @@ def transport_checks(available: Mapping[str, str | None]) -> list[Check]:
     ]
     works = [scheme for scheme in BETWEEN if scheme in available and available[scheme] is None]
     if not works:
-        remedy = "install a C compiler or pyzmq, then flowrt again; `processes: one` runs without"
+        remedy = "install a C compiler or pyzmq, then flowrt again; `processes: one` needs neither"
         return [*checks, Check(f"transport {AUTO}", False, "nothing works between processes", remedy, needed=True)]
     text = f"takes {works[0]} between processes"
     if works[0] != BETWEEN[0]:
         better = BETWEEN[: BETWEEN.index(works[0])]
         text += f", because {' and '.join(better)} {'does' if len(better) == 1 else 'do'} not work"
     if works[1:]:
-        text += f", and carries on over {' or '.join(works[1:])} when that breaks"
+        text += f", and continues over {' or '.join(works[1:])} when that breaks"
     return [*checks, Check(f"transport {AUTO}", True, f"{text}; {WITHIN} inside one")]
 
 
@@ -199,17 +186,6 @@ def emulation_checks(error_seconds: float, is_fine: bool, graph: Graph | None = 
     return [*checks, Check("emulate", enough, text, None if enough else f"write emulate: {{dilation: {smallest:g}, ..}} or more")]
 
 
-def _load_graph(path: str) -> Graph:
-    return load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
-
-
-def _check_model(path: str, dtype: str | None) -> None:
-    try:
-        read_model_config(Path(path), dtype)
-    except ModelError as error:
-        raise UserError(f"--model {path}: {error}") from None
-
-
 def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Check:
     """The evidence that this machine gives the failure detector. `times` and `activity` are those of this process."""
     if times is not None and activity is not None:
@@ -220,18 +196,18 @@ def detector_check(times: ProcessTimes | None, activity: Activity | None) -> Che
 
 def leftover_check(marked: Sequence[Marked]) -> Check:
     """Processes of runs whose launcher has ended. Processes of running graphs are not counted."""
-    left = [process for process in marked if not os.path.exists(f"/proc/{process.launcher_pid}")]
-    if not left:
+    orphans = [process for process in marked if not os.path.exists(f"/proc/{process.launcher_pid}")]
+    if not orphans:
         return Check("leftovers", True, "no process of an earlier run")
-    pids = " ".join(str(process.pid) for process in left)
-    names = ", ".join(f"{process.name} ({process.pid})" for process in left)
+    pids = " ".join(str(process.pid) for process in orphans)
+    names = ", ".join(f"{process.name} ({process.pid})" for process in orphans)
     return Check("leftovers", False, f"processes of earlier runs still live: {names}", f"end them: kill -9 {pids}")
 
 
 def _python_check() -> Check:
     text = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
-    wanted = ".".join(map(str, OLDEST_PYTHON))
-    ok = sys.version_info >= OLDEST_PYTHON
+    wanted = ".".join(map(str, MIN_PYTHON))
+    ok = sys.version_info >= MIN_PYTHON
     return Check("python", ok, text, None if ok else f"flowrt needs Python {wanted} or newer", needed=True)
 
 
@@ -239,16 +215,16 @@ async def _torch_checks() -> list[Check]:
     """Checks of torch, its GPUs and flowrt's own kernels, collected in a separate process."""
     installed = _installed("torch")
     if installed is None:
-        return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown without torch")]
-    output, error = await _ask_python(_ASK_TORCH)
+        return [Check("torch", False, "not installed", "pip install torch", needed=True), Check("gpu", False, "unknown: torch is missing")]
+    output, error = await _run_probe(_TORCH_PROBE)
     if output is None:
         remedy = "reinstall it: pip install --force-reinstall torch"
         broken = Check("torch", False, f"{installed} is installed but cannot be imported: {error}", remedy, needed=True)
-        return [broken, Check("gpu", False, "unknown without torch")]
-    answer = msgspec.json.decode(output, type=_Torch)
-    kind = f"CUDA {answer.cuda}" if answer.cuda else "CPU build"
-    torch = Check("torch", True, f"{answer.version} ({kind}), {answer.threads} threads by default", needed=True)
-    return [torch, products_check(answer.products), rows_check(answer.rows), _gpu_check(answer.gpus)]
+        return [broken, Check("gpu", False, "unknown: torch is missing")]
+    facts = json.loads(output)
+    kind = f"CUDA {facts['cuda']}" if facts["cuda"] else "CPU build"
+    torch = Check("torch", True, f"{facts['version']} ({kind}), {facts['threads']} threads by default", needed=True)
+    return [torch, products_check(facts["products"]), rows_check(facts["rows"]), _gpu_check(facts["gpus"])]
 
 
 def _gpu_check(gpus: Sequence[str]) -> Check:
@@ -260,29 +236,27 @@ def _gpu_check(gpus: Sequence[str]) -> Check:
 
 
 async def _strict_check(model: str, dtype: str | None) -> Check:
-    output, complaint = await _ask_python(_ASK_STRICT.format(path=model, dtype=dtype))
-    if output is None:
-        return Check("strict numerics", False, complaint)
-    answer, _, text = output.decode(errors="replace").strip().partition(" ")
-    return Check("strict numerics", answer == "ok", text)
+    output, error = await _run_probe(_STRICT_PROBE.format(path=model, dtype=dtype))
+    verdict, _, text = (output or b"").decode(errors="replace").strip().partition(" ")
+    return Check("strict numerics", verdict == "ok", text or error)
 
 
-async def _ask_python(code: str) -> tuple[bytes | None, str]:
+async def _run_probe(code: str) -> tuple[bytes | None, str]:
     """Run `code` in a new process of this interpreter. Returns its output, or None and the last line of its errors."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(_TORCH_SECONDS):
-            output, complaint = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError:
-        return None, f"no answer in {_TORCH_SECONDS:g} s"
+        return None, f"no result within {_TORCH_SECONDS:g} s"
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        lines = complaint.decode(errors="replace").strip().splitlines()
+        lines = errors.decode(errors="replace").strip().splitlines()
         return None, lines[-1] if lines else f"exit status {process.returncode}"
     return output, ""
 
@@ -295,7 +269,7 @@ def _machine_checks() -> list[Check]:
     checks = [Check("cpus", True, f"{text}; `threads: auto` divides {cores} among the processes of a run")]
     free = _free_memory_bytes()
     if free is not None:
-        ok = free >= LITTLE_MEMORY_BYTES
+        ok = free >= MIN_MEMORY_BYTES
         remedy = None if ok else "each worker takes about 200 MiB before its weights; `processes: one` shares that"
         checks.append(Check("memory", ok, f"{size_text(free)} available", remedy))
     return checks
@@ -338,27 +312,27 @@ def rows_check(is_built: bool) -> Check:
     """Whether flowrt's own kernels compute the operations between matrix products (operators/kernels)."""
     what = "norms, attention over pages, routing:"
     if is_built:
-        return Check("rows", True, f"{what} our own")
+        return Check("rows", True, f"{what} flowrt's own")
     return Check("rows", False, f"{what} the library's: kernels/cpu/_rows.c was not built", "install gcc 11 or newer, then flowrt again")
 
 
-def _library_check(name: str, without: str) -> Check:
+def _library_check(name: str, consequence: str) -> Check:
     found = _installed(name)
-    return Check(name, found is not None, found or f"not installed: {without}", None if found else f"pip install {name}")
+    return Check(name, found is not None, found or f"not installed: {consequence}", None if found else f"pip install {name}")
 
 
 def _kernel_checks() -> list[Check]:
     """Checks of the system calls by which processes end together and shared memory has no name."""
     checks = []
-    for name, call, without in (
-        ("pidfd", "pidfd_open", "the ends of processes are noticed by polling"),
+    for name, call, consequence in (
+        ("pidfd", "pidfd_open", "the launcher polls for the ends of processes"),
         ("memfd", "memfd_create", "shared memory does not work"),
     ):
         error = _try_kernel(call)
-        checks.append(Check(name, error is None, "works" if error is None else f"{error}: {without}"))
+        checks.append(Check(name, error is None, "works" if error is None else f"{error}: {consequence}"))
     if sys.platform != "linux":
-        text = f"{platform.system()}: workers end when their launcher closes the line, not when it is killed at once"
-        checks.append(Check("system", False, text, "Linux is where flowrt keeps all its promises"))
+        text = f"{platform.system()}: workers end when their launcher closes the control connection, not at once when it is killed"
+        checks.append(Check("system", False, text, "use Linux: there every function of flowrt works"))
     return checks
 
 

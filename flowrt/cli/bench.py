@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from flowrt.bench.cases.options import DecodeOptions, Positive, Positives
+from flowrt.bench.cases.options import DecodeOptions, OperatorOptions, Positive
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
@@ -205,14 +206,8 @@ def decode(
     second = against or (graph if against_set else None)
     if second is None and find_spec("transformers") is None:
         raise UserError("the peer is transformers, which is not installed; pip install transformers, or name another graph with --against")
-    details = {
-        "model": model.name,
-        "graph": graph.name,
-        "overrides": options.overrides,
-        "against": second.name if second is not None else None,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-    }
+    against_name = second.name if second is not None else None
+    details = {"model": model.name, "graph": graph.name, "against": against_name, **asdict(options)}
     results = measure(model, graph, options, second, against_set, vllm)
     report = _run("decode", results, pairs, json, details, plot_ratios, plot, model)
     raise SystemExit(int(have_different_tokens(report)))
@@ -223,29 +218,19 @@ def operators(
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: random weights of the sizes below]")] = None,
     /,
     *,
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Of weights and products.")] = "float32",
-    rows: Annotated[Positives, Parameter(help="Numbers of rows.")] = (1, 4, 8, 32, 128, 512),
-    context: Annotated[Positive, Parameter(help="Tokens that each row attends to.")] = 64,
-    layers: Annotated[Positive, Parameter(help="Layers with experts that are timed in turn.")] = 4,
-    threads: Annotated[Positive, Parameter(help="Compute threads. A single one is timed by its processor time.")] = 1,
-    hidden: Annotated[Positive, Parameter(help="Without a model: width of a row.")] = 1024,
-    width: Annotated[Positive, Parameter(help="Width of an expert.")] = 512,
-    experts: Annotated[Positive, Parameter(help="Experts of a layer.")] = 32,
-    top_k: Annotated[Positive, Parameter(help="Experts of a row.")] = 4,
-    vocabulary: Annotated[Positive, Parameter(help="Tokens of the vocabulary.")] = 32000,
+    options: OperatorOptions | None = None,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """Measure each operator beside its roofline: bytes over measured bandwidth, multiplications over the measured rate."""
-    from flowrt.bench.cases.operators import OperatorOptions, measure
+    from flowrt.bench.cases.operators import measure
     from flowrt.bench.report.plots import plot_operators
 
-    if top_k > experts:
-        raise UserError(f"--top-k is {top_k}, more than --experts, which is {experts}")
-    sizes = {"hidden": hidden, "width": width, "experts": experts, "top_k": top_k, "vocabulary": vocabulary}
-    options = OperatorOptions(model=model, sizes=sizes, dtype=dtype, rows=rows, context=context, layers=layers, threads=threads)
-    details = {"model": model.name if model is not None else None, "sizes": sizes, "layers": layers, "dtype": dtype, "context": context}
-    _run("operators", measure(options), 1, json, details, plot_operators, plot, model)
+    options = options or OperatorOptions()
+    if options.top_k > options.experts:
+        raise UserError(f"--top-k is {options.top_k}, more than --experts, which is {options.experts}")
+    details = {"model": model.name if model is not None else None, "sizes": options.sizes, **asdict(options)}
+    _run("operators", measure(model, options), 1, json, details, plot_operators, plot, model)
 
 
 @bench_app.command
@@ -262,10 +247,5 @@ def strict(
     from flowrt.bench.cases.strict import measure
 
     options = options or DecodeOptions()
-    details = {
-        "model": model.name,
-        "graph": graph.name if graph is not None else None,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-    }
+    details = {"model": model.name, "graph": graph.name if graph is not None else None, **asdict(options)}
     _run("strict", measure(model, graph, options), pairs, json, details, model=model)

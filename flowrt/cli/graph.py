@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.model import Graph
 
 graph_app = App(name="graph", help="Check, show and expand graph files without starting anything.")
@@ -20,14 +18,6 @@ graph_app = App(name="graph", help="Check, show and expand graph files without s
 GraphPath = Annotated[Path, Parameter(help="A graph file.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help="path=value, such as deploy.experts.servers=2.")]
 ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Model directory to use instead of the file's.")]
-
-
-def read_facts(directory: Path) -> ModelFacts:
-    """The facts of the model in `directory`, for load_graph. Raises ValueError: no such model."""
-    from flowrt.graph.facts import ModelFacts
-    from flowrt.operators.families.registry import read_model_config
-
-    return ModelFacts.of(read_model_config(directory))
 
 
 @graph_app.command
@@ -72,9 +62,9 @@ def _draw(dot: str, path: Path) -> None:
     try:
         done = subprocess.run(["dot", "-Tsvg", "-o", str(path)], input=dot, text=True, capture_output=True, check=False)
     except FileNotFoundError:
-        _end(UserError("--svg needs the program `dot`; install Graphviz, or use --mermaid, whose text many pages draw"))
+        raise UserError("--svg needs the program `dot`; install Graphviz, or use --mermaid, whose text many pages draw") from None
     if done.returncode:
-        _end(UserError(f"--svg {path}: dot failed ({' '.join(done.stderr.split())})"))
+        raise UserError(f"--svg {path}: dot failed ({' '.join(done.stderr.split())})")
     print(f"wrote {path}")
 
 
@@ -97,14 +87,8 @@ def schema() -> None:
 
 
 def _load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
+    from flowrt.graph.facts import ModelFacts
     from flowrt.graph.file import load_graph
+    from flowrt.operators.families.registry import read_model_config
 
-    try:
-        return load_graph(file, overrides or (), model, read_facts)
-    except UserError as error:
-        _end(error)
-
-
-def _end(error: UserError) -> NoReturn:
-    print(f"flowrt: error: {error}", file=sys.stderr)
-    raise SystemExit(error.exit_code)
+    return load_graph(file, overrides or (), model, lambda directory: ModelFacts.of(read_model_config(directory)))

@@ -13,7 +13,8 @@ import torch
 from checkpoints import make_checkpoint
 
 from flowrt.bench.cases.operator_cases import CasePart, ModelOperators, OperatorCase, cases_of
-from flowrt.bench.cases.operators import OperatorOptions, OperatorTime, operator_times, time_case
+from flowrt.bench.cases.operators import OperatorTime, operator_times, time_case
+from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.cases.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
 from flowrt.bench.measure.limits import MachineLimits, better_of
 from flowrt.operators.families.registry import read_model_config
@@ -83,7 +84,7 @@ def test_all_operators_of_a_checkpoint_are_timed(architecture: str, tmp_path: Pa
     directory = make_checkpoint(tmp_path / "model", architecture=architecture, tokenizer=False)
     before = torch.get_num_threads()
     try:
-        times = list(operator_times(OperatorOptions(model=directory, sizes={}, rows=(1, 64), context=16)))
+        times = list(operator_times(directory, OperatorOptions(rows=(1, 64), context=16)))
     finally:
         torch.set_num_threads(before)
     names = {each.operator for each in times if each.rows == 64}

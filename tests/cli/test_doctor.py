@@ -46,15 +46,15 @@ async def test_this_machine_can_run() -> None:
 
 def test_what_the_detector_sees_here() -> None:
     assert detector_check(ProcessTimes(1.0, 1.0, 0.0), Activity.ASLEEP).ok
-    without = detector_check(None, None)
-    assert not without.ok
-    assert not without.needed
-    assert "only closed connections and operations beyond their bounds" in without.text
+    blind = detector_check(None, None)
+    assert not blind.ok
+    assert not blind.needed
+    assert "only closed connections and operations beyond their bounds" in blind.text
 
 
 def test_what_auto_takes_and_why() -> None:
     works = {"inproc": None, "shm": None, "zmq": None}
-    assert transport_checks(works)[-1].text == "takes shm between processes, and carries on over zmq when that breaks; inproc inside one"
+    assert transport_checks(works)[-1].text == "takes shm between processes, and continues over zmq when that breaks; inproc inside one"
     checks = transport_checks(works | {"shm": "flowrt was installed without a C compiler"})
     assert [check.ok for check in checks] == [True, False, True, True]
     assert checks[1].text == "flowrt was installed without a C compiler"
@@ -65,7 +65,7 @@ def test_what_auto_takes_and_why() -> None:
 
 
 def test_doctor_reports_whether_fused_kernels_are_used() -> None:
-    assert rows_check(True).text == "norms, attention over pages, routing: our own"
+    assert rows_check(True).text == "norms, attention over pages, routing: flowrt's own"
     not_built = rows_check(False)
     assert not not_built.ok
     assert "_rows.c was not built" in not_built.text

@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
-from flowrt.cli.graph import graph_app
+from flowrt.cli.app import main
 from flowrt.graph.diagrams import to_dot, to_mermaid
 from flowrt.graph.show import print_graph
 
@@ -22,10 +23,11 @@ DEPLOY = "flowrt: 1\nmodel: {path: m}\ndeploy:\n  attention: {groups: 2, micro_b
 
 
 def call(*words: str) -> int:
-    try:
-        graph_app([*words], exit_on_error=False)
-    except SystemExit as end:
-        return int(end.code or 0)
+    with patch("sys.argv", ["flowrt", "graph", *words]):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
     return 0
 
 

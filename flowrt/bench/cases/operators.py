@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
 from flowrt.bench.report.report import ReportSection, new_table, say
@@ -18,19 +19,6 @@ if TYPE_CHECKING:
 MIN_TRIES, MAX_TRIES = 5, 40
 CASE_SECONDS = 0.4  # for one operator at one load
 CACHE_BYTES = 128 << 20  # read between tries, so that weights come from memory, as they do in a model
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorOptions:
-    """`model` None: random weights of the given sizes (random_weights.model_like_qwen3); else the first `layers` of that checkpoint."""
-
-    model: Path | None = None
-    sizes: dict[str, int]
-    dtype: str = "float32"
-    rows: Sequence[int] = (1, 4, 8, 32, 128, 512)
-    context: int = 64
-    layers: int = 4
-    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,12 +38,12 @@ class OperatorTime:
         return limits.seconds(self.num_bytes, self.num_flops, dtype) / self.seconds
 
 
-async def measure(options: OperatorOptions) -> AsyncIterator[Result]:
+async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator[Result]:
     """A table, and the times as records. Measures in this process."""
     dtype = options.dtype
     times: list[OperatorTime] = []
     limits = measure_limits(options.threads, (dtype,))
-    for each in operator_times(options):
+    for each in operator_times(model, options):
         if not times or times[-1].rows != each.rows:
             say(f"{each.rows} rows")
         times.append(each)
@@ -72,7 +60,7 @@ async def measure(options: OperatorOptions) -> AsyncIterator[Result]:
     yield ReportSection("limits_text", text)
 
 
-def operator_times(options: OperatorOptions) -> Iterator[OperatorTime]:
+def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator[OperatorTime]:
     """One by one, load by load. Sets torch's threads for this process."""
     import torch
 
@@ -82,10 +70,10 @@ def operator_times(options: OperatorOptions) -> Iterator[OperatorTime]:
 
     torch.set_num_threads(options.threads)
     checkpoint: CountingCheckpoint
-    if options.model is None:
+    if directory is None:
         config, checkpoint = model_like_qwen3(**options.sizes, layers=options.layers, dtype=options.dtype), RandomCheckpoint()
     else:
-        config, checkpoint = read_model_config(options.model, options.dtype), CountingCheckpoint(options.model)
+        config, checkpoint = read_model_config(directory, options.dtype), CountingCheckpoint(directory)
     with torch.inference_mode():
         clock = clock_for(options.threads)
         model = ModelOperators(config, checkpoint, config.moe_layers[: options.layers], TimedBlocks(clock))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -24,3 +24,24 @@ class DecodeOptions:
         int, Parameter(validator=Number(gte=2), help="New tokens of each sequence; the first belongs to the prefill.")
     ] = 32
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), help="path=value, for the graph.")] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions:
+    """The calls that are timed, and the sizes of random weights where no model is given."""
+
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Of weights and products.")] = "float32"
+    rows: Annotated[Positives, Parameter(help="Numbers of rows.")] = (1, 4, 8, 32, 128, 512)
+    context: Annotated[Positive, Parameter(help="Tokens that each row attends to.")] = 64
+    layers: Annotated[Positive, Parameter(help="Layers with experts that are timed in turn.")] = 4
+    threads: Annotated[Positive, Parameter(help="Compute threads. A single one is timed by its processor time.")] = 1
+    hidden: Annotated[Positive, Parameter(help="Without a model: width of a row.")] = 1024
+    width: Annotated[Positive, Parameter(help="Width of an expert.")] = 512
+    experts: Annotated[Positive, Parameter(help="Experts of a layer.")] = 32
+    top_k: Annotated[Positive, Parameter(help="Experts of a row.")] = 4
+    vocabulary: Annotated[Positive, Parameter(help="Tokens of the vocabulary.")] = 32000
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("hidden", "width", "experts", "top_k", "vocabulary")}
