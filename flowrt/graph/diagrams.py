@@ -8,20 +8,12 @@ from dataclasses import dataclass
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node, role_of
 from flowrt.graph.notation import format_ids
 
+_BREAK = r"\n"  # of lines in Graphviz labels
 MAX_DRAWN_NODES = 60  # above this, drawings show roles (attention.0-15) instead of nodes
 
 
 @dataclass(frozen=True)
-class Box:
-    """A process with its nodes; where the drawing is collapsed, a role without nodes. `nodes`: name -> words."""
-
-    name: str
-    words: list[str]
-    nodes: dict[str, list[str]]
-
-
-@dataclass(frozen=True)
-class Arrow:
+class DrawnEdge:
     """The edges between two nodes, or between two roles. `crosses`: between processes. `advances`: to the next layer or step."""
 
     source: str
@@ -47,22 +39,19 @@ def roles(graph: Graph) -> dict[str, str]:
     return {process: ranges.get(role_of(process), process) for process in [*graph.process_names(), GATEWAY]}
 
 
-def boxes(graph: Graph) -> Iterator[Box]:
-    """Yield every process or role; the gateway last, if the graph has an input or output."""
-    names = roles(graph) if is_collapsed(graph) else {process: process for process in [*graph.process_names(), GATEWAY]}
-    found: dict[str, list[Node]] = {name: [] for name in names.values()}
+def clusters(graph: Graph) -> dict[str, dict[str, list[str]]]:
+    """process -> node -> the lines of its label, the gateway last; where the drawing is collapsed, all roles under ""."""
+    if not is_collapsed(graph):
+        found = {process: graph.nodes_of(process) for process in [*graph.process_names(), GATEWAY]}
+        return {process: {node.name: _node_label(node) for node in nodes} for process, nodes in found.items() if nodes}
+    role, members = roles(graph), dict[str, list[Node]]()
     for node in graph.nodes.values():
-        found[names[node.process]].append(node)
-    for name, nodes in found.items():
-        if nodes and is_collapsed(graph):
-            num_processes = len({node.process for node in nodes})
-            yield Box(name, [name, (f"{num_processes} processes, " if num_processes > 1 else "") + f"{len(nodes)} nodes"], {})
-        elif nodes:
-            yield Box(name, [name], {node.name: _node_words(node) for node in nodes})
+        members.setdefault(role[node.process], []).append(node)
+    return {"": {name: [name, _sizes(nodes)] for name, nodes in members.items()}}
 
 
-def arrows(graph: Graph) -> Iterator[Arrow]:
-    """Yield the arrows between nodes, or between roles; parallel edges are one arrow."""
+def drawn_edges(graph: Graph) -> Iterator[DrawnEdge]:
+    """Yield the edges between nodes, or between roles; parallel edges are one."""
     collapsed, role = is_collapsed(graph), roles(graph)
     found: dict[tuple[str, str], list[Edge]] = {}
     for edge in graph.edges.values():
@@ -72,25 +61,16 @@ def arrows(graph: Graph) -> Iterator[Arrow]:
             found.setdefault(ends, []).append(edge)
     for ends, edges in found.items():
         first = f"{len(edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
-        label = "; ".join(dict.fromkeys([first, *(word for edge in edges for word in _edge_words(edge, graph))]))
-        yield Arrow(*ends, label, graph.crosses(edges[0]), all(edge.tag.advances for edge in edges))
+        label = "; ".join(dict.fromkeys([first, *(text for edge in edges for text in edge_properties(edge, graph))]))
+        yield DrawnEdge(*ends, label, graph.crosses(edges[0]), all(edge.tag.advances for edge in edges))
 
 
-def experts_words(option: object) -> str:
+def experts_text(option: object) -> str:
     """The experts of a node: "0-5", or "by layer" where layers differ."""
     return str(option) if isinstance(option, str | int) else "by layer"
 
 
-def _node_words(node: Node) -> list[str]:
-    words = [node.name.removeprefix(f"{node.process}.")]
-    if ":" in node.operator:
-        words.append(node.operator)
-    if "experts" in node.options:
-        words.append(f"experts {experts_words(node.options['experts'])}")
-    return words
-
-
-def _edge_words(edge: Edge, graph: Graph) -> Iterator[str]:
+def edge_properties(edge: Edge, graph: Graph) -> Iterator[str]:
     """Yield the transport, link, credits, layers and tag that the edge has."""
     if graph.crosses(edge):
         yield edge.transport + (f" ({edge.link})" if edge.link else "")
@@ -101,20 +81,26 @@ def _edge_words(edge: Edge, graph: Graph) -> Iterator[str]:
         yield str(edge.tag)
 
 
+def _node_label(node: Node) -> list[str]:
+    lines = [node.name.removeprefix(f"{node.process}."), *([node.operator] if ":" in node.operator else [])]
+    return lines + ([f"experts {experts_text(node.options['experts'])}"] if "experts" in node.options else [])
+
+
+def _sizes(nodes: list[Node]) -> str:
+    num_processes = len({node.process for node in nodes})
+    return (f"{num_processes} processes, " if num_processes > 1 else "") + f"{len(nodes)} nodes"
+
+
 def to_mermaid(graph: Graph) -> str:
     """A Mermaid flowchart with a subgraph per process."""
     lines, ids = ["flowchart LR"], dict[str, str]()
-    for number, box in enumerate(boxes(graph)):
-        if not box.nodes:
-            ids[box.name] = f"p{number}"
-            lines.append(f'  p{number}["{"<br/>".join(box.words)}"]')
-            continue
-        lines.append(f'  subgraph p{number}["{box.name}"]')
-        for name, words in box.nodes.items():
+    for number, (process, nodes) in enumerate(clusters(graph).items()):
+        lines += [f'  subgraph p{number}["{process}"]'] if process else []
+        for name, label in nodes.items():
             ids[name] = f"n{len(ids)}"
-            lines.append(f'    {ids[name]}["{"<br/>".join(words)}"]')
-        lines.append("  end")
-    lines += [f'  {ids[arrow.source]} {"==>" if arrow.crosses else "-->"}|"{arrow.label}"| {ids[arrow.target]}' for arrow in arrows(graph)]
+            lines.append(f'    {ids[name]}["{"<br/>".join(label)}"]')
+        lines += ["  end"] if process else []
+    lines += [f'  {ids[edge.source]} {"==>" if edge.crosses else "-->"}|"{edge.label}"| {ids[edge.target]}' for edge in drawn_edges(graph)]
     return "\n".join(lines) + "\n"
 
 
@@ -126,18 +112,12 @@ def to_dot(graph: Graph) -> str:
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", fontsize=11];',
         '  edge [fontname="sans-serif", fontsize=9];',
     ]
-    for number, box in enumerate(boxes(graph)):
-        if not box.nodes:
-            lines.append(f'  "{box.name}" [label="{_dot(box.words)}"];')
-            continue
-        lines += [f"  subgraph cluster_{number} {{", f'    label="{box.name}"; style="rounded,filled"; fillcolor="#f4f6f8";']
-        lines += [f'    "{name}" [label="{_dot(words)}"];' for name, words in box.nodes.items()]
-        lines.append("  }")
-    for arrow in arrows(graph):
-        style = ', color="#b5502c", penwidth=2' if arrow.crosses else ', color="#2d6fb3", style=dashed' if arrow.advances else ""
-        lines.append(f'  "{arrow.source}" -> "{arrow.target}" [label="{arrow.label}"{style}];')
+    for number, (process, nodes) in enumerate(clusters(graph).items()):
+        if process:
+            lines += [f"  subgraph cluster_{number} {{", f'    label="{process}"; style="rounded,filled"; fillcolor="#f4f6f8";']
+        lines += [f'  "{name}" [label="{_BREAK.join(label)}"];' for name, label in nodes.items()]
+        lines += ["  }"] if process else []
+    for edge in drawn_edges(graph):
+        style = ', color="#b5502c", penwidth=2' if edge.crosses else ', color="#2d6fb3", style=dashed' if edge.advances else ""
+        lines.append(f'  "{edge.source}" -> "{edge.target}" [label="{edge.label}"{style}];')
     return "\n".join([*lines, "}"]) + "\n"
-
-
-def _dot(words: list[str]) -> str:
-    return r"\n".join(words)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -78,7 +79,8 @@ def raise_first(document: Document, error: ValidationError) -> None:
 
 def _problem(document: Document, item: Any) -> tuple[Path_, str]:
     path: Path_ = tuple(item["loc"])
-    path = _real_path(document, path[:-1] if path and path[-1] == "[key]" else path)
+    while item["type"] != "missing" and not document.has(path):  # pydantic adds "[key]", and names in what a validator returned
+        path = path[:-1]
     if item["type"] == "extra_forbidden":
         return path, _unknown_key(path)
     if item["type"] == "missing":
@@ -88,68 +90,32 @@ def _problem(document: Document, item: Any) -> tuple[Path_, str]:
     return path, wording.format(shown=shown_value(item["input"]), message=item["msg"], **context)
 
 
-def _real_path(document: Document, path: Path_) -> Path_:
-    """The path without the names of union members that pydantic adds, which are not keys of the file."""
-    real: list[str | int] = []
-    value = document.value
-    for index, key in enumerate(path):
-        if isinstance(value, dict | list) and (_holds(value, key) or index == len(path) - 1):
-            real.append(key)
-            value = value[key] if _holds(value, key) else None  # type: ignore[index]
-    return tuple(real)
-
-
-def _holds(value: dict[str, Any] | list[Any], key: str | int) -> bool:
-    return key in value if isinstance(value, dict) else isinstance(key, int) and key < len(value)
-
-
 def _unknown_key(path: Path_) -> str:
-    section = _section(path[:-1])
-    known = [field.alias or name for name, field in section.model_fields.items()] if section is not None else []
-    key = str(path[-1])
+    *parents, key = map(str, path)
+    sections = list(_sections(GraphFile, ()))
+    known = next((keys for at, keys in sections if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
     if key in LINK_NUMBERS:
         return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
-    elsewhere = None if key in known else _find(key, GraphFile, ())
     hint = nearest(key, known)
+    elsewhere = next((at for at, keys in sections if key in keys and "*" not in at), None)
     if elsewhere is not None and hint.startswith("known:"):
         return f"unknown key {key!r}; it belongs {'under ' + '.'.join(elsewhere) if elsewhere else 'at the top of the file'}"
     return f"unknown key {key!r}; {hint}"
 
 
-def _section(path: Path_) -> type[BaseModel] | None:
-    """The model of the mapping at `path`."""
-    section: type[BaseModel] | None = GraphFile
-    index = 0
-    while section is not None and index < len(path):
-        field = next((field for name, field in section.model_fields.items() if (field.alias or name) == path[index]), None)
-        if field is None:
-            return None
-        section, is_container = _model_in(field.annotation)
-        index += 2 if is_container else 1
-    return section
+def _sections(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Yield the path and keys of every section of a graph file; "*" stands for any key of a mapping of sections."""
+    fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+    yield path, list(fields)
+    for key, annotation in fields.items():
+        for model, container in _models_in(annotation):
+            yield from _sections(model, (*path, key, *container))
 
 
-def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model inside an annotation, and whether a list or dict holds it there."""
+def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    """Yield the models inside an annotation, each with ("*",) where a mapping holds it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    container = getattr(annotation, "__origin__", None) in (list, dict)
+        yield annotation, ()
     for argument in get_args(annotation):
-        model, inner = _model_in(argument)
-        if model is not None:
-            return model, container or inner
-    return None, container
-
-
-def _find(key: str, section: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The path of the section of the short form that has a key of this name."""
-    for name, field in section.model_fields.items():
-        word = field.alias or name
-        if word == key:
-            return path
-        model, container = _model_in(field.annotation)
-        if model is not None and not container:
-            found = _find(key, model, (*path, word))
-            if found is not None:
-                return found
-    return None
+        for model, container in _models_in(argument):
+            yield model, ("*",) if get_origin(annotation) is dict else container

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from flowrt.graph.diagrams import experts_words, is_collapsed, roles
+from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
 from flowrt.graph.fuse import Fusion, fuse_all
-from flowrt.graph.model import Edge, Graph
+from flowrt.graph.model import Graph
 from flowrt.graph.recovery import rule_of, survives
 
 
@@ -23,13 +23,13 @@ def print_graph(graph: Graph, title: str, console: Console) -> None:
 
 def summary_of_valid(graph: Graph) -> str:
     """The contents of a graph in one line: its groups, servers and model, and the numbers of processes, nodes and edges."""
-    words = []
+    parts = []
     if graph.model is not None:
         groups = {node.process for node in graph.nodes.values() if node.operator == "source"}
         servers = {node.process for node in graph.nodes.values() if node.operator == "experts"} - groups
-        parts = [counted(len(groups), "attention group"), *([counted(len(servers), "expert server")] if servers else [])]
-        words.append(f"{' and '.join(parts)} for {graph.model.path} in {graph.model.dtype}")
-    return "; ".join([*words, ", ".join(_sizes(graph))])
+        roles_text = [counted(len(groups), "attention group"), *([counted(len(servers), "expert server")] if servers else [])]
+        parts.append(f"{' and '.join(roles_text)} for {graph.model.path} in {graph.model.dtype}")
+    return "; ".join([*parts, ", ".join(_sizes(graph))])
 
 
 def counted(number: int, what: str) -> str:
@@ -44,12 +44,12 @@ def _sizes(graph: Graph) -> list[str]:
 
 def _summary(graph: Graph) -> str:
     processes, *rest = _sizes(graph)
-    words = [f"{processes} ({graph.processes})", *rest]
+    parts = [f"{processes} ({graph.processes})", *rest]
     if graph.model is not None:
-        words += [f"model {graph.model.path} in {graph.model.dtype}", counted(graph.micro_batches, "micro-batch")]
+        parts += [f"model {graph.model.path} in {graph.model.dtype}", counted(graph.micro_batches, "micro-batch")]
     if graph.emulation is not None:
-        words.append(f"emulated at dilation {graph.emulation.dilation:g}")
-    return ", ".join(words)
+        parts.append(f"emulated at dilation {graph.emulation.dilation:g}")
+    return ", ".join(parts)
 
 
 def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
@@ -63,21 +63,19 @@ def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
             first = shown[name]
             yield f"process {name if counts[name] == 1 else f'{name}, {counts[name]} processes such as {first}'}", ""
             yield from _process_lines(graph, first, fusions[first])
-        pairs = Counter((role[graph.ends_of(edge)[0]], role[graph.ends_of(edge)[1]], _edge_words(edge)) for edge in crossing)
-        for (source, target, words), number in pairs.items():
-            yield f"edge {source} -> {target}", f": {counted(number, 'edge')}, {words}"
+        yield from ((f"edge {edge.source} -> {edge.target}", f": {edge.label}") for edge in drawn_edges(graph))
         return
     for process, fusion in fusions.items():
-        yield f"process {process}", _process_words(graph, process)
+        yield f"process {process}", _process_properties(graph, process)
         yield from _process_lines(graph, process, fusion)
     with_response = {edge.response_to for edge in crossing}
     for edge in crossing:
         if edge.response_to is None:  # a response is shown with its request
             name = str(edge).replace(" -> ", " <-> ") if edge.name in with_response else str(edge)
-            yield f"edge {name}", (f" ({edge.tag})" if str(edge.tag) else "") + f": {_edge_words(edge)}"
+            yield f"edge {name}", f": {', '.join(edge_properties(edge, graph))}"
 
 
-def _process_words(graph: Graph, process: str) -> str:
+def _process_properties(graph: Graph, process: str) -> str:
     device, threads = graph.devices.get(process, "cpu"), graph.threads.get(process, "auto")
     return (f", {device}" if device != "cpu" else "") + (f", {counted(int(threads), 'thread')}" if threads != "auto" else "")
 
@@ -93,12 +91,7 @@ def _process_lines(graph: Graph, process: str, fusion: Fusion) -> Iterator[tuple
     for chain in fusion.chains:
         kind = "batches" if graph.nodes[chain[0]].batches else "waits"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
-    yield from (("  holds:", f" experts {experts_words(node.options['experts'])}") for node in nodes if "experts" in node.options)
+    yield from (("  holds:", f" experts {experts_text(node.options['experts'])}") for node in nodes if "experts" in node.options)
     yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if ":" in node.operator)
     rule = rule_of(graph, process)
     yield "  death:", f" {rule.recovery if survives(graph, process) else 'ends the run'} (keeps: {rule.keeps})"
-
-
-def _edge_words(edge: Edge) -> str:
-    words = [edge.transport, f"link {edge.link}" if edge.link else "", f"credits {edge.credits}" if edge.credits else ""]
-    return ", ".join(word for word in [*words, f"layers {edge.layers}" if str(edge.layers) else ""] if word)

@@ -73,7 +73,7 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     plain = capsys.readouterr().out
     assert "process attention.1\n" in plain
     assert "  waits: combine -> attention -> gate -> dispatch -> head\n" in plain
-    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto, link ub, credits 2\n" in plain
+    assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto (ub), 2 credits\n" in plain
     assert "\x1b" not in plain
     assert call("show", str(QUICKSTART), "--mermaid") == 0
     assert capsys.readouterr().out.startswith("flowchart LR\n")
@@ -152,11 +152,11 @@ def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.Cap
     assert "  holds: experts 0-1,5-7\n" in plain
     assert "  death: redispatch (keeps: nothing between two requests)\n" in plain
     assert "  death: ends the run (keeps: sequences)\n" in plain
-    assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, credits 2\n" in plain
+    assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 2 credits\n" in plain
 
 
 def test_a_large_graph_is_shown_by_role(load, capsys: pytest.CaptureFixture[str]) -> None:
     print_graph(load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8"), "g.yaml", Console(width=80))
     shown = capsys.readouterr().out
     assert "process attention.0-11, 12 processes such as attention.0\n" in shown
-    assert "edge attention.0-11 -> experts.0-7: 96 edges, auto, credits 2\n" in shown
+    assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 2 credits\n" in shown
