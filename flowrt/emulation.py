@@ -46,25 +46,17 @@ class Lateness:
 
 
 class EmulationStatistics(msgspec.Struct, frozen=True):
-    """The lateness of one worker's computations and received messages. All times are real seconds (dilated).
+    """The lateness of one worker's computations and received messages, and its real seconds of computing without a modelled time."""
 
-    `worst_*_seconds` is the largest lateness beyond the allowed one. `modelled_seconds` is the modelled time of all computations;
-    `free_seconds` is the time spent on computing that has no modelled time.
-    """
-
-    num_computed: int = 0
-    num_computed_late: int = 0
-    worst_computed_seconds: float = 0.0
-    num_delivered: int = 0
-    num_delivered_late: int = 0
-    worst_delivered_seconds: float = 0.0
-    modelled_seconds: float = 0.0
+    computed: Lateness = msgspec.field(default_factory=Lateness)
+    delivered: Lateness = msgspec.field(default_factory=Lateness)
     free_seconds: float = 0.0
 
     @property
     def free_share(self) -> float:
         """The share of this worker's compute time that has no modelled time; 0.0 when nothing is modelled."""
-        return self.free_seconds / (self.free_seconds + self.modelled_seconds) if self.modelled_seconds else 0.0
+        modelled = self.computed.modelled_seconds
+        return self.free_seconds / (self.free_seconds + modelled) if modelled else 0.0
 
 
 class EmulatedCompute:
@@ -149,20 +141,14 @@ def emulation_report(dilation: float, workers: Iterable[EmulationStatistics]) ->
     They are void too when a worker spent more than TOLERANCE of its compute time on computing that has no modelled time.
     """
     workers = list(workers)
-    kinds = (
-        ("computation", [(each.num_computed, each.num_computed_late, each.worst_computed_seconds) for each in workers]),
-        ("message", [(each.num_delivered, each.num_delivered_late, each.worst_delivered_seconds) for each in workers]),
-    )
-    counts, sentences, void, worst = [], [], False, 0.0
-    for name, counts_of_kind in kinds:
-        num, num_late = sum(each[0] for each in counts_of_kind), sum(each[1] for each in counts_of_kind)
-        counts += [num, num_late]
-        if num_late:
-            latest = max(each[2] for each in counts_of_kind)
-            worst = max(worst, latest)
-            void = void or num_late > MAX_LATE_SHARE * num
-            how = "took longer than modelled" if name == "computation" else "came later than modelled"
-            sentences.append(f"{num_late} of {num} {name}s {how}, by up to {duration_text(latest)} more than the twentieth that is allowed")
+    computed, delivered = _total(each.computed for each in workers), _total(each.delivered for each in workers)
+    sentences, void = [], False
+    for name, how, total in (("computation", "took longer", computed), ("message", "came later", delivered)):
+        if total.num_late:
+            void = void or total.num_late > MAX_LATE_SHARE * total.num
+            worst = duration_text(total.worst_seconds)
+            text = f"{total.num_late} of {total.num} {name}s {how} than modelled"
+            sentences.append(f"{text}, by up to {worst} more than the twentieth that is allowed")
     free_share = max((each.free_share for each in workers), default=0.0)
     if free_share > TOLERANCE:
         void = True
@@ -171,8 +157,20 @@ def emulation_report(dilation: float, workers: Iterable[EmulationStatistics]) ->
         sentences.append("reality was slower than the model: the figures of this run are VOID; raise emulate.dilation")
     elif sentences:
         sentences.append("these are at most one in a hundred of their kind: the figures hold")
-    computed, computed_late, delivered, delivered_late = counts
-    return EmulationReport(dilation, computed, computed_late, delivered, delivered_late, worst, free_share, void, tuple(sentences))
+    worst_seconds = max(computed.worst_seconds, delivered.worst_seconds)
+    return EmulationReport(
+        dilation, computed.num, computed.num_late, delivered.num, delivered.num_late, worst_seconds, free_share, void, tuple(sentences)
+    )
+
+
+def _total(parts: Iterable[Lateness]) -> Lateness:
+    total = Lateness()
+    for part in parts:
+        total.num += part.num
+        total.num_late += part.num_late
+        total.worst_seconds = max(total.worst_seconds, part.worst_seconds)
+        total.modelled_seconds += part.modelled_seconds
+    return total
 
 
 def smallest_dilation(modelled_seconds: Mapping[str, float], error_seconds: float) -> tuple[float, str]:

@@ -1,6 +1,6 @@
 """Payload: the torch representation of a message, and its conversion to and from transport buffers.
 
-The wire format is in transports/wire/codec.py; checks against a port's spec are in specs.py.
+The wire format is in transports/wire/codec.py; checks against a port's spec are in schemas.py.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Prob
     for (later, layer), ids in sorted(flow.at(node.name, port).items()):
         brought: dict[str, Edge] = {}  # whose tags an earlier edge brings here
         for edge in (edge for name, edge in graph.edges.items() if name in ids):
-            for origin in sorted(flow.edge_origins[edge.name]):
+            for origin in sorted(flow.edge_origins.get(edge.name, ())):
                 if origin in brought:
                     text = f"{brought[origin]} and {edge} both bring a message {_at(later, layer)}; "
                     text += "a port takes one per tag: give them layers that do not meet"

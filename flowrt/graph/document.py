@@ -88,26 +88,29 @@ def dotted(path: Path_) -> str:
     return ".".join(str(key) for key in path)
 
 
-def read_document(path: Path, name: str | None = None) -> Document:
+def read_document(path: Path) -> Document:
     """Read the file at `path`. Raises GraphError when it is missing, too large, not UTF-8, or not the YAML of graph files."""
-    name = name or str(path)
+    return parse_document(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of the file at `path`. Raises GraphError when it is missing, too large or not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise GraphError(name, "", "no such file; give the path of a graph file") from None
+        raise GraphError(str(path), "", "no such file; give the path of a graph file") from None
     except IsADirectoryError:
-        raise GraphError(name, "", "is a folder; give the path of a graph file in it") from None
+        raise GraphError(str(path), "", "is a folder; give the path of a graph file in it") from None
     except OSError as error:
-        raise GraphError(name, "", f"cannot be read ({error.strerror}); give a file that you may read") from None
+        raise GraphError(str(path), "", f"cannot be read ({error.strerror}); give a file that you may read") from None
     if len(content) > MAX_FILE_BYTES:
-        raise GraphError(name, "", f"is larger than {MAX_FILE_BYTES >> 20} MiB; give a graph file")
+        raise GraphError(str(path), "", f"is larger than {MAX_FILE_BYTES >> 20} MiB; give a smaller file")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise GraphError(f"{name}:{line}", "", "is not UTF-8 text; save the graph file as UTF-8") from None
-    return parse_document(text, name)
+        raise GraphError(f"{path}:{line}", "", "is not UTF-8 text; save the file as UTF-8") from None
 
 
 def parse_document(text: str, name: str) -> Document:

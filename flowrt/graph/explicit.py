@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from flowrt.graph.builtin import BUILTIN, BuiltinOperator
+from flowrt.graph.builtin import BUILTIN, SOURCE, BuiltinOperator
 from flowrt.graph.document import Document, Path_
-from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec
+from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
 from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_tag, shown_value
-from flowrt.graph.schema import EdgeSection, LinkSection, NodeSection
+from flowrt.graph.schema import EdgeSection, GraphFile, LinkSection, NodeSection
 
 Ports = dict[str, PortSpec]
 Ends = tuple[str, str, str, str]  # source, source port, target, target port
 Used = dict[str, dict[str, str]]  # node -> port -> the first edge there
 
 
-def build_explicit(
-    nodes: Mapping[str, NodeSection], edges: Mapping[str, EdgeSection], document: Document
-) -> tuple[dict[str, Node], dict[str, Edge]]:
-    """Nodes and edges as written. Raises GraphError for ends that do not exist and for ports that a node does not have."""
+def build_explicit(file: GraphFile, document: Document) -> tuple[dict[str, Node], dict[str, Edge]]:
+    """Nodes and edges as written. Raises GraphError for ends that do not exist and for ports that a node does not have.
+
+    An edge between processes has the link of its pair of roles; keys of its own win. By default it has a credit for each tag in flight; a
+    response needs none.
+    """
+    nodes, edges = file.nodes or {}, file.edges or {}
     for name in (INPUT, OUTPUT):
         if name in nodes:
             document.fail(("nodes", name), f"{name!r} exists without being written; choose another name")
@@ -37,7 +42,32 @@ def build_explicit(
         built[INPUT] = Node(INPUT, INPUT, GATEWAY, outputs={port: PortSpec(port) for port in given[INPUT]})
     if OUTPUT in taken:
         built[OUTPUT] = Node(OUTPUT, OUTPUT, GATEWAY, inputs={port: PortSpec(port) for port in taken[OUTPUT]})
-    return built, {name: _edge(name, section, ends, built, document) for name, section in edges.items()}
+    is_model = any(node.operator == SOURCE for node in built.values())
+    num_credits = file.micro_batches or 1 if is_model else file.limits.in_flight
+    pairs: dict[tuple[str, str], None] = {}
+    built_edges: dict[str, Edge] = {}
+    for name, section in edges.items():
+        built_edge = _edge(name, section, ends, built, document)
+        if (pair := role_pair(built, built_edge)) is not None:
+            pairs[pair] = None
+            built_edge = replace(built_edge, **_link(file.links, pair, section, num_credits))
+        built_edges[name] = built_edge
+    for key in file.links:
+        if not any(key in (f"{a}-{b}", f"{b}-{a}") for a, b in pairs):
+            document.fail(("links", key), f"no edge leads between these roles; {nearest(key, map('-'.join, pairs))}")
+    return built, built_edges
+
+
+def role_pair(nodes: Mapping[str, Node], edge: Edge) -> tuple[str, str] | None:
+    """The roles of both ends of an edge; None within a process."""
+    source, target = nodes[edge.source].process, nodes[edge.target].process
+    return None if source == target else (role_of(source), role_of(target))
+
+
+def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
+    section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or LinkSection()
+    keys = {key: getattr(own if key in own.model_fields_set else section, key) for key in LinkSection.model_fields}
+    return keys | {"credits": 0 if own.response_to is not None else keys["credits"] or num_credits}
 
 
 def _node(name: str, section: NodeSection, taken: dict[str, str], given: dict[str, str], document: Document) -> Node:

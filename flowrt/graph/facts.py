@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -25,16 +25,8 @@ class ModelFacts:
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
         """The facts of any object that has them as attributes, such as flowrt.operators.model_config.ModelConfig."""
-        return cls(
-            num_layers=int(config.num_layers),
-            moe_layers=tuple(config.moe_layers),
-            num_experts=int(config.num_experts),
-            hidden_size=int(config.hidden_size),
-            vocab_size=int(config.vocab_size),
-            dtype=str(config.dtype),
-            num_experts_per_token=int(config.num_experts_per_token),
-            shared_experts=bool(config.shared_expert_width),
-        )
+        given = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "shared_experts"}
+        return cls(**given, shared_experts=bool(config.shared_expert_width))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
-from flowrt.graph.document import Document, Path_, apply_overrides, read_document
+from flowrt.graph.document import Document, Path_, apply_overrides, read_document, read_text
 from flowrt.graph.expand import expand_deploy
-from flowrt.graph.explicit import build_explicit
+from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
-from flowrt.graph.links import apply_links, check_links, role_pair
 from flowrt.graph.model import Emulation, Graph, GraphLimits, ModelPart, ReliabilitySettings, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.problems import raise_first, refuse_unbuilt
@@ -27,7 +26,6 @@ from flowrt.graph.schema import GraphFile, LimitsSection
 FactsOf = Callable[[Path], ModelFacts]
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
 TRANSPORT_ENTRY_POINTS = "flowrt.transports"
-MAX_PROMPT_FILE_BYTES = 8 << 20
 
 _EXPLICIT_ONLY = {
     "links": "the short form has deploy.links; write it there",
@@ -78,7 +76,7 @@ def build_graph(
     limits, role_limits = _limits(file.limits)
     if is_short and facts is not None:
         file = expand_deploy(file, role_limits.get("attention", limits), facts, document)
-    nodes, edges = build_explicit(file.nodes or {}, file.edges or {}, document)
+    nodes, edges = build_explicit(file, document)
     emulate = file.emulate
     graph = Graph(
         nodes,
@@ -96,8 +94,6 @@ def build_graph(
         reliability=ReliabilitySettings(**file.reliability.model_dump()),
         folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
     )
-    check_links(graph, file.links, ("links",), document)
-    graph = apply_links(graph, file.links, file.edges or {})
     for problem in check(graph, facts, schemes):
         document.fail(_short_path(problem.path, graph, document) if is_short else problem.path, problem.text)
     if graph.numerics == "strict":
@@ -122,7 +118,7 @@ def _short_path(path: Path_, graph: Graph, document: Document) -> Path_:
         return ("deploy", role_of(graph.nodes[str(rest[0])].process)) if rest else ("deploy",)
     if section != "edges" or not rest:
         return path
-    link: Path_ = ("deploy", "links", "-".join(role_pair(graph, graph.edges[str(rest[0])])))
+    link: Path_ = ("deploy", "links", "-".join(role_pair(graph.nodes, graph.edges[str(rest[0])]) or ()))
     return (*link, *rest[1:]) if document.has((*link, *rest[1:])) else link
 
 
@@ -208,16 +204,9 @@ def _prompts(file: GraphFile, document: Document, folder: Path) -> tuple[str, ..
         return tuple(file.prompts or ())
     path = _existing(file.prompts, ("prompts",), document, folder, is_file=True)
     try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_PROMPT_FILE_BYTES + 1)
-    except OSError as error:
-        document.fail(("prompts",), f"{path} cannot be read ({_reason(error)}); give a file that you may read")
-    if len(content) > MAX_PROMPT_FILE_BYTES:
-        document.fail(("prompts",), f"{path} is larger than {MAX_PROMPT_FILE_BYTES >> 20} MiB; give it to flowrt run --prompts in pieces")
-    try:
-        lines = content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError:
-        document.fail(("prompts",), f"{path} is not UTF-8 text; save it as UTF-8")
+        lines = read_text(path).split("\n")
+    except GraphError as error:
+        document.fail(("prompts",), f"{error.where} {error.text}")
     if path.suffix != ".jsonl":
         return tuple(line.rstrip("\r") for line in lines if line.strip())
     return tuple(_prompt(line, f"{path}:{number}", document) for number, line in enumerate(lines, 1) if line.strip())

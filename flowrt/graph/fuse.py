@@ -29,16 +29,16 @@ class Fusion:
 
 def fuse(graph: Graph, process: str) -> Fusion:
     """The fusion of one process."""
-    return _Process(graph, process, follow(graph)).fusion()
+    return _ProcessFusion(graph, process, follow(graph)).fusion()
 
 
 def fuse_all(graph: Graph) -> dict[str, Fusion]:
     """process -> its fusion, for every process but the gateway's."""
     flow = follow(graph)
-    return {process: _Process(graph, process, flow).fusion() for process in graph.process_names()}
+    return {process: _ProcessFusion(graph, process, flow).fusion() for process in graph.process_names()}
 
 
-class _Process:
+class _ProcessFusion:
     def __init__(self, graph: Graph, process: str, flow: Flow) -> None:
         self._graph, self._flow = graph, flow
         nodes = graph.nodes_of(process)
@@ -102,9 +102,8 @@ class _Process:
         return self._certain(name) | {name}
 
     def _certain(self, name: str) -> frozenset[str]:
-        known = self._before.get(name)
-        if known is not None:
-            return known
+        if name in self._before:
+            return self._before[name]
         result: frozenset[str] = frozenset()
         self._before[name] = result  # while a cycle at one tag is followed; checks.py refuses these
         edges = [edge for edge in self._into.get(name, ()) if edge.source not in self._sources]

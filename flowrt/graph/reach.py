@@ -22,13 +22,12 @@ _SINGLE_LAYERS = 8  # first layers that are never merged, for graphs that mentio
 class Flow:
     """`arrivals`: port -> point -> the edges that can bring a message there. `fires`: node -> points at which it can fire.
 
-    `origins`: node -> the emitting nodes whose tags reach it; a response brings only those of its request.
+    `edge_origins`: edge -> the emitting nodes whose tags it brings.
     """
 
     layers: tuple[int, ...]  # the first layer of each run, ascending; the last run has no end
     arrivals: dict[tuple[str, str], dict[Point, set[str]]] = field(default_factory=dict)
     fires: dict[str, set[Point]] = field(default_factory=dict)
-    origins: dict[str, set[str]] = field(default_factory=dict)
     edge_origins: dict[str, set[str]] = field(default_factory=dict)
 
     def after(self, layer: int) -> tuple[int, ...]:
@@ -126,24 +125,16 @@ def _complete(graph: Graph, flow: Flow, name: str, point: Point) -> bool:
 
 
 def _follow_origins(graph: Graph, flow: Flow) -> None:
-    flow.origins = {node.name: {node.name} if emits(node.operator) else set() for node in graph.nodes.values()}
-    edges_from: dict[str, list[Edge]] = {}
+    onward: dict[str, list[Edge]] = {}  # by the node whose tags the edge brings: a response brings only those of its request
     for edge in graph.edges.values():
-        flow.edge_origins[edge.name] = set()
-        edges_from.setdefault(edge.source, []).append(edge)
-        if edge.response_to is not None:
-            client = graph.edges[edge.response_to].source
-            if client != edge.source:
-                edges_from.setdefault(client, []).append(edge)
-    waiting = [name for name, origins in flow.origins.items() if origins]
-    while waiting:
-        name = waiting.pop()
-        for edge in edges_from.get(name, ()):
-            client = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
-            if client != name:
-                continue
-            flow.edge_origins[edge.name] |= flow.origins[name]
-            target = flow.origins[edge.target]
-            if not emits(graph.nodes[edge.target].operator) and not flow.origins[name] <= target:
-                target |= flow.origins[name]
-                waiting.append(edge.target)
+        client = edge.source if edge.response_to is None else graph.edges[edge.response_to].source
+        onward.setdefault(client, []).append(edge)
+    sources = [node.name for node in graph.nodes.values() if emits(node.operator)]
+    for origin in sources:
+        reached, waiting = {*sources}, [origin]
+        while waiting:
+            for edge in onward.get(waiting.pop(), ()):
+                flow.edge_origins.setdefault(edge.name, set()).add(origin)
+                if edge.target not in reached:
+                    reached.add(edge.target)
+                    waiting.append(edge.target)

@@ -10,6 +10,7 @@ experts) run within that time. A firing with neither (the embedding alone, the h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from flowrt.actors.emulated_links import EmulatedLinks
 from flowrt.dataflow.matching import Firing
@@ -38,17 +39,7 @@ class EmulatedWorker:
         return {name: self._charged(name, function) if name in self._seconds else function for name, function in functions.items()}
 
     def statistics(self) -> EmulationStatistics:
-        computed, delivered = self.compute.lateness, self.links.lateness
-        return EmulationStatistics(
-            computed.num,
-            computed.num_late,
-            computed.worst_seconds,
-            delivered.num,
-            delivered.num_late,
-            delivered.worst_seconds,
-            computed.modelled_seconds,
-            self.compute.free_seconds,
-        )
+        return EmulationStatistics(replace(self.compute.lateness), replace(self.links.lateness), self.compute.free_seconds)
 
     def close(self) -> None:
         """Release the timer and the links. Call after the links and the compute seam are closed. Idempotent."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
+from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.errors import UserError
 from flowrt.graph.model import INPUT, OUTPUT, Graph
 from flowrt.seams import Seams

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from flowrt.dataflow.parts import PartHeader, PlanHeader
-from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.specs import Spec, parse_spec
+from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import INPUT, Edge, Graph
 from flowrt.operators.families.registry import read_model_config

@@ -18,7 +18,7 @@ import torch
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.specs import Spec, check_tensor, parse_spec
+from flowrt.dataflow.schemas import Spec, check_tensor, parse_spec
 from flowrt.dataflow.subgraph import NodeFunction, OperatorError
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph, Node

@@ -21,7 +21,7 @@ from flowrt.chaos.observer import InjectedFault, RunObserver
 from flowrt.chaos.orders import Note
 from flowrt.chaos.plot import smoothed
 from flowrt.chaos.report import ChaosReport, print_report, report_of
-from flowrt.emulation import EmulationStatistics, emulation_report
+from flowrt.emulation import EmulationStatistics, Lateness, emulation_report
 from flowrt.launcher import events
 from flowrt.output_file import json_text
 
@@ -140,7 +140,7 @@ def test_throughput_is_held_against_what_the_servers_left_can_do() -> None:
 
 def test_emulated_figures_that_are_void_resolve_nothing() -> None:
     found = found_with_kills([10] * 8, spare=True)
-    found.emulation = emulation_report(100.0, [EmulationStatistics(100, 50, 0.5)])
+    found.emulation = emulation_report(100.0, [EmulationStatistics(Lateness(100, 50, 0.5))])
     report = report_of(found, MACHINE)
     assert rows_of(report)["throughput in 10.0 s after a fault, to before it"][1] == "open"
     assert any("VOID" in note for note in report.notes)

@@ -25,8 +25,7 @@ from flowrt.dataflow.inbound_edges import FAILED, FailedHeader
 from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message, to_message
-from flowrt.dataflow.schemas import MessageSchema
-from flowrt.dataflow.specs import parse_spec
+from flowrt.dataflow.schemas import MessageSchema, parse_spec
 from flowrt.transports.contract import Limits
 from flowrt.transports.wire.codec import WireError, decode, encode
 from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
@@ -35,7 +34,7 @@ LIMITS = Limits(max_message_bytes=4096)
 MESSAGES_PER_STEP = 40
 NUMBERS = (-(1 << 63), -1, 0, 1, 2, 7, (1 << 31) - 1, (1 << 63) - 1)
 TRACED = (
-    "dataflow/inbound_edges.py", "dataflow/outbound_edges.py", "dataflow/schemas.py", "dataflow/specs.py", "dataflow/matching.py",
+    "dataflow/inbound_edges.py", "dataflow/outbound_edges.py", "dataflow/schemas.py", "dataflow/matching.py",
     "dataflow/parts.py", "dataflow/payload.py", "dataflow/outbound_edges.py", "dataflow/runner.py", "wire/codec.py",
 )  # fmt: skip
 

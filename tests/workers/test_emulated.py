@@ -146,7 +146,7 @@ def test_what_is_charged(process: str, node: str, layers: tuple[int, ...], charg
         functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
         assert await emulated.compute.run(node, lambda: functions[node](_firing(node, *layers))) == [{}] * len(layers)
         emulated.close()
-        return emulated.statistics().modelled_seconds
+        return emulated.statistics().computed.modelled_seconds
 
     assert in_virtual_time(main) == pytest.approx(charged)
 
@@ -162,8 +162,8 @@ def test_what_is_not_modelled_is_not_charged() -> None:
     in_virtual_time(main)
 
 
-def _worker(**counts: float) -> EmulationStatistics:
-    return EmulationStatistics(**{"num_computed": 1000, "num_delivered": 1000, "modelled_seconds": 100.0, **counts})
+def _worker(late: tuple[int, float] = (0, 0.0), delivered_late: tuple[int, float] = (0, 0.0), free: float = 0.0) -> EmulationStatistics:
+    return EmulationStatistics(Lateness(1000, *late, modelled_seconds=100.0), Lateness(1000, *delivered_late), free)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def _worker(**counts: float) -> EmulationStatistics:
     [
         ([], False, []),
         ([_worker()], False, []),
-        ([_worker(num_computed_late=20, worst_computed_seconds=0.3), _worker()], False, ["20 of 2000 computations", "300.0 ms", "hold"]),
-        ([_worker(num_computed_late=21), _worker()], True, ["21 of 2000 computations took longer than modelled", "VOID"]),
-        ([_worker(num_delivered_late=11, worst_delivered_seconds=1e-3)], True, ["11 of 1000 messages came later", "1.0 ms", "VOID"]),
-        ([_worker(free_seconds=5.0)], False, []),
-        ([_worker(free_seconds=6.0)], True, ["6 % of its computing", "VOID"]),
-        ([EmulationStatistics(num_delivered=5, free_seconds=9.0)], False, []),  # nothing of it is modelled
+        ([_worker((20, 0.3)), _worker()], False, ["20 of 2000 computations", "300.0 ms", "hold"]),
+        ([_worker((21, 0.0)), _worker()], True, ["21 of 2000 computations took longer than modelled", "VOID"]),
+        ([_worker(delivered_late=(11, 1e-3))], True, ["11 of 1000 messages came later", "1.0 ms", "VOID"]),
+        ([_worker(free=5.0)], False, []),
+        ([_worker(free=6.0)], True, ["6 % of its computing", "VOID"]),
+        ([EmulationStatistics(Lateness(), Lateness(5), 9.0)], False, []),  # nothing of it is modelled
     ],
 )
 def test_when_figures_are_void(workers: list[EmulationStatistics], void: bool, said: list[str]) -> None:
