@@ -27,7 +27,6 @@ TEXT_SECONDS = 10.0  # for one text
 START_SECONDS = 60.0  # to load the tokenizer
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _PR_SET_PDEATHSIG = 1
-_LENGTH_BYTES = 4
 
 
 class _Encode(msgspec.Struct, array_like=True):
@@ -44,34 +43,19 @@ class _Encoded(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-class TokenizerProcess:
-    """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
+class _Child:
+    """The OS process and our end of its socket. Raises TokenizerError when it cannot be started."""
 
-    A text that takes too long, or whose call is cancelled, ends the process; the next call starts another one.
-    """
-
-    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
-        self._directory, self._text_seconds = directory, text_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._is_ready = self._is_closed = False
-        self._turn = asyncio.Lock()
-
-    def start(self) -> None:
-        """Start the process if there is none, without waiting for it. Raises TokenizerError."""
-        if self._is_closed:
-            raise TokenizerError("the graph was closed")
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
+    def __init__(self, directory: Path) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.is_ready = False  # it has loaded the tokenizer
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
-        command = [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(self._directory)]
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    command,
+                self.process = subprocess.Popen(
+                    [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), str(directory)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -80,10 +64,35 @@ class TokenizerProcess:
                     start_new_session=True,  # Ctrl-C in the terminal does not signal it
                 )
         except OSError as error:
-            ours.close()
+            self.socket.close()
             raise TokenizerError(f"the process that tokenizes text cannot be started: {error.strerror}") from error
-        ours.setblocking(False)
-        self._socket, self._is_ready = ours, False
+        self.socket.setblocking(False)
+
+    def kill(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class TokenizerProcess:
+    """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
+
+    A text that takes too long, or whose call is cancelled, ends the process; the next call starts another one.
+    """
+
+    def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
+        self._directory, self._text_seconds = directory, text_seconds
+        self._child: _Child | None = None
+        self._is_closed = False
+        self._turn = asyncio.Lock()
+
+    def start(self) -> _Child:
+        """Start the process if there is none, without waiting for it. Raises TokenizerError."""
+        if self._is_closed:
+            raise TokenizerError("the graph was closed")
+        if self._child is None:
+            self._child = _Child(self._directory)
+        return self._child
 
     async def encode(self, text: str, *, chat: bool = False, max_tokens: int) -> list[int]:
         """Token ids of a prompt; with `chat`, of the conversation that begins with it. Raises TokenizerError."""
@@ -111,29 +120,22 @@ class TokenizerProcess:
         self._kill()
 
     def _kill(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
 
     async def _exchange(self, request: _Encode) -> _Encoded:
-        self.start()
-        channel, loop = self._socket, asyncio.get_running_loop()
-        if channel is None:
-            raise TokenizerError("the process that tokenizes text has no connection")
+        child, loop = self.start(), asyncio.get_running_loop()
         try:
-            if not self._is_ready:
+            if not child.is_ready:
                 async with asyncio.timeout(START_SECONDS):
-                    ready = await _receive(loop, channel)
+                    ready = await _receive(loop, child.socket)
                 if ready.error is not None:
                     raise TokenizerError(ready.error)
-                self._is_ready = True
+                child.is_ready = True
             async with asyncio.timeout(self._text_seconds):
-                await loop.sock_sendall(channel, _framed(request))
-                return await _receive(loop, channel)
+                await loop.sock_sendall(child.socket, _line(request))
+                return await _receive(loop, child.socket)
         except TimeoutError:
             raise TokenizerError(f"the text was not tokenized within {self._text_seconds:g} s") from None
         except (OSError, EOFError) as error:
@@ -141,22 +143,17 @@ class TokenizerProcess:
 
 
 async def _receive(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> _Encoded:
-    async def read(num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            received = await loop.sock_recv(channel, min(1 << 20, num_bytes - len(data)))
-            if not received:
-                raise EOFError
-            data += received
-        return bytes(data)
-
-    num_bytes = int.from_bytes(await read(_LENGTH_BYTES), "little")
-    return msgspec.msgpack.decode(await read(num_bytes), type=_Encoded)
+    data = bytearray()
+    while not data.endswith(b"\n"):  # the next response comes only after the next request
+        received = await loop.sock_recv(channel, 1 << 20)
+        if not received:
+            raise EOFError
+        data += received
+    return msgspec.json.decode(data, type=_Encoded)
 
 
-def _framed(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+def _line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
 
 
 # In the process
@@ -174,13 +171,12 @@ def main() -> None:
             tokenizer = Tokenizer(directory)
             _limit_memory()
         except Exception as error:
-            file.write(_framed(_Encoded(error=str(error))))
+            file.write(_line(_Encoded(error=str(error))))
             return
-        file.write(_framed(_Encoded()))
+        file.write(_line(_Encoded()))
         file.flush()
-        while header := file.read(_LENGTH_BYTES):
-            request = msgspec.msgpack.decode(file.read(int.from_bytes(header, "little")), type=_Encode)
-            file.write(_framed(_encode(tokenizer, request)))
+        for line in file:
+            file.write(_line(_encode(tokenizer, msgspec.json.decode(line, type=_Encode))))
             file.flush()
 
 
