@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import LatentConfig, ModelConfig, RotaryConfig
+from flowrt.operators.model_config import LatentConfig, RotaryConfig
 from flowrt.operators.weights import Checkpoint
 
 
@@ -53,6 +53,21 @@ class ReferenceModel:
         x = self._norm(x, self._weight("final_norm", config.hidden_size))
         return x @ self._weight("embedding" if config.tie_word_embeddings else "head", config.vocab_size, config.hidden_size).T
 
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+        """The greedy continuation of a prompt: at most `max_new_tokens` ids, ending with an end-of-sequence id if one comes.
+
+        Forgets the sequence computed before.
+        """
+        self.reset()
+        logits = self.extend(prompt_ids)
+        generated: list[int] = []
+        while len(generated) < max_new_tokens:
+            generated.append(int(logits[-1].argmax()))
+            if generated[-1] in self.config.eos_token_ids and not ignore_eos:
+                break
+            logits = self.extend(generated[-1:])
+        return generated
+
     def _attention(self, layer: int, x: Tensor) -> Tensor:
         config = self.config
         first = self._keys[layer][0].shape[0]
@@ -65,28 +80,31 @@ class ReferenceModel:
         for head in range(len(keys)):
             self._keys[layer][head] = torch.cat((self._keys[layer][head], keys[head]))
             self._values[layer][head] = torch.cat((self._values[layer][head], values[head]))
+        row, column = torch.arange(first, first + x.shape[0]).unsqueeze(1), torch.arange(first + x.shape[0])
+        hidden = column > row
+        if config.sliding_window is not None:
+            hidden |= column <= row - config.sliding_window
         mixed = []
         for head, query in enumerate(queries):
             shared = head // (len(queries) // len(keys))
             key, value = self._keys[layer][shared], self._values[layer][shared]
-            scores = query @ key.T * scale
-            for row in range(scores.shape[0]):
-                scores[row, first + row + 1 :] = float("-inf")
-                if config.sliding_window is not None:
-                    scores[row, : max(0, first + row + 1 - config.sliding_window)] = float("-inf")
+            scores = (query @ key.T * scale).masked_fill(hidden, float("-inf"))
             mixed.append(_softmax(scores).to(x.dtype) @ value)
         joined = torch.cat(mixed, dim=1)
-        out = joined @ self._weight("attention_output", config.hidden_size, joined.shape[1], layer=layer).T
-        return out + self._weight("attention_output_bias", config.hidden_size, layer=layer) if config.attention_bias else out
+        return self._biased(
+            joined @ self._weight("attention_output", config.hidden_size, joined.shape[1], layer=layer).T, "attention_output_bias", layer
+        )
+
+    def _biased(self, x: Tensor, part: str, layer: int) -> Tensor:
+        """x plus its bias, in models with attention biases."""
+        return x + self._weight(part, x.shape[1], layer=layer) if self.config.attention_bias else x
 
     def _grouped_heads(self, layer: int, x: Tensor, first: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, keys and values of the new tokens, head by head."""
         config = self.config
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
         rows = (num_heads + 2 * num_kv_heads) * head_dim
-        projected = x @ self._weight("qkv", rows, config.hidden_size, layer=layer).T
-        if config.attention_bias:
-            projected = projected + self._weight("qkv_bias", rows, layer=layer)
+        projected = self._biased(x @ self._weight("qkv", rows, config.hidden_size, layer=layer).T, "qkv_bias", layer)
         if config.clip_qkv is not None:
             projected = projected.clamp(-config.clip_qkv, config.clip_qkv)
         heads = list(projected.split(head_dim, dim=1))
@@ -102,15 +120,10 @@ class ReferenceModel:
         query_rows = num_heads * latent.key_width if latent.query_rank is None else latent.query_rank
         down = self._weight("latent_down", query_rows + latent.page_width, config.hidden_size, layer=layer)
         projected = x @ down.T
-        query, compressed, rotary_key = projected.split((query_rows, latent.rank, latent.rope_width), dim=1)
-        if config.attention_bias:
-            compressed_bias, rotary_bias = self._weight("kv_down_bias", latent.page_width, layer=layer).split(
-                (latent.rank, latent.rope_width)
-            )
-            compressed, rotary_key = compressed + compressed_bias, rotary_key + rotary_bias
+        query, latent_and_key = projected.split((query_rows, latent.page_width), dim=1)
+        compressed, rotary_key = self._biased(latent_and_key, "kv_down_bias", layer).split((latent.rank, latent.rope_width), dim=1)
         if latent.query_rank is not None:
-            if config.attention_bias:
-                query = query + self._weight("query_down_bias", query_rows, layer=layer)
+            query = self._biased(query, "query_down_bias", layer)
             query = self._rms_norm(query, self._weight("query_latent_norm", query_rows, layer=layer), latent.norm_epsilon)
             query = query @ self._weight("query_up", num_heads * latent.key_width, query_rows, layer=layer).T
         compressed = self._rms_norm(compressed, self._weight("kv_latent_norm", latent.rank, layer=layer), latent.norm_epsilon)
@@ -140,17 +153,14 @@ class ReferenceModel:
         config = self.config
         rows = []
         for row in range(x.shape[0]):
-            answer = torch.zeros_like(x[row])
+            total = torch.zeros_like(x[row])
             for expert, weight in self._chosen(layer, x[row]):
                 gate_up = self._weight("expert_gate_up", 2 * config.expert_width, config.hidden_size, layer=layer, expert=expert)
                 down = self._weight("expert_down", config.hidden_size, config.expert_width, layer=layer, expert=expert)
-                answer += weight.to(x.dtype) * _gated(x[row], gate_up, down)
-            rows.append(answer)
-        return (
-            torch.stack(rows) + self._mlp("shared", config.shared_expert_width, layer, x)
-            if config.shared_expert_width
-            else torch.stack(rows)
-        )
+                total += weight.to(x.dtype) * _gated(x[row], gate_up, down)
+            rows.append(total)
+        routed = torch.stack(rows)
+        return routed + self._mlp("shared", config.shared_expert_width, layer, x) if config.shared_expert_width else routed
 
     def _chosen(self, layer: int, row: Tensor) -> list[tuple[int, Tensor]]:
         """The experts of one row, best first, and their weights."""
@@ -163,8 +173,8 @@ class ReferenceModel:
         if gate.bias:
             choosing = (scores + self._weight("gate_bias", config.num_experts, layer=layer, dtype=wide)).tolist()
         size = config.num_experts // gate.groups
-        judged = [sum(sorted(choosing[group * size : (group + 1) * size])[-gate.group_best :]) for group in range(gate.groups)]
-        allowed = sorted(range(gate.groups), key=judged.__getitem__)[-gate.topk_groups :]
+        group_scores = [sum(sorted(choosing[group * size : (group + 1) * size])[-gate.group_best :]) for group in range(gate.groups)]
+        allowed = sorted(range(gate.groups), key=group_scores.__getitem__)[-gate.topk_groups :]
         experts = [expert for expert in range(config.num_experts) if expert // size in allowed]
         best = sorted(experts, key=choosing.__getitem__, reverse=True)[: config.num_experts_per_token]
         share = scores[best]
@@ -196,33 +206,6 @@ class ReferenceModel:
         return self._weights[key]
 
 
-def reference_logits(directory: Path, token_ids: Sequence[int], dtype: str | None = None) -> Tensor:
-    """logits_TV of one sequence."""
-    return ReferenceModel(directory, dtype).extend(token_ids)
-
-
-def reference_generate(
-    directory: Path, prompt_ids: Sequence[int], max_new_tokens: int, dtype: str | None = None, *, ignore_eos: bool = False
-) -> list[int]:
-    """The greedy continuation of a prompt: at most `max_new_tokens` ids, ending with an end-of-sequence id if one comes."""
-    model = ReferenceModel(directory, dtype)
-    return generate_greedily(model, prompt_ids, max_new_tokens, ignore_eos=ignore_eos)
-
-
-def generate_greedily(model: ReferenceModel, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """As reference_generate, with a model that is already loaded; what it read before is forgotten."""
-    config: ModelConfig = model.config
-    model.reset()
-    logits = model.extend(prompt_ids)
-    generated: list[int] = []
-    while len(generated) < max_new_tokens:
-        generated.append(int(logits[-1].argmax()))
-        if generated[-1] in config.eos_token_ids and not ignore_eos:
-            break
-        logits = model.extend(generated[-1:])
-    return generated
-
-
 def _frequency(rotary: RotaryConfig, pair: int, width: int) -> Tensor:
     """Radians per position of one pair of dimensions out of `width`, in float32."""
     plain = 1.0 / rotary.theta ** (torch.tensor(2 * pair, dtype=torch.float32) / width)
@@ -249,9 +232,7 @@ def _frequency(rotary: RotaryConfig, pair: int, width: int) -> Tensor:
 
 def _softmax(scores: Tensor) -> Tensor:
     """Softmax in float32 at least; the result is not rounded back."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    weights = (wide - wide.amax(dim=-1, keepdim=True)).exp()
-    return weights / weights.sum(dim=-1, keepdim=True)
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def _gated(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

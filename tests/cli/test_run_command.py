@@ -26,7 +26,7 @@ from flowrt.cli.record import record_text
 from flowrt.cli.run import RunSession, new_console
 from flowrt.cli.text import OutputStream
 from flowrt.launcher.launcher import NotRunningError
-from flowrt.operators.reference import reference_generate
+from flowrt.operators.reference import ReferenceModel
 from flowrt.sampling_params import SamplingParams
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
@@ -53,7 +53,7 @@ def test_a_run_answers_and_ends_well(plain: tuple[subprocess.CompletedProcess[st
     assert [request["index"] for request in record["requests"]] == [0, 1, 2]
     for request in record["requests"]:
         assert request.keys() == KEYS
-        truth = reference_generate(model, request["prompt_token_ids"], 12, "float32")
+        truth = ReferenceModel(model, "float32").generate(request["prompt_token_ids"], 12)
         assert request["token_ids"] == list(truth)
         assert request["finish_reason"] == "length"
         assert request["error"] is None

@@ -9,7 +9,7 @@ import torch
 from checkpoints import fuse_experts, random_prompts, truth_continues, truth_greedy, truth_logits
 from fast_model import PAGE_TOKENS, FastModel
 
-from flowrt.operators.reference import ReferenceModel, generate_greedily, reference_generate, reference_logits
+from flowrt.operators.reference import ReferenceModel
 
 NAMES = [
     "plain",
@@ -33,7 +33,7 @@ NUM_NEW = 64
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_gives_the_logits_of_transformers(models: Any, name: str) -> None:
     ids = random_prompts([40], seed=1)[0]
-    torch.testing.assert_close(reference_logits(models[name], ids), truth_logits(models.truth(name), ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ReferenceModel(models[name]).extend(ids), truth_logits(models.truth(name), ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,7 +44,7 @@ def test_greedy_tokens_equal_those_of_transformers(models: Any, name: str) -> No
     assert tokens[3] == truth_greedy(models.truth(name), PROMPTS[3], NUM_NEW)
     reference = ReferenceModel(models[name])
     for prompt, some in zip(PROMPTS[:2], tokens, strict=False):
-        assert generate_greedily(reference, prompt, 16, ignore_eos=True) == some[:16]
+        assert reference.generate(prompt, 16, ignore_eos=True) == some[:16]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def test_bfloat16(models: Any, name: str) -> None:
     fast = FastModel(models[name], "bfloat16")
     ours = fast.step([ids], [len(ids)], [fast.new_sequence(len(ids))])
     assert ours.dtype == torch.float32
-    reference = reference_logits(models[name], ids, "bfloat16").float()
+    reference = ReferenceModel(models[name], "bfloat16").extend(ids).float()
 
     def error(logits: torch.Tensor) -> float:
         # The median over rows: where rounding picks another expert a row is far off, in theirs as in ours.
@@ -93,13 +93,13 @@ def test_float64_equals_the_reference(models: Any, name: str) -> None:
     fast = FastModel(models[name], "float64")
     ours = fast.step([ids], [len(ids)], [fast.new_sequence(len(ids))])
     assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours, reference_logits(models[name], ids, "float64"), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(ours, ReferenceModel(models[name], "float64").extend(ids), rtol=1e-11, atol=1e-11)
 
 
 def test_fused_experts_are_read_alike(models: Any, tmp_path: Any) -> None:
     ids = random_prompts([20], seed=5)[0]
     fused = fuse_experts(models["mixed"], tmp_path / "fused")
-    assert torch.equal(reference_logits(fused, ids), reference_logits(models["mixed"], ids))
+    assert torch.equal(ReferenceModel(fused).extend(ids), ReferenceModel(models["mixed"]).extend(ids))
     split, joined = FastModel(models["mixed"]), FastModel(fused)
     pages = split.new_sequence(20), joined.new_sequence(20)
     assert torch.equal(split.step([ids], [20], [pages[0]]), joined.step([ids], [20], [pages[1]]))
@@ -108,10 +108,10 @@ def test_fused_experts_are_read_alike(models: Any, tmp_path: Any) -> None:
 def test_generation_ends_with_an_end_of_sequence_id(models: Any) -> None:
     prompt = PROMPTS[4]
     tokens = truth_greedy(models.truth("plain"), prompt, 20)
-    assert reference_generate(models["plain"], prompt, 20, ignore_eos=True) == tokens
+    assert ReferenceModel(models["plain"]).generate(prompt, 20, ignore_eos=True) == tokens
     model = ReferenceModel(models["plain"])
     object.__setattr__(model.config, "eos_token_ids", (tokens[6],))
-    assert generate_greedily(model, prompt, 20) == tokens[: tokens.index(tokens[6]) + 1]
+    assert model.generate(prompt, 20) == tokens[: tokens.index(tokens[6]) + 1]
 
 
 def test_pages_of_another_sequence_do_not_leak_in(models: Any) -> None:

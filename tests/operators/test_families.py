@@ -217,8 +217,8 @@ config = read_model_config(Path(sys.argv[1]))
 assert config.family == "my_moe" and "my_moe" in known_families(), config
 assert "torch" not in sys.modules
 import torch
-from flowrt.operators.reference import reference_logits
-torch.save(reference_logits(Path(sys.argv[1]), [5, 6, 7]), sys.argv[2])
+from flowrt.operators.reference import ReferenceModel
+torch.save(ReferenceModel(Path(sys.argv[1])).extend([5, 6, 7]), sys.argv[2])
 """
 
 

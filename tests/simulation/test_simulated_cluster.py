@@ -115,7 +115,7 @@ def test_seeds_hold_and_their_digests_are_those_of_another_process() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
-    from flowrt.operators.reference import reference_generate
+    from flowrt.operators.reference import ReferenceModel
 
     graph = load(graph_file)
     requests = make_requests(4, 6)
@@ -123,7 +123,7 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
     assert served.failure is None
     assert served.finish_reasons == ("length",) * 4
     for request, token_ids in zip(requests, served.token_ids, strict=True):
-        truth = reference_generate(graph_file.parent / "model", list(request.prompt_token_ids), 6, dtype="float64", ignore_eos=True)
+        truth = ReferenceModel(graph_file.parent / "model", "float64").generate(list(request.prompt_token_ids), 6, ignore_eos=True)
         assert list(token_ids) == truth
     assert sum(statistics.num_steps for statistics in served.statistics.values()) >= 6
 
