@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.region import OperatorError
+from flowrt.dataflow.subgraph import OperatorError
 from flowrt.exchange.omitted_experts import OmittedExperts
 from flowrt.operators.dispatch import UNAVAILABLE, Part, ReplicaTable, repartition
 from flowrt.reliability.expert_map import ExpertMap, Replicas
