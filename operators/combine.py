@@ -26,8 +26,8 @@ def combine_pairs(residual_TH: Tensor, weights_TA: Tensor, parts: Iterable[tuple
     """
     num_rows, num_active = weights_TA.shape
     y_PH = residual_TH.new_empty(num_rows * num_active, residual_TH.shape[1])
-    for pair_P, answer_PH in parts:
-        y_PH.index_copy_(0, pair_P, answer_PH)
+    for pair_P, part_PH in parts:
+        y_PH.index_copy_(0, pair_P, part_PH)
     weighted_TAH = y_PH.view(num_rows, num_active, -1).mul_(weights_TA.unsqueeze(2))
     total_TH = weighted_TAH[:, 0].clone()
     for slot in range(1, num_active):

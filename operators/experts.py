@@ -82,10 +82,11 @@ class Experts:
         held = self._layers[layer]
         found = self._kernels.sort_by_expert(x_RH, row_P, expert_P, held.place_E, len(held.expert_ids))
         if found is None:
-            raise _absent(layer, held, expert_P)
+            absent = sorted(set(expert_P.tolist()) - set(held.expert_ids))
+            raise ValueError(f"layer {layer}: experts {absent} were asked for but are not held here; held are {sorted(held.expert_ids)}")
         sorted_PH, place_P, counts_E = found
-        run = self._run_in_blocks if self._blocks.strict else _run_whole
-        return run(held, sorted_PH, counts_E), place_P
+        y_PH = self._run_in_blocks(held, sorted_PH, counts_E) if self._blocks.strict else held.experts.run(sorted_PH, counts_E)
+        return y_PH, place_P
 
     def _run_in_blocks(self, held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
         pieces = [
@@ -126,7 +127,7 @@ class Experts:
     def _read_experts(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> LayerExperts:
         """Reads each expert straight into its stack, or, for forms that copy the matrix, into a buffer that all experts share."""
         if self._how is None and expert_ids:
-            self._how = self._choose(checkpoint, layer, expert_ids)
+            self._how = self._choose_form(checkpoint, layer, expert_ids)
         if expert_ids and (self._how == "packed" or self._how == "panels"):
             (gate_up,), (down,) = self._read_stacks(checkpoint, layer, expert_ids[:1])
             products: list[tuple[Product, Product]] = []
@@ -139,7 +140,7 @@ class Experts:
             return DeviceExperts(*stacks)
         return StackedExperts(*stacks, self._how if isinstance(self._how, Profile) else NEVER_DENSE)
 
-    def _choose(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> Form | Profile:
+    def _choose_form(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...]) -> Form | Profile:
         """How experts are held. The first layer read decides for all layers."""
         dtype, device_type = torch_dtype(self.config), torch.device(self._device).type
         if self._now is None or device_type != "cpu":
@@ -157,17 +158,8 @@ class Experts:
             checkpoint.read_part(self.config, part, tuple(out.shape), layer=layer, expert=expert, out=out)
 
 
-def _run_whole(held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
-    return held.experts.run(sorted_PH, counts_E)
-
-
-def _absent(layer: int, held: _Held, expert_P: Tensor) -> ValueError:
-    absent = sorted(set(expert_P.tolist()) - set(held.expert_ids))
-    return ValueError(f"layer {layer}: experts {absent} were asked for but are not held here; held are {sorted(held.expert_ids)}")
-
-
 def _aligned_stack(count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """[count, *shape], each matrix aligned as a separate allocation, so that its place in the stack does not change any bits."""
     size = shape[0] * shape[1]
-    room = -(-size * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
-    return torch.empty((count, room), dtype=dtype, device=device)[:, :size].view(count, *shape)
+    stride = -(-size * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+    return torch.empty((count, stride), dtype=dtype, device=device)[:, :size].view(count, *shape)

@@ -35,11 +35,10 @@ class Gate:
         self._bias_E: dict[int, Tensor] = {}
         shape = (config.num_experts, config.hidden_size)
         for layer in layers:
-            out = torch.empty(shape, dtype=self._held, device=device)
-            self._weight[layer] = lay_out(checkpoint.read_part(config, "gate", shape, layer=layer, out=out))
+            read = partial(checkpoint.read_part, config, layer=layer, device=device)
+            self._weight[layer] = lay_out(read("gate", shape, dtype=self._held))
             if config.gate.bias:
-                out = torch.empty(shape[:1], dtype=self._wide, device=device)
-                self._bias_E[layer] = checkpoint.read_part(config, "gate_bias", shape[:1], layer=layer, out=out)
+                self._bias_E[layer] = read("gate_bias", shape[:1], dtype=self._wide)
 
     def forward(self, layer: int, normed_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(expert_ids_TA int64, best first; weights_TA in the rows' dtype). Scores are computed in float32 at least."""
@@ -64,17 +63,14 @@ class Gate:
         if gate.normalize is not None:
             total = weights.sum(dim=-1, keepdim=True) if gate.normalize == 1 else weights.norm(p=gate.normalize, dim=-1, keepdim=True)
             weights = weights / (total + 1e-20)  # sigmoid scores may all be 0
-        return expert_ids, self._scaled(weights).to(normed_TH.dtype)
-
-    def _scaled(self, weights_TA: Tensor) -> Tensor:
-        return weights_TA if self._gate.scale == 1 else weights_TA * self._gate.scale
+        return expert_ids, (weights if gate.scale == 1 else weights * gate.scale).to(normed_TH.dtype)
 
     def _best_groups(self, choosing_TE: Tensor) -> Tensor:
         """The scores of the groups of experts that may be chosen, -inf elsewhere (DeepSeek-V2, section 2.2.2)."""
         gate = self._gate
         by_group = choosing_TE.unflatten(1, (gate.groups, -1))
-        judged = by_group.topk(gate.group_best, dim=-1).values.sum(dim=-1) if gate.group_best > 1 else by_group.amax(dim=-1)
-        best = judged.topk(gate.topk_groups, dim=-1).indices
-        left_out = torch.ones_like(judged, dtype=torch.bool).scatter_(1, best, False)
-        masked: Tensor = by_group.masked_fill(left_out.unsqueeze(-1), float("-inf"))
+        scores_TG = by_group.topk(gate.group_best, dim=-1).values.sum(dim=-1) if gate.group_best > 1 else by_group.amax(dim=-1)
+        best = scores_TG.topk(gate.topk_groups, dim=-1).indices
+        excluded = torch.ones_like(scores_TG, dtype=torch.bool).scatter_(1, best, False)
+        masked: Tensor = by_group.masked_fill(excluded.unsqueeze(-1), float("-inf"))
         return masked.flatten(1)

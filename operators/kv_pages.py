@@ -36,11 +36,8 @@ class KvPages:
         self.shared_values = shared_values
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         # Zeros cost nothing until a page is touched, and a slot read before it was written never holds a NaN.
-        self.keys_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        if shared_values:
-            self.values_GCKD = self.keys_GCKD
-        else:
-            self.values_GCKD = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        kinds = [[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(1 if shared_values else 2)]
+        self.keys_GCKD, self.values_GCKD = kinds[0], kinds[-1]
         self._slots = [tuple(tensor.flatten(0, 1) for tensor in self.blocks(layer)) for layer in range(num_layers)]
 
     @classmethod
@@ -51,15 +48,15 @@ class KvPages:
         """
         dtype, shared = torch_dtype(config), config.latent is not None
         num_bytes = config.num_layers * num_pages * page_size * config.kv_width * dtype.itemsize
-        asked = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes} bytes"
+        needed = f"limits.kv_pages {num_pages} of limits.page_size {page_size} need {num_bytes} bytes"
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if torch.device(device).type == "cpu" and num_bytes > memory_bytes:
-            raise ModelError(f"{asked}, and this machine has {memory_bytes}; use fewer pages")
+            raise ModelError(f"{needed}, and this machine has {memory_bytes}; use fewer pages")
         heads, head_width = (1, config.kv_width) if shared else (config.num_kv_heads, config.head_dim)
         try:
             return cls(config.num_layers, num_pages, page_size, heads, head_width, dtype, device, shared_values=shared)
         except RuntimeError as error:  # the allocator's: a bound on this process, or the device's memory
-            raise ModelError(f"{asked}, which {device} does not have; use fewer pages") from error
+            raise ModelError(f"{needed}, which {device} does not have; use fewer pages") from error
 
     def blocks(self, layer: int) -> tuple[Tensor, ...]:
         """The tensors of a layer, [num_pages, page_size, K, D] each. A transfer of a page moves its row of each tensor."""

@@ -201,8 +201,7 @@ class ReferenceModel:
     def _weight(self, part: str, *shape: int, layer: int = 0, expert: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         key = (part, layer, expert)
         if key not in self._weights:
-            out = None if dtype is None else torch.empty(shape, dtype=dtype)
-            self._weights[key] = self.checkpoint.read_part(self.config, part, shape, layer=layer, expert=expert, out=out)
+            self._weights[key] = self.checkpoint.read_part(self.config, part, shape, layer=layer, expert=expert, dtype=dtype)
         return self._weights[key]
 
 

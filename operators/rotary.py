@@ -38,16 +38,16 @@ def _yarn(plain: Tensor, width: int, rotary: RotaryConfig) -> Tensor:
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
-    left_alone = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain / rotary.factor * (1 - left_alone) + plain * left_alone
+    unscaled = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / rotary.factor * (1 - unscaled) + plain * unscaled
 
 
 def _llama3(plain: Tensor, rotary: RotaryConfig) -> Tensor:
     """As YaRN, but the ramp is over the number of turns within the original context."""
     turns = rotary.original_positions * plain / (2 * math.pi)
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
-    left_alone = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - left_alone) * plain / rotary.factor + left_alone * plain
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - unscaled) * plain / rotary.factor + unscaled * plain
 
 
 class RotaryTable:

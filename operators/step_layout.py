@@ -73,15 +73,9 @@ class StepLayout:
         sequence_T = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(len(sequence_T)) - (starts[1:] - contexts)[sequence_T]
         slots = table[sequence_T, positions // page_size] * page_size + positions % page_size
-        return cls(
-            torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            torch.from_numpy(starts),
-            torch.from_numpy(contexts),
-            torch.from_numpy(table),
-            tuple(query_lengths),
-            tuple(kv_lengths),
-        ).to(device)
+        arrays = positions, slots, starts, contexts, table
+        positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG = (torch.from_numpy(array).to(device) for array in arrays)
+        return cls(positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG, tuple(query_lengths), tuple(kv_lengths))
 
     def to(self, device: torch.device | str) -> StepLayout:
         """The same layout with its tensors on `device`."""

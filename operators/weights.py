@@ -106,9 +106,10 @@ class Checkpoint:
         layer: int = 0,
         expert: int = 0,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Part `part` (families.family.PARTS) of `shape` in the config's dtype, in `out` if given, else newly allocated.
+        """Part `part` (families.family.PARTS) of `shape`: in `out` if given, else newly allocated, in `dtype` or the config's.
 
         Raises ModelError, naming the tensor and the file, when it is missing or has another shape.
         """
@@ -121,7 +122,7 @@ class Checkpoint:
             missing = [_fill(piece, layer, expert) for piece in layouts[0] if _fill(piece, layer, expert) not in self._files]
             raise ModelError(f"tensor {missing[0]} ({part}) is missing from the checkpoint in {self.directory}")
         if out is None:
-            out = torch.empty(shape, dtype=torch_dtype(config), device=device)
+            out = torch.empty(shape, dtype=dtype or torch_dtype(config), device=device)
         start = 0
         for piece in found[0]:
             start += self._read_piece(_fill(piece, layer, expert), piece, config.num_experts, expert, shape, out, start)

@@ -78,7 +78,7 @@ class RandomCheckpoint(CountingCheckpoint):
     def _read(self, config: ModelConfig, part: str, shape: tuple[int, ...], **place: Any) -> Tensor:
         out = place.get("out")
         if out is None:
-            out = torch.empty(shape, dtype=torch_dtype(config), device=place.get("device", "cpu"))
+            out = torch.empty(shape, dtype=place.get("dtype") or torch_dtype(config), device=place.get("device", "cpu"))
         if len(shape) == 1:
             return out.fill_(1.0)
         drawn = (self._pool * shape[-1] ** -0.5).to(out.dtype)
