@@ -90,9 +90,9 @@ def test_no_faults_for_workers_that_share_one_process(graph: Graph) -> None:
 
 
 def test_a_monitor_that_does_not_run_cannot_be_killed(graph: Graph) -> None:
-    without = replace(graph, reliability=replace(graph.reliability, detector=False))
+    no_detector = replace(graph, reliability=replace(graph.reliability, detector=False))
     with pytest.raises(UserError, match="no process is called 'monitor'"):
-        parse_faults("kill:monitor@2s", without)
+        parse_faults("kill:monitor@2s", no_detector)
 
 
 def test_a_plan_file_is_that_of_the_simulation_without_what_only_it_knows(graph: Graph, tmp_path: Path) -> None:
