@@ -41,6 +41,9 @@ class Arrival(msgspec.Struct, frozen=True):
 
 FINISHED_TAGS = 1024  # finished gather rows to remember, so that a late message opens no new row
 
+PlanOf = Callable[[Any], tuple[int, ...] | int]
+PartOf = Callable[[Any], int | None]
+
 _WAITS = Arrival()
 _DROPPED = Arrival(dropped=True)
 
@@ -65,15 +68,22 @@ class MatchingTable:
     """Matches the inputs of `nodes` by tag.
 
     `plan_of(value)` reads the message of a count port: the ids of the expected parts, or their number if they carry no ids.
+    `part_of(value)` reads the id of a part in the message of a gather port.
     """
 
-    def __init__(self, nodes: Iterable[Node], edges: Iterable[Edge], plan_of: Callable[[Any], tuple[int, ...] | int]) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        edges: Iterable[Edge],
+        plan_of: Callable[[Any], tuple[int, ...] | int],
+        part_of: Callable[[Any], int | None],
+    ) -> None:
         self._nodes: Mapping[str, Node] = {node.name: node for node in nodes}
         self._edges_into: dict[str, list[Edge]] = {name: [] for name in self._nodes}
         for edge in edges:
             if edge.target in self._edges_into:
                 self._edges_into[edge.target].append(edge)
-        self._plan_of = plan_of
+        self._plan_of, self._part_of = plan_of, part_of
         self._shapes: dict[tuple[str, int], _Shape] = {}
         self._rows: dict[tuple[str, Tag], _MatchingRow] = {}
         self._next_step: dict[tuple[str, str, int, int], int] = {}  # stateful nodes: (node, source, epoch, micro-batch) -> step
@@ -84,7 +94,7 @@ class MatchingTable:
         """Number of incomplete rows plus firings held back for an earlier step."""
         return len(self._rows) + sum(len(firings) for steps in self._held.values() for firings in steps.values())
 
-    def arrive(self, edge: Edge, tag: Tag, value: Any, part: int | None = None) -> Arrival:
+    def arrive(self, edge: Edge, tag: Tag, value: Any) -> Arrival:
         """Add a message for `edge.target`. `tag` already has the edge's step applied.
 
         Raises ValueError when a `one` port receives a second message for a tag: that is an error of the graph, not of the network.
@@ -97,6 +107,7 @@ class MatchingTable:
         key = (edge.target, tag)
         row = self._rows.get(key)
         port = node.inputs[edge.target_port]
+        part = self._part_of(value) if port.takes == "gather" else None
         if row is None:
             if part is not None and port.takes == "gather":
                 return _DROPPED  # the plan is emitted before its parts: no row means that the tag is complete
@@ -126,10 +137,6 @@ class MatchingTable:
     def alone(self, edge: Edge, layer: int) -> bool:
         """Whether a message of `edge` at `layer` is the only input of a stateless node, so that the caller may fire without this table."""
         return self._shape(edge.target, layer).alone and not self._nodes[edge.target].stateful
-
-    def gathers(self, edge: Edge) -> bool:
-        """Whether `edge` ends at a gather port, whose messages may carry part ids."""
-        return self._nodes[edge.target].inputs[edge.target_port].takes == "gather"
 
     def supersede(self, node: str, port: str, tag: Tag, part: int, by: Iterable[int]) -> bool:
         """Replace a lost or late part. Returns False when the tag no longer waits for anything."""

@@ -93,11 +93,9 @@ class Runner:
         self._on_sink = on_sink
         self._on_response = on_response
         self._on_failed = on_failed
-        self._table = MatchingTable(nodes, graph.edges.values(), plan_of)
+        self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of)
         self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
         self._batching = {node.name for node in nodes if node.batches}
-        local = {node.name for node in nodes}
-        self._gathers = {edge.id for edge in graph.edges.values() if edge.target in local and self._table.gathers(edge)}
         self._outbound = OutboundEdges(graph, process, post, on_unsent, staying, on_device, schemas)
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas)
@@ -371,8 +369,7 @@ class Runner:
             self._sleeper = None
 
     def _match(self, edge: Edge, tag: Tag, payload: Payload) -> tuple[Firing, ...]:
-        part = part_of(payload) if edge.id in self._gathers else None
-        arrival = self._table.arrive(edge, tag, payload, part)
+        arrival = self._table.arrive(edge, tag, payload)
         if arrival.dropped:
             self._drop(edge)
         return arrival.firings

@@ -65,7 +65,6 @@ class FusedSubgraph:
         self._table = table
         self._fused = fused
         self._out: dict[tuple[str, str], list[Edge]] = {}
-        self._gathers = {edge.id for edge in graph.edges.values() if edge.target in fused and table.gathers(edge)}
         self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
         self._edges = [edge for edge in graph.edges.values() if graph.nodes[edge.source].process == process]
         for edge in self._edges:
@@ -113,8 +112,7 @@ class FusedSubgraph:
                             if route.alone:
                                 ready = (Firing(route.target, stepped, {route.port: payload}, route.via),)
                             else:
-                                part = part_of(payload) if edge.id in self._gathers else None
-                                ready = self._table.arrive(edge, stepped, payload, part).firings
+                                ready = self._table.arrive(edge, stepped, payload).firings
                             for then in ready:
                                 (urgent if route.urgent else waiting).append((then,))
                 if urgent:

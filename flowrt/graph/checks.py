@@ -11,8 +11,8 @@ from itertools import pairwise
 from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, ReliabilitySettings, role_of
-from flowrt.graph.notation import LINK_PROFILES, nearest, specs_disagree
-from flowrt.graph.placement import Held, check_ids, experts_map, held_experts
+from flowrt.graph.notation import link_numbers, nearest, specs_disagree
+from flowrt.graph.placement import Held, experts_map, held_experts
 from flowrt.graph.reach import Flow, Point, emits, follow
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -298,8 +298,7 @@ def _check_model(graph: Graph, facts: ModelFacts | None) -> Iterator[Problem]:
             yield Problem(("nodes", node.name), f"the {has} has shared experts, the {lacks}; expand it again for this model")
         if node.operator == "experts":
             try:
-                held[node.name] = held_experts(node.options["experts"], facts.moe_layers)
-                check_ids(held[node.name], facts.num_experts)
+                held[node.name] = held_experts(node.options["experts"], facts.moe_layers, facts.num_experts)
             except ValueError as error:
                 yield Problem((*path, "experts"), str(error))
                 return
@@ -325,8 +324,7 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
     for key, option in servers.items():
         here = (*path, key)
         try:
-            wanted[int(key)] = held_experts(option, facts.moe_layers)
-            check_ids(wanted[int(key)], facts.num_experts)
+            wanted[int(key)] = held_experts(option, facts.moe_layers, facts.num_experts)
         except ValueError as error:
             yield Problem(here, str(error))
             return
@@ -369,15 +367,11 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
         text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
         yield Problem(("emulate",), text)
     for edge in linked:
-        if edge.link not in LINK_PROFILES and _is_instant(edge.link or ""):
+        numbers = link_numbers(edge.link or "")
+        if numbers and not (numbers["latency_seconds"] or numbers["message_seconds"]):
             text = f"the link of {edge} takes no time for an empty message; give it latency_seconds or message_seconds above 0"
             yield Problem(("edges", edge.name, "link"), text)
     yield from _check_links_of_pairs(graph, crossing)
-
-
-def _is_instant(link: str) -> bool:
-    numbers = dict(part.partition("=")[::2] for part in link.split(","))
-    return not any(float(numbers[key]) for key in ("latency_seconds", "message_seconds"))
 
 
 def _check_links_of_pairs(graph: Graph, crossing: list[Edge]) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import GraphLimits, edge_name
 from flowrt.graph.notation import format_ids
-from flowrt.graph.placement import Held, check_ids, even_placement, experts_map, held_experts, held_option
+from flowrt.graph.placement import Held, even_placement, experts_map, held_experts, held_option
 from flowrt.graph.schema import DeploySection, EdgeSection, ExpertsSection, GraphFile, NodeSection
 
 _EXPERTS = ("deploy", "experts")
@@ -147,8 +147,7 @@ def _held(experts: ExpertsSection, facts: ModelFacts, document: Document) -> lis
         if name not in experts.placement:
             document.fail(path, f"{name} is left out; write what it holds, or lower servers")
         try:
-            held[server] = held_experts(experts.placement[name], facts.moe_layers)
-            check_ids(held[server], facts.num_experts)
+            held[server] = held_experts(experts.placement[name], facts.moe_layers, facts.num_experts)
         except ValueError as error:
             document.fail((*path, name), str(error))
     placement = experts_map(held, facts.num_experts)

@@ -135,9 +135,8 @@ def parse_link(link: str | Mapping[str, float]) -> str:
             return link
         if "=" not in link:
             raise ValueError(f"unknown link {link!r}; {nearest(link, LINK_PROFILES)}, or give numbers: {{{', '.join(LINK_NUMBERS)}}}")
-        pairs = [part.partition("=") for part in link.split(",")]
         try:
-            link = {name: float(number) for name, _, number in pairs}
+            link = link_numbers(link)
         except ValueError:
             raise ValueError(f"{link!r} is not a link; write a profile's name or {'=..,'.join(LINK_NUMBERS)}=..") from None
     for name, number in link.items():
@@ -148,6 +147,12 @@ def parse_link(link: str | Mapping[str, float]) -> str:
     if not link.get("bandwidth_bytes_per_second"):
         raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
     return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
+
+
+def link_numbers(label: str) -> dict[str, float]:
+    """The numbers in the label of a link; none for a profile's name. Raises ValueError for anything else."""
+    parts = [part.partition("=") for part in label.split(",")] if "=" in label else []
+    return {name: float(number) for name, _, number in parts}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

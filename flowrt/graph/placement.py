@@ -28,13 +28,24 @@ def even_placement(num_experts: int, num_servers: int, replicas: int) -> list[tu
     return [tuple(sorted(slot % num_experts for slot in range(cuts[s], cuts[s + 1]))) for s in range(num_servers)]
 
 
-def held_experts(option: Any, moe_layers: Sequence[int]) -> Held:
-    """An option as layer -> experts, for every MoE layer. Raises ValueError with a text for the user."""
+def held_experts(option: Any, moe_layers: Sequence[int], num_experts: int | None = None) -> Held:
+    """An option as layer -> experts, for every MoE layer. Raises ValueError with a text for the user.
+
+    With `num_experts`, this includes ids of experts that the model does not have.
+    """
     if isinstance(option, str | int) and not isinstance(option, bool):
-        ids = parse_ids(option)
-        return dict.fromkeys(moe_layers, ids)
-    if not isinstance(option, Mapping):
+        held = dict.fromkeys(moe_layers, parse_ids(option))
+    elif isinstance(option, Mapping):
+        held = _held_by_layer(option, moe_layers)
+    else:
         raise ValueError(f"{option!r} names no experts; write '0-5', or by layer {{'0-2': '0-5', '3': '1-7'}}")
+    for ids in set(held.values()):
+        if num_experts is not None and ids and ids[-1] >= num_experts:
+            raise ValueError(f"there is no expert {ids[-1]}; the model has experts 0 to {num_experts - 1}")
+    return held
+
+
+def _held_by_layer(option: Mapping[Any, Any], moe_layers: Sequence[int]) -> Held:
     held: Held = dict.fromkeys(moe_layers, ())
     seen: set[int] = set()
     for layers, ids in option.items():
@@ -58,13 +69,6 @@ def held_option(held: Held) -> str | dict[str, str]:
     for layer, ids in held.items():
         layers.setdefault(ids, []).append(layer)
     return {format_ids(numbers): format_ids(ids) for ids, numbers in layers.items() if ids}
-
-
-def check_ids(held: Held, num_experts: int) -> None:
-    """Raises ValueError for an expert id that the model does not have."""
-    for ids in set(held.values()):
-        if ids and ids[-1] >= num_experts:
-            raise ValueError(f"there is no expert {ids[-1]}; the model has experts 0 to {num_experts - 1}")
 
 
 def experts_map(held: Mapping[int, Held], num_experts: int, version: int = 0) -> ExpertMap:

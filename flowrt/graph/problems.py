@@ -17,10 +17,6 @@ def _above_one(value: Any) -> bool:
     return type(value) is int and value > 1
 
 
-def _is(*words: str) -> Callable[[Any], bool]:
-    return lambda value: value in words
-
-
 def _is_given(value: Any) -> bool:
     return True
 
@@ -52,6 +48,7 @@ _WORDINGS = {  # pydantic's kind of error -> its text
     "finite_number": "{shown} is not a finite number; write one",
     "bool_type": "{shown} is neither true nor false; write one of them",
     "string_type": "{shown} is not a text; write a word, in quotes if it looks like a number",
+    "string_pattern_mismatch": "{shown} is not a device; write cpu, cuda, or cuda:N",
     "string_too_short": "is empty; write a value",
     "list_type": "{shown} is not a list; write '- ...' lines or [..., ...]",
     "literal_error": "{shown} is not possible; write {expected}",

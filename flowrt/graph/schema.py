@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +14,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -37,7 +35,6 @@ from flowrt.graph.notation import (
 _LIMITS = GraphLimits()
 _RELIABILITY = ReliabilitySettings()
 MAX_THREADS = 1024
-_DEVICE = r"^(cpu|cuda(:[0-9]{1,3})?)$"
 _RESERVED = {
     GATEWAY: f"the launching process, which holds only {INPUT} and {OUTPUT}",
     FORK_SERVER: "the process that forks all others",
@@ -131,10 +128,6 @@ def _matching(test: Callable[[str], bool], text: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _is_device(value: str) -> bool:
-    return re.fullmatch(_DEVICE, value) is not None
-
-
 def _process(value: str) -> str:
     if value in _RESERVED:
         raise ValueError(f"{value!r} is {_RESERVED[value]}; choose another name")
@@ -154,9 +147,7 @@ _NAMED = _matching(is_name, "a name; use letters, digits, '_', '-', and single d
 
 Processes = Annotated[Any, _word_or_number(("one", "many"), 4096)]
 Threads = Annotated[Any, _word_or_number(("auto",), MAX_THREADS)]
-Device = Annotated[
-    str, _matching(_is_device, "a device; write cpu, cuda, or cuda:N"), WithJsonSchema({"type": "string", "pattern": _DEVICE})
-]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Layers = Annotated[Any, Parsed(_layers, "a set of layers; write layers as '0-2,5'", (str, int), _IDS_SCHEMA)]
 Placement = Annotated[
     Any,

@@ -14,7 +14,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from flowrt.graph.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, Edge, Emulation, Graph, Node, PortSpec, edge_name
-from flowrt.graph.notation import LINK_PROFILES
+from flowrt.graph.notation import link_numbers
 
 
 def to_yaml(graph: Graph, origin: str = "") -> str:
@@ -79,9 +79,7 @@ def _input(port: PortSpec) -> Any:
 
 def _edge(edge: Edge) -> dict[str, Any]:
     source, target = f"{edge.source}.{edge.source_port}", f"{edge.target}.{edge.target_port}"
-    link: Any = edge.link
-    if edge.link is not None and edge.link not in LINK_PROFILES:
-        link = {name: float(number) for name, _, number in (part.partition("=") for part in edge.link.split(","))}
+    link = link_numbers(edge.link or "") or edge.link
     written = {"from": source, "to": target} if edge.name != edge_name(source, target) else {}
     keys = {"layers": str(edge.layers), "tag": str(edge.tag), "transport": edge.transport, "link": link, "credits": edge.credits}
     keys |= {"open": edge.open, "response_to": edge.response_to}

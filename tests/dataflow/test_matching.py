@@ -34,7 +34,8 @@ A, B = Edge("x", "o", "join", "a"), Edge("y", "o", "join", "b")
 
 
 def table(nodes, edges):
-    return MatchingTable(nodes, edges, lambda plan: plan)
+    """A response is (part id, value), or a value alone without an id."""
+    return MatchingTable(nodes, edges, lambda plan: plan, lambda response: response[0] if isinstance(response, tuple) else None)
 
 
 def test_a_node_fires_when_its_inputs_for_one_tag_are_there():
@@ -100,9 +101,9 @@ ANSWERS = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch.s
 def test_gather_takes_as_many_as_the_plan_says_in_its_order(order):
     matching = table([GATHER], [PLAN, *ANSWERS])
     assert fired(matching.arrive(PLAN, tag(), (0, 1, 2))) is None
-    firings = [fired(matching.arrive(ANSWERS[part], tag(), f"v{part}", part)) for part in order]
+    firings = [fired(matching.arrive(ANSWERS[part], tag(), (part, f"v{part}"))) for part in order]
     assert firings[:2] == [None, None]
-    assert firings[2].inputs["parts"] == ["v0", "v1", "v2"]
+    assert firings[2].inputs["parts"] == [(0, "v0"), (1, "v1"), (2, "v2")]
 
 
 def test_a_plan_without_parts_fires_at_once():
@@ -114,19 +115,19 @@ def test_a_plan_without_parts_fires_at_once():
 def test_response_to_a_finished_tag_is_dropped_and_leaves_no_row():
     matching = table([GATHER], [PLAN, *ANSWERS])
     matching.arrive(PLAN, tag(), (0,))
-    assert fired(matching.arrive(ANSWERS[0], tag(), "v", 0)) is not None
-    assert matching.arrive(ANSWERS[1], tag(), "late", 0).dropped
+    assert fired(matching.arrive(ANSWERS[0], tag(), (0, "v"))) is not None
+    assert matching.arrive(ANSWERS[1], tag(), (0, "late")).dropped
     assert len(matching) == 0
 
 
 def test_replacements_complete_a_superseded_part():
     matching = table([GATHER], [PLAN, *ANSWERS])
     matching.arrive(PLAN, tag(), (0, 1))
-    matching.arrive(ANSWERS[0], tag(), "v0", 0)
+    matching.arrive(ANSWERS[0], tag(), (0, "v0"))
     assert matching.supersede("combine", "parts", tag(), 1, (2,))
     assert not matching.supersede("combine", "parts", tag(5), 1, (2,))
-    firing = fired(matching.arrive(ANSWERS[2], tag(), "v2", 2))
-    assert firing.inputs["parts"] == ["v0", "v2"]
+    firing = fired(matching.arrive(ANSWERS[2], tag(), (2, "v2")))
+    assert firing.inputs["parts"] == [(0, "v0"), (2, "v2")]
 
 
 def test_anonymous_parts_may_come_before_their_count():
@@ -144,7 +145,7 @@ def test_rollback_while_a_row_completes_fires_nothing():
         return plan
 
     dropped: list[int] = []
-    matching = MatchingTable([GATHER], [PLAN, *ANSWERS], plan_of)
+    matching = MatchingTable([GATHER], [PLAN, *ANSWERS], plan_of, lambda response: None)
     assert fired(matching.arrive(PLAN, tag(), ())) is None
     assert dropped == [1]
     assert len(matching) == 0

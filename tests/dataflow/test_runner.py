@@ -470,7 +470,7 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
 
     graph = model_like_graph()
     functions = {name: noted(name) for name in ("gate", "shared", "cut")}
-    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
+    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
     subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), functions, table)
     rest = subgraph.run(
         [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
@@ -486,7 +486,7 @@ def test_what_was_given_before_it_leaves_with_it():
     graph = model_like_graph()
     graph.nodes["sum"] = node("sum", "p", ["plan"])
     graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")
-    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0)
+    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
     subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
     left = []
     rest = subgraph.run(
