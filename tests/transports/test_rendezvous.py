@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from flowrt.transports.channel import rendezvous
-from flowrt.transports.channel.rendezvous import Meeting, SocketListener, socket_address
+from flowrt.transports.channel.rendezvous import LocalEnd, Meeting, SocketListener, socket_address
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE
 from flowrt.transports.conformance.kit import within
 from flowrt.transports.contract import Listener
@@ -58,7 +58,7 @@ async def test_a_caller_whose_proof_has_arrived_is_not_evicted() -> None:
         meeting.sock.close()
         return InprocChannel(meeting.limits, meeting.peer)
 
-    async with SocketListener("shm", "proved", SMALL, KEY, HERE, make_channel) as listener:
+    async with SocketListener(LocalEnd("shm", "proved", "", SMALL, KEY, HERE), make_channel) as listener:
         line, handshake = call(listener.address), Handshake("connector", KEY, THERE, SMALL, scheme="shm")
         line.send(handshake.start())
         answer = handshake.receive(await within(asyncio.get_running_loop().sock_recv(line, 4096), "the listener's proof"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import msgspec
 
@@ -25,7 +24,7 @@ from flowrt.transports.channel.window_base import (
     check_window,
     flat,
 )
-from flowrt.transports.contract import MAX_WINDOWS, Limits, RemoteWindow, Window
+from flowrt.transports.contract import MAX_WINDOWS, Channel, Limits, RemoteWindow, Window
 from flowrt.transports.errors import InvalidMessageError, TransportError, UnavailableError, WindowError
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
@@ -48,24 +47,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class MessageChannel(Protocol):
-    """The channel interface that message windows use."""
-
-    limits: Limits
-
-    @property
-    def closed(self) -> bool: ...
-
-    async def send(self, message: Message) -> None: ...
-
-
 class MessageWindows:
     """The windows of `channel`. `until` is QueuedChannel._until, `wake` is QueuedChannel._wake_sender, `new_token` makes tokens.
     This object owns the task that responds to the peer; `close` ends the task."""
 
     def __init__(
         self,
-        channel: MessageChannel,
+        channel: Channel,
+        limits: Limits,
         until: Callable[[Callable[[], bool]], Awaitable[None]],
         wake: Callable[[], None],
         new_token: Callable[[], bytes] | None = None,
@@ -75,6 +64,7 @@ class MessageWindows:
         self.owned: dict[bytes, _MessageWindow] = {}
         self.attached: dict[bytes, _RemoteMessageWindow] = {}
         self._channel = channel
+        self._limits = limits
         self._new_token = new_token
         self._responses: deque[Message] = deque()  # to the peer's calls
         self._changed_flags: set[tuple[bytes, int]] = set()  # flags whose new value the peer does not have yet
@@ -86,7 +76,7 @@ class MessageWindows:
 
     @property
     def piece_bytes(self) -> int:
-        limits = self._channel.limits
+        limits = self._limits
         if limits.max_tensors < 1 or limits.max_message_bytes < 1:
             raise UnavailableError("a channel that carries no tensors has no windows")
         return min(limits.max_message_bytes, max(limits.capacity_bytes // 4, 1))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from flowrt.transports.channel.message_windows import MessageWindows
+from flowrt.transports.channel.window_base import WindowTable
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Window
 from flowrt.transports.errors import BrokenChannelError, BusyChannelError, ClosedChannelError, EndOfChannel, UnavailableError
 from flowrt.transports.wire.message import Message
@@ -99,12 +100,12 @@ class QueuedChannel(Channel):
 
     def send_nowait(self, message: Message) -> bool:
         if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
+            self._check_sendable()
         return not self._num_senders and self._transmit(message)
 
     async def send(self, message: Message) -> None:
         if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
+            self._check_sendable()
         if self._num_senders or not self._transmit(message):
             await self._send_in_turn(message)
         if self._copying:
@@ -112,7 +113,7 @@ class QueuedChannel(Channel):
 
     async def send_acknowledged(self, message: Message) -> None:
         if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
+            self._check_sendable()
         if self._num_senders or not self._transmit(message):
             await self._send_in_turn(message)
         number = self._num_sent()
@@ -131,14 +132,12 @@ class QueuedChannel(Channel):
         return message
 
     def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
-        return self._message_windows().open(nbytes, num_flags)
+        self._check_sendable()
+        return self._window_table().open(nbytes, num_flags)
 
     async def attach_window(self, key: bytes) -> RemoteWindow:
-        if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
-        return await self._message_windows().attach(key)
+        self._check_sendable()
+        return await self._window_table().attach(key)
 
     async def recv(self) -> Message:
         if self._receiver is not None:
@@ -204,24 +203,26 @@ class QueuedChannel(Channel):
             if not future.done():
                 future.set_result(None)
 
+    def _window_table(self) -> WindowTable:
+        """Returns the windows of this end."""
+        return self._message_windows()
+
     def _message_windows(self) -> MessageWindows:
         """Returns the windows that messages carry. Raises UnavailableError when this scheme does not pass window messages on."""
         if not self.windows_by_message:
             raise UnavailableError(f"{self.scheme} has no windows")
         if self._windows is None:
-            self._windows = MessageWindows(self, self._until, self._wake_sender, self._new_token)
+            self._windows = MessageWindows(self, self.limits, self._until, self._wake_sender, self._new_token)
         return self._windows
 
     async def _until(self, ready: Callable[[], bool], expect: Callable[[], bool] = bool) -> None:
         """Waits until `ready()` is True; each `_wake_sender` checks it again. `expect` is called before each wait, like `_expect_room`.
         Raises ClosedChannelError, and BrokenChannelError when the channel ends first."""
         while True:
-            if self._closed:
-                self._raise_unsendable()
-            if ready():
+            if self._closed or not ready():
+                self._check_sendable()
+            else:
                 return
-            if self._ended or self._broken is not None:
-                self._raise_unsendable()
             if expect():
                 await asyncio.sleep(0)
                 continue
@@ -274,8 +275,7 @@ class QueuedChannel(Channel):
 
     async def _send_at_head(self, message: Message) -> None:
         while True:
-            if self._closed or self._ended or self._broken is not None:
-                self._raise_unsendable()
+            self._check_sendable()
             if self._advance(message):
                 return
             if self._expect_room():
@@ -287,10 +287,12 @@ class QueuedChannel(Channel):
             finally:
                 self._room = None
 
-    def _raise_unsendable(self) -> None:
+    def _check_sendable(self) -> None:
+        """Raises ClosedChannelError or BrokenChannelError after the end of the channel."""
         if self._closed:
             raise ClosedChannelError("this channel was closed")
-        raise BrokenChannelError(self._broken or f"{self.peer.name or 'the peer'} has closed the channel")
+        if self._ended or self._broken is not None:
+            raise BrokenChannelError(self._broken or f"{self.peer.name or 'the peer'} has closed the channel")
 
     def _raise_unreceivable(self) -> None:
         if self._ended:

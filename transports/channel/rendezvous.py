@@ -18,14 +18,13 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import AddressError, HandshakeError, TransportError, UnavailableError
 from flowrt.transports.wire.codec import WireError
-from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError
+from flowrt.transports.wire.handshake import EVICTED, EvictedError, Handshake, RefusedError, Role
 
 HANDSHAKE_SECONDS = 10.0  # time limit of a handshake on the listener's side
 MAX_CALLERS = 64  # concurrent handshakes of one listener
@@ -66,11 +65,30 @@ class Offer(NamedTuple):
     make_channel: Callable[[Meeting], QueuedChannel]
 
 
+class LocalEnd(NamedTuple):
+    """What one process brings to a rendezvous: the address, and what its handshake declares.
+
+    `encryption` is the address option that encrypts all traffic after the handshake, "" without one.
+    """
+
+    scheme: str
+    name: str
+    encryption: str
+    limits: Limits
+    key: bytes
+    identity: Identity
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.name}"
+
+    def handshake(self, role: Role, payload: Callable[[Limits], bytes] | None = None) -> Handshake:
+        return Handshake(role, self.key, self.identity, self.limits, scheme=self.scheme, payload=payload)
+
+
 def socket_address(scheme: str, name: str, encryption: str = "") -> tuple[int, str | tuple[str, int]]:
     """Returns the family and address of the socket for `name`. Raises AddressError for an address that is not on this host.
 
-    `encryption` is the address option that encrypts all traffic after the handshake. With it, every IPv4 address but 0.0.0.0 is
-    accepted, and plain names are refused.
+    With `encryption` (see LocalEnd), every IPv4 address but 0.0.0.0 is accepted, and plain names are refused.
     """
     if (match := _ADDRESS_AND_PORT.fullmatch(name)) and (encryption or match[1].startswith("127.")):
         if match[1] == "0.0.0.0":
@@ -101,25 +119,15 @@ class SocketListener(QueuedListener):
     At most MAX_CALLERS connectors are in the handshake. While the table is full, the oldest is evicted after FULL_TABLE_SECONDS.
     """
 
-    def __init__(
-        self,
-        scheme: str,
-        name: str,
-        limits: Limits,
-        key: bytes,
-        identity: Identity,
-        make_channel: Callable[[Meeting], Channel],
-        encryption: str = "",
-    ) -> None:
-        family, address = socket_address(scheme, name, encryption)
+    def __init__(self, end: LocalEnd, make_channel: Callable[[Meeting], Channel]) -> None:
+        family, address = socket_address(end.scheme, end.name, end.encryption)
         self._loop = asyncio.get_running_loop()
         self._callers: dict[_Caller, None] = {}  # oldest first
         self._alarm: asyncio.TimerHandle | None = None  # the next eviction, or the end of a pause
         self._pause_seconds = MIN_PAUSE_SECONDS
         self._make_channel = make_channel
-        self._encryption = encryption
-        self._new_handshake = partial(Handshake, "listener", key, identity, limits, scheme=scheme)
-        self._new_handshake()  # raises now for a bad key or identity of this listener
+        self._end = end
+        end.handshake("listener")  # raises now for a bad key or identity of this listener
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
@@ -128,12 +136,11 @@ class SocketListener(QueuedListener):
         except OSError as error:
             self._socket.close()
             if error.errno == errno.EADDRINUSE:
-                raise AddressError(f"another process listens at {scheme}://{name} already") from error
-            raise AddressError(f"cannot listen at {scheme}://{name}: {error.strerror}") from error
+                raise AddressError(f"another process listens at {end} already") from error
+            raise AddressError(f"cannot listen at {end}: {error.strerror}") from error
         bound = self._socket.getsockname()
-        place = f"{scheme}://{name}" if family != socket.AF_INET else f"{scheme}://{bound[0]}:{bound[1]}"
-        super().__init__(f"{place}?{encryption}" if encryption else place)
-        self._is_watched = False
+        place = str(end) if family != socket.AF_INET else f"{end.scheme}://{bound[0]}:{bound[1]}"
+        super().__init__(f"{place}?{end.encryption}" if end.encryption else place)
         self._watch()
 
     def _stop(self) -> None:
@@ -155,16 +162,13 @@ class SocketListener(QueuedListener):
             self._alarm = self._loop.call_at(oldest.since + FULL_TABLE_SECONDS, oldest.evict)
         if is_table_full or self.full:
             self._unwatch()
-        elif not self._is_watched:
-            self._is_watched = True
+        else:
             self._loop.add_reader(self._socket.fileno(), self._on_call)
 
     _on_room = _watch
 
     def _unwatch(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._socket.fileno())
 
     def _cancel_alarm(self) -> None:
         if self._alarm is not None:
@@ -186,7 +190,7 @@ class SocketListener(QueuedListener):
             self.rejected += 1
             sock.close()
             return
-        self._callers[_Caller(self, Meeting(sock, self._new_handshake(), self._encryption, []))] = None
+        self._callers[_Caller(self, Meeting(sock, self._end.handshake("listener"), self._end.encryption, []))] = None
         self._watch()
 
     def settle(self, caller: _Caller, meeting: Meeting | None) -> None:
@@ -275,47 +279,36 @@ class _Caller:
         self._meeting.sock.close()
 
 
-async def meet(
-    scheme: str,
-    name: str,
-    limits: Limits,
-    key: bytes,
-    identity: Identity,
-    offer: Callable[[Meeting], Offer],
-    encryption: str = "",
-) -> Meeting:
-    """Connects to the listener at `name` and completes the handshake.
+async def meet(end: LocalEnd, offer: Callable[[Meeting], Offer]) -> Meeting:
+    """Connects to the listener at the address of `end` and completes the handshake.
 
     `offer` is called once the listener has proved the key and the limits are agreed on; its caller still owns the descriptors that it
     returns. Raises AddressError (no listener), HandshakeError, UnavailableError (no descriptor), and any exception of
     `offer`. Connects again, at most MAX_EVICTIONS times in all, when the listener evicts this connector.
     """
-    family, address = socket_address(scheme, name, encryption)
-    new_handshake = partial(Handshake, "connector", key, identity, limits, scheme=scheme)
+    family, address = socket_address(end.scheme, end.name, end.encryption)
     for _ in range(MAX_EVICTIONS):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            raise UnavailableError(f"cannot connect to {scheme}://{name}: {error.strerror}") from error
+            raise UnavailableError(f"cannot connect to {end}: {error.strerror}") from error
         try:
             sock.setblocking(False)
-            await _connect(sock, address, f"{scheme}://{name}")
+            await _connect(sock, address, str(end))
             if not _same_user(sock):
-                raise HandshakeError(f"{scheme}://{name} belongs to another user")
-            return await _shake_hands(sock, encryption, new_handshake, offer)
+                raise HandshakeError(f"{end} belongs to another user")
+            return await _shake_hands(sock, end, offer)
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError):
-                raise HandshakeError(f"{scheme}://{name} closed the connection in the handshake: {error.strerror}") from error
+                raise HandshakeError(f"{end} closed the connection in the handshake: {error.strerror}") from error
             if not isinstance(error, EvictedError):
                 raise
         await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
-    raise HandshakeError(f"{scheme}://{name} has too many callers in the handshake and evicted this one {MAX_EVICTIONS} times")
+    raise HandshakeError(f"{end} has too many callers in the handshake and evicted this one {MAX_EVICTIONS} times")
 
 
-async def _shake_hands(
-    sock: socket.socket, encryption: str, new_handshake: Callable[..., Handshake], offer: Callable[[Meeting], Offer]
-) -> Meeting:
+async def _shake_hands(sock: socket.socket, end: LocalEnd, offer: Callable[[Meeting], Offer]) -> Meeting:
     """The connector's side of the handshake."""
     descriptors: list[int] = []
 
@@ -324,8 +317,8 @@ async def _shake_hands(
         descriptors.extend(offered.descriptors)
         return offered.payload
 
-    handshake = new_handshake(payload=payload)
-    meeting = Meeting(sock, handshake, encryption, [])
+    handshake = end.handshake("connector", payload)
+    meeting = Meeting(sock, handshake, end.encryption, [])
     with contextlib.suppress(ConnectionError):  # `_read` reports the reason
         sock.send(handshake.start())
     while not handshake.done:

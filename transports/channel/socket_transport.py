@@ -6,7 +6,7 @@ import contextlib
 from abc import abstractmethod
 
 from flowrt.transports.channel.queued import QueuedChannel
-from flowrt.transports.channel.rendezvous import Meeting, Offer, SocketListener, free_name, meet
+from flowrt.transports.channel.rendezvous import LocalEnd, Meeting, Offer, SocketListener, free_name, meet
 from flowrt.transports.contract import Channel, Identity, Limits, Listener, Transport
 from flowrt.transports.errors import UnavailableError
 from flowrt.transports.wire.address import expect_scheme
@@ -32,7 +32,7 @@ class SocketTransport(Transport):
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         check_key(key)
         name, encryption = self._split_name(expect_scheme(address, self.scheme))
-        return SocketListener(self.scheme, name or free_name(), limits, key, identity, self._accept, encryption)
+        return SocketListener(LocalEnd(self.scheme, name or free_name(), encryption, limits, key, identity), self._accept)
 
     async def connect(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Channel:
         check_key(key)
@@ -47,7 +47,7 @@ class SocketTransport(Transport):
             return offers[0]
 
         with contextlib.ExitStack() as on_failure:
-            meeting = await meet(self.scheme, name, limits, key, identity, offer, encryption)
+            meeting = await meet(LocalEnd(self.scheme, name, encryption, limits, key, identity), offer)
             on_failure.callback(meeting.sock.close)
             try:
                 channel = offers[0].make_channel(meeting)

@@ -6,7 +6,7 @@ import secrets
 import struct
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from flowrt.transports.contract import MAX_FLAGS, RemoteWindow, Window, WindowEnd
 from flowrt.transports.errors import WindowError
@@ -69,6 +69,14 @@ def flat(data: object) -> memoryview:
         return view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
         raise WindowError(f"only a buffer can be written to a window: {error}") from error
+
+
+class WindowTable(Protocol):
+    """The windows of one end of a channel; see Channel.open_window and attach_window."""
+
+    def open(self, nbytes: int, num_flags: int) -> Window: ...
+
+    async def attach(self, key: bytes) -> RemoteWindow: ...
 
 
 class CheckedEnd(WindowEnd):

@@ -19,7 +19,7 @@ from typing import ClassVar
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
-from flowrt.transports.contract import Capabilities, ChannelStatistics, RemoteWindow, Window
+from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.errors import TransportError, UnavailableError
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
@@ -81,21 +81,14 @@ class SharedMemoryChannel(QueuedChannel):
 
     def send_nowait(self, message: Message) -> bool:
         if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
+            self._check_sendable()
         try:
             return not self._num_senders and self._writer.send(message)
         except WireError as error:
             return self._cannot_send(error)
 
-    def open_window(self, nbytes: int, num_flags: int = 1) -> Window:
-        if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
-        return self._shared_windows.open(nbytes, num_flags)
-
-    async def attach_window(self, key: bytes) -> RemoteWindow:
-        if self._closed or self._ended or self._broken is not None:
-            self._raise_unsendable()
-        return self._shared_windows.attach(key)
+    def _window_table(self) -> SharedWindows:
+        return self._shared_windows
 
     def _transmit(self, message: Message) -> bool:
         writer = self._writer
@@ -117,7 +110,7 @@ class SharedMemoryChannel(QueuedChannel):
 
     def _cannot_send(self, error: WireError) -> bool:
         self._break(str(error), nonsense=True)
-        self._raise_unsendable()
+        self._check_sendable()
         return False
 
     async def _settle(self) -> None:
@@ -164,9 +157,7 @@ class SharedMemoryChannel(QueuedChannel):
         except BlockingIOError:
             return
         self._looks = 0
-        future = self._receiver
-        if future is not None and not future.done():
-            future.set_result(None)
+        self._wake_receiver()
         if self._room is not None or self._waiting:
             self._wake_sender()
 

@@ -171,7 +171,7 @@ class SharedWindows:
         self.owned.add(window)
         return window
 
-    def attach(self, key: bytes) -> RemoteWindow:
+    async def attach(self, key: bytes) -> RemoteWindow:
         wanted = WindowKey.read(key)
         self._offers.read_pending()  # the memory was sent before the key
         offered, memfd = self._offers.offers.get(wanted.token, (None, -1))

@@ -27,9 +27,7 @@ class Lender:
     """The loans of one process. Create it only when `available()` is True."""
 
     def __init__(self) -> None:
-        library = _library()
-        assert library is not None
-        self._library, self._loan_type = library
+        self._library, self._loan_type = _library()
         self._lent: deque[Loan] = deque()
 
     @property
@@ -62,22 +60,23 @@ class Lender:
 
 
 @cache
-def _library() -> tuple[Any, type[Loan]] | None:
-    """Returns the libzmq of pyzmq with its argument types declared, and the Loan class, or None when memory cannot be lent."""
-    try:
-        from zmq.backend.cython import _zmq
+def _library() -> tuple[Any, type[Loan]]:
+    """Returns the libzmq of pyzmq with its argument types declared, and the Loan class. Raises when memory cannot be lent."""
+    from zmq.backend.cython import _zmq
 
-        from flowrt.transports.native._words import Loan
+    from flowrt.transports.native._words import Loan
 
-        library: Any = ctypes.CDLL(_zmq.__file__)
-        library.zmq_msg_init_data.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-        library.zmq_msg_send.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        library.zmq_msg_close.argtypes = [ctypes.c_void_p]
-    except (ImportError, OSError, AttributeError):
-        return None
+    library: Any = ctypes.CDLL(_zmq.__file__)
+    library.zmq_msg_init_data.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    library.zmq_msg_send.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.zmq_msg_close.argtypes = [ctypes.c_void_p]
     return library, Loan
 
 
 def available() -> bool:
     """Whether memory can be lent: this needs pyzmq's compiled backend and the C module."""
-    return _library() is not None
+    try:
+        _library()
+    except (ImportError, OSError, AttributeError):
+        return False
+    return True

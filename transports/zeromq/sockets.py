@@ -148,9 +148,8 @@ class SharedContext:
 
     def encrypt_server(self, pair: zmq.Socket[bytes], keys: CurveKeys) -> None:
         """Restricts `pair` to the client of `keys`; call it before `bind`."""
-        assert self._context is not None
         if self.authenticator is None:
-            self.authenticator = Authenticator(self._context)
+            self.authenticator = Authenticator(pair.context)
         domain = secrets.token_hex(16)
         from zmq.utils import z85
 
