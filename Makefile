@@ -24,7 +24,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py shared_memory_lanes.py window_shared_memory.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format types fuzz sanitize simulate plant crowd picture clean
+.PHONY: help install run test lint format types fuzz sanitize simulate cancel plant crowd picture clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -74,6 +74,9 @@ sanitize: $(STAMP) ## the C modules built with AddressSanitizer and UndefinedBeh
 
 simulate: $(STAMP) ## small graphs under SEEDS=1000 seeds of virtual time, faults and all
 	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds $(SEEDS) $(ARGS)
+
+cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtual time, faults and all
+	@$(BIN)/python -m flowrt.simulation $(SIMULATED) --seeds 600 --cancel 30 $(ARGS)
 
 plant: $(STAMP) ## plant each bug of a list and see how many seeds it takes to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)

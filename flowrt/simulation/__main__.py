@@ -20,7 +20,7 @@ from flowrt.graph.scenario_file import load_scenario
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
-from flowrt.simulation.campaign import Failure, Tally, campaign, fails
+from flowrt.simulation.campaign import Failure, Tally, campaign, digest_line, fails
 from flowrt.simulation.cases import Case, Kept, draw
 from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
@@ -44,20 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     again = "python -m flowrt.simulation " + " ".join([*given.graphs, *([f"--scenario {given.scenario}"] if given.scenario else [])])
-    again += " --weights" if given.weights else ""
+    again += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
     def on_run(case: Case, came: Outcome[Served] | Failure, tally: Tally) -> bool:
         if isinstance(came, Failure):
             print(f"seed {case.seed}: {came.text}", file=sys.stderr)
-            _tell_smallest(draw(case.seed, graphs, scenario, case.exact), kept, again, shrinks=not given.no_shrink)
+            _tell_smallest(draw(case.seed, graphs, scenario, case.exact, given.cancel), kept, again, shrinks=not given.no_shrink)
         elif given.digests:
-            print(case.seed, came.digest, came.num_steps, f"{came.virtual_seconds:.9f}", flush=True)
+            print(digest_line(case, came), flush=True)
         if tally.num_seeds % REPORT_EVERY == 0 or tally.num_seeds == given.seeds:
             print(f"{tally.num_seeds} seeds, {len(tally.failures)} failed, {tally.num_steps} steps", flush=True)
         return len(tally.failures) < MAX_FAILURES
 
     seeds = range(given.first, given.first + given.seeds)
-    tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, on_run=on_run)
+    tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, num_cancelled=given.cancel, on_run=on_run)
     print(f"outcomes: {_counts(tally.outcomes)}; virtual time {tally.virtual_seconds:.0f} s")
     print(f"faults: {_counts(tally.faults)}")
     print(f"rare: {_counts(tally.branches)}")
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
     parser.add_argument("--scenario", help="a scenario file: its faults in every run, instead of drawn ones")
     parser.add_argument("--weights", action="store_true", help="compute with the model's weights, not with the exact model")
+    parser.add_argument("--cancel", type=int, default=0, metavar="N", help="N more requests per seed, cancelled at random moments")
     parser.add_argument("--digests", action="store_true", help="print each seed's digest and number of steps")
     parser.add_argument("--keep-faults", metavar="N,N", help="of the drawn faults only these; - for none")
     parser.add_argument("--keep-requests", metavar="N,N", help="of the drawn requests only these")

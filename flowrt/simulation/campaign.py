@@ -50,12 +50,13 @@ def campaign(
     scenario: Scenario | None = None,
     exact: bool = True,
     kept: Kept = Kept(),
+    num_cancelled: int = 0,
     on_run: Callable[[Case, Outcome[Served] | Failure, Tally], bool] = lambda case, came, tally: True,
 ) -> Tally:
     """Run each seed. Calls `on_run` after each; False from it ends the campaign."""
     tally = Tally()
     for seed in seeds:
-        case = kept.of(draw(seed, graphs, scenario, exact))
+        case = kept.of(draw(seed, graphs, scenario, exact, num_cancelled))
         came: Outcome[Served] | Failure
         try:
             came = run_case(case)
@@ -68,11 +69,17 @@ def campaign(
             tally.virtual_seconds += came.virtual_seconds
             tally.faults.update({kind: count for kind, count in came.num_faults.items() if kind in KINDS})
             tally.branches.update({name: count for name, count in came.num_faults.items() if name not in KINDS})
+            tally.branches["client left"] += sum(client.has_left for client in came.result.clients)
             tally.outcomes["named error" if came.result.failure is not None else "tokens"] += 1
         tally.num_seeds += 1
         if not on_run(case, came, tally):
             break
     return tally
+
+
+def digest_line(case: Case, outcome: Outcome[Served]) -> str:
+    """The line of `--digests`: equal in every process."""
+    return f"{case.seed} {outcome.digest} {outcome.num_steps} {outcome.virtual_seconds:.9f}"
 
 
 def fails(case: Case) -> bool:

@@ -85,8 +85,9 @@ class Kept:
         return replace(case, conditions=CALM, cost=ComputeCost(), processes=ProcessConditions()) if self.calm else case
 
 
-def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True) -> Case:
-    """The case of a seed. `scenario` takes the place of drawn faults, and leaves the graph's reliability settings as they are written."""
+def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, exact: bool = True, num_cancelled: int = 0) -> Case:
+    """The case of a seed. `scenario` takes the place of drawn faults, and leaves the graph's reliability settings as they are written.
+    `num_cancelled`: so many more requests, whose clients cancel them at random moments."""
     chance = random.Random(f"case {seed}")
     graph = graphs[chance.randrange(len(graphs))]
     processes, faults_from_launch = ProcessConditions(), False
@@ -94,6 +95,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         graph = _draw_opening(random.Random(f"opening {seed}"), _draw_reliability(random.Random(f"reliability {seed}"), graph))
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
+    requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
     conditions = NetworkConditions(
         max_delay_seconds=chance.choice((50e-6, 400e-6, 5e-3)),
         slow_one_in=chance.choice((0, 50, 5)),
@@ -266,6 +268,15 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
             drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None, is_unreadable=False
         )
     return tuple(drawn)
+
+
+def _draw_cancelled(chance: random.Random, graph: Graph, count: int) -> tuple[SimulatedRequest, ...]:
+    """Requests that come shortly after each other and are cancelled, the call that submits them included, at any moment of their life."""
+    pool = _pool(graph)
+    return tuple(
+        replace(chance.choice(pool), after_seconds=chance.uniform(0.0, 4e-3), cancel_seconds=10 ** chance.uniform(-5, -0.8))
+        for _ in range(count)
+    )
 
 
 # Faults

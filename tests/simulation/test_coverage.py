@@ -1,20 +1,30 @@
-"""Nearly every function of launcher, gateway and processes runs under simulation; each that does not is listed with its reason."""
+"""One campaign of many seeds, for three properties.
+
+Its invariants hold, its digests equal those of another process, and nearly every function of launcher, gateway and processes runs in it;
+each that does not is listed with its reason.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
 import pytest
 from simulation.graph_files import GRAPHS, load
 
-from flowrt.simulation.campaign import campaign
+from flowrt.simulation.campaign import Failure, Tally, campaign, digest_line
+from flowrt.simulation.cases import Case
+from flowrt.simulation.served import Served
+from flowrt.simulation.world import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS = range(160)
+SEEDS, NUM_TWICE = range(200), 40
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
 # File, or "file:function": why it does not run.
@@ -52,31 +62,61 @@ def functions(path: Path) -> Iterator[str]:
     yield from walk(ast.parse(path.read_text()), "")
 
 
-def run_functions() -> set[str]:
-    """ "file:function" of each that was called while the seeds ran."""
+@dataclass(frozen=True)
+class Campaign:
+    functions: set[str]  # "file:function" of each that was called
+    digests: list[str]  # by seed, with the numbers of steps
+    digests_elsewhere: list[str]  # of the first seeds, as another process prints them
+    failures: list[Failure]
+
+
+@pytest.fixture(scope="module")
+def run() -> Campaign:
+    """All seeds in this process, and at once the first NUM_TWICE in one with another hash seed."""
+    command = [sys.executable, "-m", "flowrt.simulation", str(GRAPHS), "--digests", "--seeds", str(NUM_TWICE)]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PADDING": "x" * 999}
+    elsewhere = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     called: set[CodeType] = set()
+    digests: list[str] = []
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
-            called.add(frame.f_code)
+    def note_call(frame: FrameType, event: str, argument: object) -> None:
+        called.add(frame.f_code)
 
-    sys.setprofile(note)
+    def note_digest(case: Case, outcome: Outcome[Served] | Failure, tally: Tally) -> bool:
+        if not isinstance(outcome, Failure):
+            digests.append(digest_line(case, outcome))
+        return True
+
+    sys.settrace(note_call)  # returns no tracer of lines, so that only calls cost time
     try:
-        tally = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))])
+        tally = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))], on_run=note_digest)
     finally:
-        sys.setprofile(None)
-    assert not tally.failures
+        sys.settrace(None)
+    printed, _ = elsewhere.communicate()
     names = set()
     for code in called:
         path = Path(code.co_filename)
         if path.is_relative_to(REPOSITORY):
             names.add(f"{path.relative_to(REPOSITORY)}:{code.co_qualname}")
-    return names
+    lines = [line for line in printed.splitlines() if line[0].isdigit() and "seeds" not in line]
+    return Campaign(names, digests, lines, tally.failures)
+
+
+@pytest.mark.timeout(600)
+def test_invariants_hold_under_every_seed(run: Campaign) -> None:
+    assert run.failures == []
+
+
+@pytest.mark.timeout(600)
+def test_digests_equal_those_of_another_process(run: Campaign) -> None:
+    assert len(run.digests_elsewhere) == NUM_TWICE
+    assert run.digests[:NUM_TWICE] == run.digests_elsewhere
+    assert len({line.split()[1] for line in run.digests}) == len(SEEDS)
 
 
 @pytest.mark.timeout(900)
-def test_functions_that_do_not_run_under_simulation_are_listed_with_their_reason() -> None:
-    ran = run_functions()
+def test_functions_that_do_not_run_under_simulation_are_listed_with_their_reason(run: Campaign) -> None:
+    ran = run.functions
     packages = {
         package: [
             f"{path.relative_to(REPOSITORY)}:{name}" for path in sorted((REPOSITORY / package).glob("*.py")) for name in functions(path)
