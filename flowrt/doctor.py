@@ -325,27 +325,19 @@ def _kernel_checks() -> list[Check]:
     """Checks of the system calls by which processes end together and shared memory has no name."""
     checks = []
     for name, call, consequence in (
-        ("pidfd", "pidfd_open", "the launcher polls for the ends of processes"),
-        ("memfd", "memfd_create", "shared memory does not work"),
+        ("pidfd", lambda: os.pidfd_open(os.getpid()), "the launcher polls for the ends of processes"),
+        ("memfd", lambda: os.memfd_create("flowrt-doctor"), "shared memory does not work"),
     ):
-        error = _try_kernel(call)
-        checks.append(Check(name, error is None, "works" if error is None else f"{error}: {consequence}"))
+        try:
+            os.close(call())
+            checks.append(Check(name, True, "works"))
+        except (AttributeError, OSError) as error:
+            reason = error if isinstance(error, OSError) else "not in this Python or system"
+            checks.append(Check(name, False, f"{reason}: {consequence}"))
     if sys.platform != "linux":
         text = f"{platform.system()}: workers end when their launcher closes the control connection, not at once when it is killed"
         checks.append(Check("system", False, text, "use Linux: there every function of flowrt works"))
     return checks
-
-
-def _try_kernel(call: str) -> str | None:
-    """None when the system call works, else the reason why it fails."""
-    function = getattr(os, call, None)
-    if function is None:
-        return "not in this Python or system"
-    try:
-        os.close(function(os.getpid()) if call == "pidfd_open" else function("flowrt-doctor"))
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _installed(name: str) -> str | None:

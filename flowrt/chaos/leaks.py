@@ -44,10 +44,10 @@ def children_of(pid: int) -> set[int]:
         folder = Path("/proc") / str(todo.pop()) / "task"
         with contextlib.suppress(OSError):
             for thread in os.listdir(folder):
-                for word in (folder / thread / "children").read_text(encoding="utf-8").split():
-                    if int(word) not in found and is_alive(int(word)):
-                        found.add(int(word))
-                        todo.append(int(word))
+                for child in (folder / thread / "children").read_text(encoding="utf-8").split():
+                    if int(child) not in found and is_alive(int(child)):
+                        found.add(int(child))
+                        todo.append(int(child))
     return found
 
 

@@ -28,12 +28,12 @@ class RunFaults:
         self.observer = RunObserver(clock)
         self._injector = Injector(graph, self.observer, clock, log, takes_orders=needs_fault_worker(self._scenario))
 
-    async def run(self, answered: asyncio.Event) -> None:
-        """Inject from the first request until all are `answered` and killed processes are back. Later faults are left out."""
+    async def run(self, completed: asyncio.Event) -> None:
+        """Inject from the first request until all are `completed` and killed processes are back. Later faults are left out."""
         self._begun = self._clock.now()
         async with asyncio.TaskGroup() as tasks:
             injecting = tasks.create_task(self._injector.run(self._scenario, self._begun), name="faults")
-            await answered.wait()
+            await completed.wait()
             injecting.cancel()
         killed = [injected for injected in self.observer.injected_faults if injected.kind == "crash" and not injected.missed]
         await self.observer.wait_until(lambda: all(map(self.observer.is_back_or_given_up, killed)), BACK_SECONDS)
