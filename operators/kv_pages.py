@@ -81,6 +81,5 @@ class KvPages:
 
         Returns copies; for a slice, which names contiguous slots, returns views of the pages.
         """
-        kept = self._slots[layer]
-        found = [slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L) for slots in kept]
+        found = [slots[slots_L] if isinstance(slots_L, slice) else slots.index_select(0, slots_L) for slots in self._slots[layer]]
         return found[0], found[-1]

@@ -77,13 +77,6 @@ class StepLayout:
         positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG = (torch.from_numpy(array).to(device) for array in arrays)
         return cls(positions_T, slots_T, query_start_S1, kv_length_S, page_table_SG, tuple(query_lengths), tuple(kv_lengths))
 
-    def to(self, device: torch.device | str) -> StepLayout:
-        """The same layout with its tensors on `device`."""
-        if self.positions_T.device == torch.device(device):
-            return self
-        positions, slots, starts, contexts, table = (tensor.to(device) for tensor in self.to_tensors())
-        return StepLayout(positions, slots, starts, contexts, table, self.query_lengths, self.kv_lengths)
-
     def to_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The tensors that are sent: positions, slots, query starts, context lengths, page table."""
         return self.positions_T, self.slots_T, self.query_start_S1, self.kv_length_S, self.page_table_SG

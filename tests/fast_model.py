@@ -51,7 +51,7 @@ class FastModel:
     def step(self, rows: Sequence[Sequence[int]], kv_lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of all rows of a step, [T, V]."""
         made = StepLayout.from_lists([len(row) for row in rows], kv_lengths, tables, PAGE_TOKENS)
-        layout = StepLayout.from_tensors(made.to_tensors()).to(self.device)
+        layout = StepLayout.from_tensors([tensor.to(self.device) for tensor in made.to_tensors()])
         x = self.embedding.forward(torch.tensor([token for row in rows for token in row], device=self.device))
         for layer in range(self.config.num_layers):
             residual, normed = self.attention.forward(layer, x, layout, self.pages)

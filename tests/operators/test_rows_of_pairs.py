@@ -108,22 +108,22 @@ def equal_parts(found: list[Part], expected: list[Part]) -> None:
 def test_pair_without_a_possible_server_is_refused() -> None:
     table, weights = ReplicaTable.from_lists([[0], [1]], 2), torch.ones(1, 2)
     for expert in (-1, 2):
-        with pytest.raises(IndexError, match="a pair names what there is not: 2 experts, 2 servers"):
+        with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist: 2 experts, 2 servers"):
             partition(torch.tensor([[0, expert]]), weights, torch.zeros(1, dtype=torch.int64), table)
     both = ReplicaTable.from_lists([[0, 1], [1, 0]], 2)
     part = Part(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)), torch.ones(1), torch.tensor([4]))
-    with pytest.raises(IndexError, match="a pair names what there is not"):
+    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
         repartition(part, torch.zeros(2, dtype=torch.int64), 2, both)  # row 2 of 2
-    with pytest.raises(IndexError, match="a pair names what there is not"):
+    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
         partition(torch.tensor([[0, 1]]), weights, torch.tensor([-1]), both)
-    with pytest.raises(IndexError, match="a pair names what there is not"):
+    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
         partition(
             torch.tensor([[0, 1]]),
             weights,
             torch.tensor([0]),
             ReplicaTable(torch.empty(2, 0, dtype=torch.int64), torch.tensor([0, 0]), 2, False),
         )
-    with pytest.raises(IndexError, match="a pair names what there is not"):
+    with pytest.raises(IndexError, match="a pair names an expert, a server or a row that does not exist"):
         repartition(replace(part, pair_P=torch.tensor([-1])), torch.zeros(2, dtype=torch.int64), 2, table)
     with pytest.raises(ValueError, match="1 pairs do not go with"):
         repartition(part, torch.zeros(2, dtype=torch.int64), 0, table)
@@ -178,7 +178,7 @@ def test_an_expert_server_sorts_and_weighs_as_the_library_does(models: Any, dtyp
         assert experts.forward(1, x_RH[:0], nothing, nothing, weight_P[:0]).shape == (0, config.hidden_size)
         with pytest.raises(ValueError, match="1 experts do not go with 2 rows"):
             experts.forward(1, x_RH, torch.tensor([0, 1]), torch.tensor([7]), torch.ones(1, dtype=dtype))
-        with pytest.raises(ValueError, match="1 answers do not go with 1 rows and 2 weights"):
+        with pytest.raises(ValueError, match="1 responses do not go with 1 rows and 2 weights"):
             experts.forward(1, x_RH, torch.tensor([0]), torch.tensor([7]), torch.ones(2, dtype=dtype))
 
 
@@ -188,7 +188,7 @@ def test_places_that_there_are_not_are_refused_by_an_expert_servers_sums() -> No
     for places, where in (([0, 2], [0, 1]), ([-1, 0], [0, 1]), ([0, 1], [0, 3]), ([0, 1], [-1, 0])):
         with pytest.raises(IndexError, match=r"result -?\d of 2|row -?\d of 3"):
             rows.weighted_sum(y, torch.tensor(places), torch.tensor(where), one, 3)
-    with pytest.raises(ValueError, match="2 answers do not go with"):
+    with pytest.raises(ValueError, match="2 responses do not go with"):
         rows.weighted_sum(y, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2, 2), 3)
     for place in (10**9, -5):
         assert rows.sort_by_expert(y, torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([place]), 1) is None

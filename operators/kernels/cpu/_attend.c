@@ -40,22 +40,22 @@ INLINE vec totals(vec a, vec b, vec c, vec d)
 
 /* Addresses of the next tokens from `token` on; past `end` the last token repeats. Prefetches the tokens AHEAD of them, because a page is
    too short for the hardware prefetcher. */
-INLINE void find(const int dtype, const Attend *a, const char *kept, const int64_t *table, long token, long end, long head, long end_head,
-                 const char **at)
+INLINE void locate_tokens(const int dtype, const Attend *a, const char *pages, const int64_t *table, long token, long end, long head,
+                          long end_head, const char **at)
 {
     const long head_bytes = a->width * (4 >> dtype);
     for (int i = 0; i < TOGETHER; i++) {
         const long each = token + i < end ? token + i : end - 1, later = each + AHEAD < end ? each + AHEAD : end - 1;
         const long page = each / a->page_size, later_page = later / a->page_size;
-        const char *next = kept + (table[later_page] * a->page_size + later - later_page * a->page_size) * a->kv_heads * head_bytes;
+        const char *next = pages + (table[later_page] * a->page_size + later - later_page * a->page_size) * a->kv_heads * head_bytes;
         for (long byte = head * head_bytes; byte < end_head * head_bytes; byte += 64)
             __builtin_prefetch(next + byte, 0, 2);
-        at[i] = kept + (table[page] * a->page_size + each - page * a->page_size) * a->kv_heads * head_bytes;
+        at[i] = pages + (table[page] * a->page_size + each - page * a->page_size) * a->kv_heads * head_bytes;
     }
 }
 
 /* One head of these tokens as float32: in place, or widened once for all query heads that share it. */
-INLINE void of_head(const int dtype, const char *const *at, long head, long width, float *wide, const char **rows)
+INLINE void load_head(const int dtype, const char *const *at, long head, long width, float *wide, const char **rows)
 {
     for (int i = 0; i < TOGETHER; i++) {
         rows[i] = at[i] + head * width * (4 >> dtype);
@@ -126,9 +126,9 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
     for (long i = 0; i < heads * width; i += LANES)
         store(FLOAT32, (char *)q, i, heads * width, load(dtype, q_row, i, heads * width) * scale);
     for (long token = first; token < end; token += TOGETHER) {
-        find(dtype, a, a->keys, table, token, end, head, end_head, at);
+        locate_tokens(dtype, a, a->keys, table, token, end, head, end_head, at);
         for (long h = 0; h < end_head - head; h++) {
-            of_head(dtype, at, head + h, width, wide, rows);
+            load_head(dtype, at, head + h, width, wide, rows);
             score(rows, q + h * sharing * width, sharing, width, scores + h * sharing * pitch + token - first, pitch);
         }
     }
@@ -136,11 +136,11 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
         by_head[h] = exponentials(scores + h * pitch, end - first);
     memset(sums, 0, heads * width * sizeof *sums);
     for (long token = first; token < end; token += TOGETHER) {
-        find(dtype, a, a->values, table, token, end, head, end_head, at);
+        locate_tokens(dtype, a, a->values, table, token, end, head, end_head, at);
         for (long h = 0; h < end_head - head; h++) {
             const float *weights = scores + h * sharing * pitch + token - first;
             float *to = sums + h * sharing * width;
-            of_head(dtype, at, head + h, width, wide, rows);
+            load_head(dtype, at, head + h, width, wide, rows);
             if (token + TOGETHER <= end)
                 add_values(TOGETHER, rows, weights, pitch, sharing, to, width);
             else

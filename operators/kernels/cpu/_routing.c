@@ -73,7 +73,7 @@ PyObject *topk_softmax(PyObject *module, PyObject *const *arguments, Py_ssize_t 
 }
 
 typedef struct {
-    const int64_t *experts, *pairs, *positions, *servers, *copies; /* `pairs` may be NULL: all pairs, in order */
+    const int64_t *experts, *pairs, *positions, *servers, *num_replicas; /* `pairs` may be NULL: all pairs, in order */
     const char *weights;
     char *weights_out;
     int64_t *out, *counts;
@@ -97,10 +97,10 @@ INLINE int read_pair(const Partition *p, long i, Pair *found)
     if (p->width != 1) {
         if (row >= p->num_rows)
             return -1;
-        const int64_t position = read_once(p->positions + row), copies = read_once(p->copies + expert);
-        if (position < 0 || copies < 1 || copies > p->width)
+        const int64_t position = read_once(p->positions + row), replicas = read_once(p->num_replicas + expert);
+        if (position < 0 || replicas < 1 || replicas > p->width)
             return -1;
-        turn = position % copies;
+        turn = position % replicas;
     }
     const int64_t server = read_once(p->servers + expert * p->width + turn);
     *found = (Pair){.expert = expert, .pair = pair, .row = row, .share = server + 1};
@@ -113,7 +113,7 @@ typedef struct {
     long pairs, num_rows, done, last;
 } Share;
 
-/* By ascending server. counts: pairs and rows of each, nowhere first. -1 for a pair that no server can be given. */
+/* By ascending server. counts: pairs and rows of each, unavailable experts first. -1 for a pair that no server can be given. */
 static int partition_pairs(const Partition *p, Pair *pairs, Share *shares)
 {
     for (long i = 0; i <= p->num_servers; i++)
@@ -159,7 +159,7 @@ PyObject *partition_by_server(PyObject *module, PyObject *const *arguments, Py_s
         return NULL;
     const Partition work = {
         .experts = (int64_t *)n[0], .weights = (char *)n[1], .weight_bytes = n[2], .pairs = (int64_t *)n[3], .count = n[4], .active = n[5],
-        .positions = (int64_t *)n[6], .servers = (int64_t *)n[7], .copies = (int64_t *)n[8], .num_experts = n[9], .width = n[10],
+        .positions = (int64_t *)n[6], .servers = (int64_t *)n[7], .num_replicas = (int64_t *)n[8], .num_experts = n[9], .width = n[10],
         .num_servers = n[11], .out = (int64_t *)n[12], .weights_out = (char *)n[13], .counts = (int64_t *)n[14],
         .num_rows = n[15],
     };
@@ -175,7 +175,8 @@ PyObject *partition_by_server(PyObject *module, PyObject *const *arguments, Py_s
     free(shares);
     free(pairs);
     if (failed)
-        PyErr_Format(PyExc_IndexError, "a pair names what there is not: %ld experts, %ld servers, %ld rows", n[9], n[11], n[15]);
+        PyErr_Format(PyExc_IndexError, "a pair names an expert, a server or a row that does not exist: %ld experts, %ld servers, %ld rows",
+                     n[9], n[11], n[15]);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;

@@ -39,7 +39,7 @@ int64_t *checked_indices(const int64_t *from, long count, long end, const char *
 /* --- norms ----------------------------------------------------------------------------------------------------------- */
 
 /* Divides x by its root mean square, rounds, multiplies by the weight, rounds. x and y may be the same. */
-INLINE void normed(const int dtype, const char *x, const char *weight, char *y, long width, float epsilon)
+INLINE void normalize(const int dtype, const char *x, const char *weight, char *y, long width, float epsilon)
 {
     vec squares = {0};
     for (long i = 0; i < width; i += LANES) {
@@ -70,7 +70,7 @@ INLINE void norm_rows(const int dtype, const Norm *n, long first, long end)
                       load(dtype, x, i, n->width) + load(dtype, n->added + row * pitch, i, n->width));
             x = n->sum + row * pitch;
         }
-        normed(dtype, x, n->weight + row % n->weights * pitch, n->y + row * pitch, n->width, n->epsilon);
+        normalize(dtype, x, n->weight + row % n->weights * pitch, n->y + row * pitch, n->width, n->epsilon);
     }
 }
 
@@ -98,7 +98,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t g
 
 typedef struct {
     char *qkv; /* [T, heads + 2 * kv_heads, width] */
-    const char *cosines, *sines, *weights; /* [T, width] twice; of the queries' and keys' norm [heads + kv_heads, width], or missing */
+    const char *cosines, *sines, *weights; /* [T, width] twice; of the queries' and keys' norm [heads + kv_heads, width], or NULL */
     char *keys, *values; /* [slots, kv_heads, width] */
     const int64_t *slots;
     long heads, kv_heads, width;
@@ -107,7 +107,7 @@ typedef struct {
 } RopeAndStore;
 
 /* Rotates each pair (x[i], x[i + width / 2]) by its angle. */
-INLINE void turned(const int dtype, char *x, const char *cosines, const char *sines, long width)
+INLINE void rotate(const int dtype, char *x, const char *cosines, const char *sines, long width)
 {
     const long half = width / 2;
     const long bytes = half * (4 >> dtype);
@@ -122,17 +122,17 @@ INLINE void turned(const int dtype, char *x, const char *cosines, const char *si
 
 INLINE void rope_and_store_rows(const int dtype, const RopeAndStore *p, long first, long end)
 {
-    const long head_bytes = p->width * (4 >> dtype), turning = p->heads + p->kv_heads;
+    const long head_bytes = p->width * (4 >> dtype), num_rotated = p->heads + p->kv_heads;
     for (long row = first; row < end; row++) {
-        char *x = p->qkv + row * (turning + p->kv_heads) * head_bytes;
-        for (long head = 0; head < turning; head++) {
+        char *x = p->qkv + row * (num_rotated + p->kv_heads) * head_bytes;
+        for (long head = 0; head < num_rotated; head++) {
             char *each = x + head * head_bytes;
             if (p->weights)
-                normed(dtype, each, p->weights + head * head_bytes, each, p->width, p->epsilon);
-            turned(dtype, each, p->cosines + row * head_bytes, p->sines + row * head_bytes, p->width);
+                normalize(dtype, each, p->weights + head * head_bytes, each, p->width, p->epsilon);
+            rotate(dtype, each, p->cosines + row * head_bytes, p->sines + row * head_bytes, p->width);
         }
         memcpy(p->keys + p->slots[row] * p->kv_heads * head_bytes, x + p->heads * head_bytes, p->kv_heads * head_bytes);
-        memcpy(p->values + p->slots[row] * p->kv_heads * head_bytes, x + turning * head_bytes, p->kv_heads * head_bytes);
+        memcpy(p->values + p->slots[row] * p->kv_heads * head_bytes, x + num_rotated * head_bytes, p->kv_heads * head_bytes);
     }
 }
 
@@ -231,18 +231,18 @@ static PyMethodDef methods[] = {
      "norm(dtype, x, added, weight, sum, y, rows, width, weights, threads, epsilon): sum = x + added, y = its norm; added may be 0."},
     {"rope_and_store_kv", CALLED(rope_and_store_kv),
      "rope_and_store_kv(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon):"
-     " queries and keys are normed, where there are weights, and turned, in place; keys and values go to their slots."},
+     " normalizes (if there are weights) and rotates queries and keys in place, and stores keys and values in their slots."},
     {"paged_attention", CALLED(paged_attention),
      "paged_attention(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
      " page_size, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
     {"topk_softmax", CALLED(topk_softmax),
      "topk_softmax(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
     {"partition_by_server", CALLED(partition_by_server),
-     "partition_by_server(experts, weights, weight bytes, pairs, count, active, positions, servers, copies, num_experts, width, num_servers, out,"
+     "partition_by_server(experts, weights, weight bytes, pairs, count, active, positions, servers, replicas, num_experts, width, num_servers, out,"
      " weights out, counts, num_rows): (row, slot) pairs by server."},
     {"sort_by_expert", CALLED(sort_by_expert),
      "sort_by_expert(experts, places, number of experts, held, row_P, pairs, rows, row bytes, x, sorted, place of each pair, counts, threads):"
-     " the pairs' rows by expert; false where an expert is not held."},
+     " the pairs' rows by expert; false if an expert is not held."},
     {"weighted_sum", CALLED(weighted_sum),
      "weighted_sum(dtype, sorted, place of each pair, row_P, weight_P, sums, pairs, width, rows, threads): the weighted sum of each row's pairs."},
     {"add_parts", CALLED(add_parts),

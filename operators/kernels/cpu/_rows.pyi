@@ -58,7 +58,7 @@ def partition_by_server(
     active: int,
     positions: int,
     servers: int,
-    copies: int,
+    replicas: int,
     num_experts: int,
     width: int,
     num_servers: int,

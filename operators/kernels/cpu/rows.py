@@ -72,8 +72,8 @@ def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon:
     width = x.shape[-1]
     if x.shape[-weight.dim() :] != weight.shape:
         raise ValueError(f"a weight {list(weight.shape)} does not go with rows {list(x.shape)}")
-    places = x.data_ptr(), added, weight.data_ptr(), total, y.data_ptr()
-    _rows.norm(_dtype(x), *places, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
+    addresses = x.data_ptr(), added, weight.data_ptr(), total, y.data_ptr()
+    _rows.norm(_dtype(x), *addresses, x.numel() // width, width, weight.numel() // width, torch.get_num_threads(), epsilon)
 
 
 def rope_and_store_kv(
@@ -84,15 +84,15 @@ def rope_and_store_kv(
     qkv_TC: each row holds `num_heads` queries, then keys and values of the heads of the pages. All slots differ. Raises ValueError if
     sizes or dtypes do not match, and IndexError for a slot that does not exist; in both cases nothing is stored.
     """
-    keys, values = _kept(qkv_TC, num_heads, layer, pages)
+    keys, values = _layer_pages(qkv_TC, num_heads, layer, pages)
     num_pages, page_size, num_kv_heads, width = keys.shape
     cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
     (slots_T,) = _indices(slots_T)
-    turning = num_heads + num_kv_heads
+    num_rotated = num_heads + num_kv_heads
     if width % 2 or cosines.shape != (len(qkv_TC), 1, width) or sines.shape != cosines.shape or len(slots_T) != len(qkv_TC):
         raise ValueError(f"rows {list(qkv_TC.shape)}, positions {list(cosines.shape)}, slots {list(slots_T.shape)} do not go together")
-    if qk_norm is not None and _same(qk_norm, qkv_TC).shape != (turning, width):
-        raise ValueError(f"weights {list(qk_norm.shape)} for {turning} heads of {width}")
+    if qk_norm is not None and _same(qk_norm, qkv_TC).shape != (num_rotated, width):
+        raise ValueError(f"weights {list(qk_norm.shape)} for {num_rotated} heads of {width}")
     qk_norm = None if qk_norm is None else qk_norm.contiguous()
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
@@ -108,7 +108,7 @@ def paged_attention(
     qkv_TC is that of `rope_and_store_kv`, `window` that of `plan_step`. Raises ValueError if sizes or dtypes do not match, and IndexError
     for a page, a row or a sequence that does not exist.
     """
-    keys, values = _kept(qkv_TC, num_heads, layer, pages)
+    keys, values = _layer_pages(qkv_TC, num_heads, layer, pages)
     num_pages, page_size, num_kv_heads, width = keys.shape
     if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (len(qkv_TC), num_heads * width) or num_heads % num_kv_heads:
         raise ValueError(f"results {list(out_TC.shape)} for {len(qkv_TC)} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
@@ -123,7 +123,7 @@ def paged_attention(
     _rows.paged_attention(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
 
 
-def _kept(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
+def _layer_pages(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
     """Keys and values of a layer, [G, C, K, D] each. Raises ValueError if they or the rows have a layout that the kernels cannot read."""
     keys, values = pages.blocks(layer)
     if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
@@ -144,8 +144,8 @@ def topk_softmax(logits_TE: Tensor, num_active: int, scale: float, dtype: torch.
     num_rows, num_experts = logits_TE.shape
     expert_ids = logits_TE.new_empty((num_rows, num_active), dtype=torch.int64)
     weights = logits_TE.new_empty((num_rows, num_active), dtype=dtype)
-    places = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
-    _rows.topk_softmax(_dtype(logits_TE), *places, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
+    addresses = logits_TE.data_ptr(), _DTYPES[dtype], expert_ids.data_ptr(), weights.data_ptr()
+    _rows.topk_softmax(_dtype(logits_TE), *addresses, num_rows, num_experts, num_active, torch.get_num_threads(), scale)
     return expert_ids, weights
 
 
@@ -158,7 +158,7 @@ def add_parts(residual_TH: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Te
     numbers = [number for rows_R, y_RH in held for number in (rows_R.data_ptr(), y_RH.data_ptr(), len(rows_R))]
     if any(rows_R.dim() != 1 or y_RH.shape != (len(rows_R), width) for rows_R, y_RH in held):
         shapes = [(list(rows_R.shape), list(y_RH.shape)) for rows_R, y_RH in held]
-        raise ValueError(f"parts {shapes} (rows, answers) cannot be added to {list(residual_TH.shape)}")
+        raise ValueError(f"parts {shapes} (rows, responses) cannot be added to {list(residual_TH.shape)}")
     _rows.add_parts(_dtype(residual_TH), residual_TH.data_ptr(), total_TH.data_ptr(), num_rows, width, torch.get_num_threads(), *numbers)
     return total_TH
 
@@ -177,16 +177,16 @@ def partition_by_server(
     expert_P, positions_T, servers_EB, num_replicas_E = _indices(expert_P, positions_T, servers_EB, num_replicas_E)
     weight_P, pair_P = weight_P.contiguous(), None if pair_P is None else _indices(pair_P)[0]
     num_experts, width = servers_EB.shape
-    num_pairs, places = len(expert_P), num_servers + 1
+    num_pairs, num_shares = len(expert_P), num_servers + 1
     num_named = len(positions_T) * num_active if pair_P is None else len(pair_P)
     if num_active < 1 or weight_P.shape != (num_pairs,) or num_named != num_pairs or len(num_replicas_E) != num_experts:
         raise ValueError(f"{num_pairs} pairs do not go with {len(weight_P)} weights and {len(positions_T)} rows of {num_active}")
-    out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * places)
+    out, weights, counts = expert_P.new_empty(4 * num_pairs), torch.empty_like(weight_P), expert_P.new_empty(2 * num_shares)
     pairs = expert_P.data_ptr(), weight_P.data_ptr(), weight_P.itemsize, 0 if pair_P is None else pair_P.data_ptr(), num_pairs, num_active
     table = positions_T.data_ptr(), servers_EB.data_ptr(), num_replicas_E.data_ptr(), num_experts, width, num_servers
     _rows.partition_by_server(*pairs, *table, out.data_ptr(), weights.data_ptr(), counts.data_ptr(), len(positions_T))
     sizes: list[int] = counts.tolist()
-    found = [(place - 1, sizes[2 * place], sizes[2 * place + 1]) for place in range(places) if sizes[2 * place]]
+    found = [(share - 1, sizes[2 * share], sizes[2 * share + 1]) for share in range(num_shares) if sizes[2 * share]]
     lengths = [length for _, pairs_of, rows_of in found for length in (pairs_of, pairs_of, pairs_of, rows_of)]
     pieces = out[: sum(lengths)].split(lengths)
     weight_pieces = weights.split([pairs_of for _, pairs_of, _ in found])
@@ -223,7 +223,7 @@ def weighted_sum(y_PH: Tensor, place_P: Tensor, row_P: Tensor, weight_P: Tensor,
     place_P, row_P = _indices(place_P, row_P)
     num_pairs, width = y_PH.shape
     if not len(place_P) == len(row_P) == num_pairs or weight_P.shape != (num_pairs,):
-        raise ValueError(f"{num_pairs} answers do not go with {len(row_P)} rows and {len(weight_P)} weights")
+        raise ValueError(f"{num_pairs} responses do not go with {len(row_P)} rows and {len(weight_P)} weights")
     y_RH = y_PH.new_empty(num_rows, width)
     pairs = y_PH.data_ptr(), place_P.data_ptr(), row_P.data_ptr(), weight_P.data_ptr()
     _rows.weighted_sum(_dtype(y_PH), *pairs, y_RH.data_ptr(), num_pairs, width, num_rows, torch.get_num_threads())
