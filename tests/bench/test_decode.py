@@ -21,7 +21,7 @@ from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, first_diffe
 from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_room
 from flowrt.bench.measure.limits import MachineLimits
 from flowrt.bench.measure.memory import GraphMemory, checkpoint_elements, kv_bytes, resident_bytes, weights_bytes
-from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, thread_times
+from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection
 from flowrt.errors import UserError
 from flowrt.operators.families.registry import read_model_config
@@ -165,12 +165,6 @@ def test_roofline_is_the_slower_of_reading_and_computing() -> None:
     limits = MachineLimits(2, 10.0, {"float32": 100.0})
     assert limits.seconds(50, 100, "float32") == 5.0
     assert limits.seconds(5, 1000, "float32") == 10.0
-
-
-def test_thread_times_are_read_from_the_system() -> None:
-    mine = thread_times(os.getpid())
-    assert mine.first > 0
-    assert thread_times(2**22 + 1).first == 0
 
 
 def test_split_divides_the_step() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from flowrt.bench.cases.links import LinkCase, cases_of, choose_dilation, figure_of, measure, measure_round
-from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting, link_peer
+from flowrt.bench.cases.links import LinkCase, cases_of, choose_dilation, figure_of, link_process, measure, measure_round
+from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting
 from flowrt.errors import UserError
 from flowrt.transports.emulation.profiles import PROFILES, LinkProfile
 
 
 def test_modelled_times_follow_the_profile() -> None:
     link = LinkProfile("test", 1e-3, 1 << 20, 0.0)  # a second for a MiB
-    said = {case.name: case.modelled_seconds for case in cases_of(link, 1.0)}
-    assert said["latency, 1 MiB"] == pytest.approx(1.001)
-    assert said["bandwidth, 1 flow"] == pytest.approx(8.001)
-    assert said["bandwidth, 8 flows of one process to one"] == said["bandwidth, 8 processes to one"] == pytest.approx(64.001)
-    assert said["latency, 64 B beside 8 flows of 1 MiB"] == pytest.approx(9 * 64 / (1 << 20) + 1e-3)
+    modelled_seconds = {case.name: case.modelled_seconds for case in cases_of(link, 1.0)}
+    assert modelled_seconds["latency, 1 MiB"] == pytest.approx(1.001)
+    assert modelled_seconds["bandwidth, 1 flow"] == pytest.approx(8.001)
+    assert (
+        modelled_seconds["bandwidth, 8 flows of one process to one"]
+        == modelled_seconds["bandwidth, 8 processes to one"]
+        == pytest.approx(64.001)
+    )
+    assert modelled_seconds["latency, 64 B beside 8 flows of 1 MiB"] == pytest.approx(9 * 64 / (1 << 20) + 1e-3)
 
 
 def test_measured_times_are_divided_by_the_dilation() -> None:
@@ -53,10 +57,10 @@ async def test_too_small_a_dilation_is_refused_with_the_smallest() -> None:
 async def test_no_message_between_two_processes_arrives_early() -> None:
     link = "latency_seconds=0.02,bandwidth_bytes_per_second=1e7,message_seconds=0.0"
     case = LinkCase("two flows", [[LinkFlow(3, 100_000), LinkFlow(3, 100_000)]], 0.0)
-    async with link_peer() as receiver, link_peer() as sender:
+    async with link_process() as (receiver, _), link_process() as (sender, _):
         received, lateness = await measure_round(LinkSetting("zmq", link, 1.0), case, receiver, [sender])
-        received_again, _ = await measure_round(LinkSetting("zmq", link, 1.0), case, receiver, [sender])
-    assert len(received) == len(received_again) == lateness.num == 6
+        received_later, _ = await measure_round(LinkSetting("zmq", link, 1.0), case, receiver, [sender])
+    assert len(received) == len(received_later) == lateness.num == 6
     first = min(each.sent_seconds for each in received)
     assert max(each.received_seconds for each in received) - first >= 6 * 0.01 + 0.02
     assert all(each.received_seconds - each.sent_seconds >= 0.02 + 0.01 for each in received)

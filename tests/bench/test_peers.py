@@ -52,7 +52,7 @@ async def test_a_peer_runs_in_an_interpreter_without_flowrt(peer_file: str, tmp_
     python.chmod(0o755)
     async with start_peer("a peer", peer_file, "hello", python=str(python)) as (peer, facts):
         assert (facts["word"], facts["has_packages"]) == ("hello", False)
-        assert [await peer.ask(number=number) for number in (1, 2)] == [{"double": 2}, {"double": 4}]
+        assert [await peer.request(number=number) for number in (1, 2)] == [{"double": 2}, {"double": 4}]
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -60,14 +60,14 @@ async def test_vllm_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     model, prompts = make_checkpoint(tmp_path / "model", seed=5, tokenizer=False), prompts_of(2, 9, 512)
     async with start_peer("vllm", VLLM, model, "float32", 1, 64, python=sys.executable) as (peer, facts):
         assert facts["vocab_size"] == 512
-        answer = await peer.ask(prompts=prompts, new_tokens=8)
-    assert answer["tokens"] == [truth_greedy(load_truth(model), prompt, 8) for prompt in prompts]
+        response = await peer.request(prompts=prompts, new_tokens=8)
+    assert response["tokens"] == [truth_greedy(load_truth(model), prompt, 8) for prompt in prompts]
 
 
 async def test_a_peer_that_ends_is_reported_with_its_last_line(peer_file: str) -> None:
     async with start_peer("a peer", peer_file, "hello") as (peer, _):
         with pytest.raises(UserError, match="a peer ended by itself: the last line of the peer"):
-            await peer.ask(number=13)
+            await peer.request(number=13)
 
 
 async def test_a_peer_that_cannot_start_is_reported(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ async def test_the_processes_of_a_peer_end_with_it(peer_file: str, number: int) 
         child = os.pidfd_open(facts["child"])
         if number == 13:
             with pytest.raises(UserError, match="ended by itself"):
-                await peer.ask(number=number)
+                await peer.request(number=number)
         else:
             assert not has_ended(child, 0.0)
     assert has_ended(child, 20.0)

@@ -47,4 +47,6 @@ def test_both_graphs_run_in_turns_and_give_equal_tokens() -> None:
     assert figure.ratio is not None
     assert figure.ratio.count == 2
     assert figure.verdict == "open"  # two pairs bound nothing
-    assert report.notes == ["tokens with and without: all 6 sequences equal"]  # with those of the round that is not counted
+    assert report.notes == [
+        "tokens, float32, strict, batch 2, against without: all 6 sequences equal"
+    ]  # with those of the round that is not counted

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,16 @@ from checkpoints import make_checkpoint
 from flowrt.bench.cases.operator_cases import CasePart, ModelOperators, OperatorCase, cases_of
 from flowrt.bench.cases.operators import OperatorTime, operator_times, time_case
 from flowrt.bench.cases.options import OperatorOptions
-from flowrt.bench.cases.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
+from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, CountingCheckpoint, RandomCheckpoint
 from flowrt.bench.measure.limits import MachineLimits, better_of
 from flowrt.operators.families.registry import read_model_config
 
-SIZES = {"hidden": 64, "width": 32, "experts": 8, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocabulary": 128}
+SIZES = {"hidden_size": 64, "expert_width": 32, "num_experts": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 128}
 
 
 @pytest.fixture
 def model() -> ModelOperators:
-    config = model_like_qwen3(**SIZES, layers=2)
+    config = replace(MODEL_LIKE_QWEN3, **SIZES, num_layers=2, moe_layers=(0, 1))
     return ModelOperators(config, RandomCheckpoint(), config.moe_layers)
 
 
@@ -66,7 +67,7 @@ def test_parts_of_a_case_are_timed_by_its_blocks() -> None:
 
 
 def test_random_weights_have_the_size_of_trained_ones_and_differ() -> None:
-    config = model_like_qwen3()
+    config = MODEL_LIKE_QWEN3
     checkpoint = RandomCheckpoint()
     one, other = (checkpoint.read_part(config, "gate", (32, 1024), layer=layer) for layer in (0, 1))
     assert one.std().item() == pytest.approx(1024**-0.5, rel=0.05)

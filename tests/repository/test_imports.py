@@ -81,8 +81,13 @@ MESSAGE_TYPES = (f"{TRANSPORTS}.wire.message", f"{TRANSPORTS}.errors")
 SEAMS_MAY = (f"{TRANSPORTS}.contract", f"{TRANSPORTS}.registry")
 # The bench measures torch and the wire libraries themselves; it loads them when it does, not before.
 LATER_FOR = ("flowrt.bench",)
-# Of the bench: what workers import by name, and what a benchmark of operators loads when it begins.
-TORCH_FILES = ("flowrt/bench/cases/nodes.py", "flowrt/bench/cases/operator_cases.py", "flowrt/bench/cases/random_weights.py")
+# Of the bench: what workers and peers import by name, and what a benchmark of operators loads when it begins.
+TORCH_FILES = (
+    "flowrt/bench/cases/nodes.py",
+    "flowrt/bench/cases/operator_cases.py",
+    "flowrt/bench/cases/random_weights.py",
+    "flowrt/bench/peers/gloo_rank.py",
+)
 TORCH_FOR = (OPERATORS, "flowrt.dataflow", "flowrt.exchange", "flowrt.workers")
 CHANNELS_FOR = (
     "flowrt.actors",

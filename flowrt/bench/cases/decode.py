@@ -7,7 +7,7 @@ the pairs of a batch size; the fastest one of each phase is the peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,27 +106,35 @@ async def measure(
         )
     yield (
         f"least time of a step: weights, keys and values read once at {limits.read_bytes_per_second / 1e9:.1f} GB/s, as measured with"
-        f" {limits.num_threads} threads; operators: with the hand-over to their thread; queued: ready, without a core"
+        f" {limits.num_threads} threads; operators: with the transfer to their thread; queued: the event loop was ready, without a core"
     )
 
 
 async def measure_batch(
-    sides: Sequence[DecodeSide], prompts: Prompts, dtype: str, options: DecodeOptions, agreements: dict[str, TokenAgreement]
+    sides: Sequence[DecodeSide],
+    prompts: Prompts,
+    dtype: str,
+    options: DecodeOptions,
+    agreements: dict[str, TokenAgreement],
+    targets: Mapping[str, Target] | None = None,
 ) -> AsyncIterator[Result]:
-    """The speeds of the first side beside each other one. `agreements` get whether its tokens are theirs, by "PEER, batch N"."""
+    """The speeds of the first side beside each other one. `agreements` get whether its tokens are theirs, by "PEER, batch N".
+
+    `targets`: the target of each speed that is reported, instead of those of PHASES.
+    """
     batch = len(prompts)
     runs: list[list[DecodeRun]] = [[] for _ in sides]
 
     def figures(values: Sequence[Sequence[DecodeRun]]) -> list[Figure]:
         found = []
         for side, theirs in zip(sides[1:], values[1:], strict=True):
-            for phase in PHASES:
+            for phase in targets or PHASES:
                 speeds = [[run.speed(phase, batch * options.prompt_tokens) for run in each] for each in (values[0], theirs)]
-                target = target_of(phase, batch, options, sides[0], side)
+                target = targets[phase] if targets else target_of(phase, batch, options, sides[0], side)
                 found.append(Figure.paired(f"{phase} {batch} {dtype}", "tokens/s", speeds[0], side.label(phase), speeds[1], target))
         return found
 
-    yield Trial([measure_of_side(side, prompts, options.new_tokens, kept) for side, kept in zip(sides, runs, strict=True)], figures)
+    yield Trial([_measure_side(side, prompts, options.new_tokens, done) for side, done in zip(sides, runs, strict=True)], figures)
     for number, side in enumerate(sides[1:], start=1):
         agreement = agreements[f"{side.label('decode')}, batch {batch}"] = TokenAgreement()
         for run in runs[0]:
@@ -134,13 +142,13 @@ async def measure_batch(
         yield f"tokens, {dtype}, batch {batch}, against {side.label('decode')}: {agreement}"
 
 
-def measure_of_side(side: DecodeSide, prompts: Prompts, new_tokens: int, kept: list[DecodeRun]) -> Measure[DecodeRun]:
-    """A run of one side. All runs are kept; the first, which is not counted, has margins."""
+def _measure_side(side: DecodeSide, prompts: Prompts, new_tokens: int, runs: list[DecodeRun]) -> Measure[DecodeRun]:
+    """A run of one side, added to `runs`. The first, which is not counted, has margins."""
 
     async def measure_run() -> DecodeRun:
         await asyncio.sleep(SETTLE_SECONDS)
-        kept.append(await side.run(prompts, new_tokens, margins=not kept))
-        return kept[-1]
+        runs.append(await side.run(prompts, new_tokens, margins=not runs))
+        return runs[-1]
 
     return measure_run
 
@@ -197,9 +205,8 @@ class ProcessSide:
         return self.chosen.get(phase, self._peer.name)
 
     async def run(self, prompts: Prompts, new_tokens: int, margins: bool = False) -> DecodeRun:
-        answer = await self._peer.ask(prompts=prompts, new_tokens=new_tokens, margins=margins, **self.chosen)
-        decode_tokens = sum(len(each) - 1 for each in answer["tokens"])
-        return DecodeRun(answer["prefill_seconds"], answer["decode_seconds"], decode_tokens, answer["tokens"], answer["margins"])
+        response = await self._peer.request(prompts=prompts, new_tokens=new_tokens, margins=margins, **self.chosen)
+        return DecodeRun(decode_tokens=sum(len(each) - 1 for each in response["tokens"]), **response)
 
 
 class TransformersSide(ProcessSide):

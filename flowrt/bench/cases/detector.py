@@ -37,10 +37,10 @@ from flowrt.transports.wire.message import Message
 STALL_SECONDS, STALL_EVERY_SECONDS, PROCESSES_PER_CORE = 0.3, 10.0, 8
 P99_TARGET = Target(1.2)  # seconds from the fault to the verdict
 CLAIMED_SECONDS = 3600.0  # of a crowd, without a false verdict
-MIN_OF_P99, MIN_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
-_VERDICT_SECONDS = 30.0
+MIN_VALUES_OF_P99, MIN_VALUES_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
+MAX_VERDICT_SECONDS = 30.0
 _WORKER, _MONITOR = "flowrt.bench.peers.heartbeats:run_worker", "flowrt.workers.monitor:run_monitor"
-_SAY_EVERY_TRIES, _SAY_EVERY_SECONDS = 5, 30.0
+REPORT_EVERY_TRIES, REPORT_EVERY_SECONDS = 5, 30.0
 _PAUSE = "pause"
 _FAULTS = {_PAUSE: "loop stopped by SIGSTOP", BLOCK: "loop asleep", SPIN: "loop busy", HANG: "operation hung"}
 
@@ -51,28 +51,29 @@ class WatchedWorker:
     incarnation: str
     process: WorkerProcess
     channel: Channel
-    heard_at: float = field(default_factory=time.monotonic)
+    last_heartbeat_at: float = field(default_factory=time.monotonic)
     stalled_seconds: float = 0.0  # of its latest stall
 
+    @property
+    def deserves_verdict(self) -> bool:
+        """Whether its latest stall was so long, since this process had no turn meanwhile, that marking it dead is right."""
+        return self.stalled_seconds >= SEEN_SHARE * Timeouts().dead_seconds
 
-class _Launcher:
-    """The source of this process's own heartbeats."""
+
+class _HeartbeatSource:
+    """The values of this process's own heartbeats."""
 
     incarnation, num_firings = "bench", 0
     running: Running | None = None
 
 
-class _Owner:
-    """The bench itself ends the processes: their notices say nothing new."""
+class _OutputPrinter:
+    """Prints the output of all processes. Their other notices are not needed: this process ends them itself."""
 
-    def on_dying(self, process: WorkerProcess) -> None:
+    def on_dying(self, *notice: object) -> None:
         return
 
-    def on_exited(self, process: WorkerProcess, how: str) -> None:
-        return
-
-    def on_backend_lost(self, how: str) -> None:
-        return
+    on_exited = on_backend_lost = on_dying
 
     def on_output(self, name: str, line: str) -> None:
         say(f"[{name}] {line}")
@@ -87,7 +88,9 @@ class Crowd:
         self._num_started = 0
         self._relays = {
             "verdicts": tasks.create_task(self._read_verdicts()),
-            "own": tasks.create_task(send_heartbeats(_Launcher(), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)),
+            "own": tasks.create_task(
+                send_heartbeats(_HeartbeatSource(), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
+            ),
         }
         self.workers: dict[str, WatchedWorker] = {}
         self.verdicts: asyncio.Queue[tuple[float, DetectorReport]] = asyncio.Queue()
@@ -136,8 +139,8 @@ class Crowd:
                 heartbeat = from_message(await worker.channel.recv())
                 assert isinstance(heartbeat, Heartbeat)
                 now = time.monotonic()
-                self.longest_gap_seconds = max(self.longest_gap_seconds, now - worker.heard_at)
-                worker.heard_at = now
+                self.longest_gap_seconds = max(self.longest_gap_seconds, now - worker.last_heartbeat_at)
+                worker.last_heartbeat_at = now
                 self._send_nowait(msgspec.structs.replace(heartbeat, process=worker.name, pid=worker.process.pid))
 
     async def _read_verdicts(self) -> None:
@@ -149,7 +152,7 @@ class Crowd:
                     self.verdicts.put_nowait((time.monotonic(), control))
 
     def _send_nowait(self, heartbeat: Control) -> None:
-        """Never waits: a heartbeat that finds no room is of no use later."""
+        """Never waits: a heartbeat that does not fit is of no use later."""
         self._monitor.send_nowait(as_message(heartbeat))
 
     async def _send(self, control: Control) -> None:
@@ -169,7 +172,7 @@ async def fork_worker(backend: LocalBackend, name: str, number: int, worker: str
 async def new_crowd(names: Sequence[str], habits: WorkHabits) -> AsyncIterator[Crowd]:
     """All processes end with the block."""
     preload = [_WORKER.partition(":")[0], _MONITOR.partition(":")[0]]
-    backend = await LocalBackend.open(f"bench-detector-{os.getpid()}", _Owner(), preload, len(names) + 1, 120.0)
+    backend = await LocalBackend.open(f"bench-detector-{os.getpid()}", _OutputPrinter(), preload, len(names) + 1, 120.0)
     try:
         async with asyncio.TaskGroup() as tasks:
             monitor = await fork_worker(backend, "monitor", 0, _MONITOR, b"{}")
@@ -193,58 +196,66 @@ async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, l
                 await asyncio.sleep(random.uniform(1.0, 1.3))  # it has sent heartbeats and computed, and faults fall into any phase
                 begun = time.monotonic()
                 await crowd.inject(name, fault)
-                async with asyncio.timeout(_VERDICT_SECONDS):
+                async with asyncio.timeout(MAX_VERDICT_SECONDS):
                     at, verdict = await crowd.verdicts.get()
                 if verdict.process != name:
                     raise AssertionError(f"{verdict.process} was marked dead ({verdict.why}) and not {name} ({fault}, try {number})")
                 seconds[fault].append(at - begun)
                 await crowd.kill(name)
                 await crowd.start(name)
-            if (number + 1) % _SAY_EVERY_TRIES == 0:
+            if (number + 1) % REPORT_EVERY_TRIES == 0:
                 say(f"{number + 1} of {num_tries} of each kind, the slowest {max(map(max, seconds.values())):.2f} s")
     return seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class FalseVerdicts:
-    """What the detector did while no process stood still for long. `verdicts`: the false ones. `num_long_stalls`: stalls that lasted so
-    long, since the benchmark itself had no turn, that a verdict on them is right."""
+    """What the detector did while no process stood still for long. `verdicts`: the false ones. `num_long_stalls`: stalls so long that a
+    verdict on them is right."""
 
     num_workers: int
-    seconds: float
-    num_stalls: int
-    num_long_stalls: int
-    num_suspected: int
-    verdicts: list[str]
-    longest_gap_seconds: float  # between two heartbeats of a worker, as they came here
+    seconds: float = 0.0
+    num_stalls: int = 0
+    num_long_stalls: int = 0
+    num_suspected: int = 0
+    verdicts: list[str] = field(default_factory=list)
+    longest_gap_seconds: float = 0.0  # between two heartbeats of a worker, as they came here
+
+    def __str__(self) -> str:
+        verdict = "not met" if self.verdicts else "met" if self.seconds >= CLAIMED_SECONDS else "open: the claim is for an hour"
+        long_stalls = f" ({self.num_long_stalls} of them long enough for a verdict)" if self.num_long_stalls else ""
+        return (
+            f"false verdicts: {len(self.verdicts)} (target: 0; {verdict}) in {self.seconds:.0f} s, {self.num_workers} processes "
+            f"computing on {usable_cores()} cores, {self.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
+            f"{self.num_suspected} suspicions, longest gap between two heartbeats {self.longest_gap_seconds:.2f} s"
+        )
 
 
 async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdicts:
     """All workers compute all the time, and each is stopped for STALL_SECONDS once in STALL_EVERY_SECONDS."""
     names = [f"experts.{number}" for number in range(num_workers)]
-    enough_seconds = SEEN_SHARE * Timeouts().dead_seconds
-    num_stalls = num_long_stalls = 0
-    verdicts: list[str] = []
+    found = FalseVerdicts(num_workers)
     async with new_crowd(names, WorkHabits(rest_seconds=0.0)) as crowd:
         await asyncio.sleep(1.0)
-        begun = said = time.monotonic()
-        while (now := time.monotonic()) < begun + seconds:
-            if now - said >= _SAY_EVERY_SECONDS:
-                said = now
-                say(f"{now - begun:.0f} s of {seconds:.0f} s, {num_stalls} stalls, {len(verdicts)} false verdicts")
+        begun = reported = time.monotonic()
+        while found.seconds < seconds:
             for name in names:
                 await crowd.stall(name)
-                num_stalls += 1
-                num_long_stalls += crowd.workers[name].stalled_seconds >= enough_seconds
+                found.num_stalls += 1
+                found.num_long_stalls += crowd.workers[name].deserves_verdict
                 await asyncio.sleep(max(0.0, STALL_EVERY_SECONDS / num_workers - STALL_SECONDS))
                 while not crowd.verdicts.empty():
                     _, verdict = crowd.verdicts.get_nowait()
-                    if not (verdict.why.startswith("stopped") and crowd.workers[verdict.process].stalled_seconds >= enough_seconds):
-                        verdicts.append(f"{verdict.process}: {verdict.why}")
-        silent = max(time.monotonic() - worker.heard_at for worker in crowd.workers.values())  # no heartbeat since
-        longest = max(crowd.longest_gap_seconds, silent)
-        watched = time.monotonic() - begun
-        return FalseVerdicts(num_workers, watched, num_stalls, num_long_stalls, crowd.num_suspected, verdicts, longest)
+                    if not (verdict.why.startswith("stopped") and crowd.workers[verdict.process].deserves_verdict):
+                        found.verdicts.append(f"{verdict.process}: {verdict.why}")
+            found.seconds = (now := time.monotonic()) - begun
+            if now - reported >= REPORT_EVERY_SECONDS:
+                reported = now
+                say(f"{found.seconds:.0f} s of {seconds:.0f} s, {found.num_stalls} stalls, {len(found.verdicts)} false verdicts")
+        gaps = [now - worker.last_heartbeat_at for worker in crowd.workers.values()]  # no heartbeat since
+        found.longest_gap_seconds = max(crowd.longest_gap_seconds, *gaps)
+        found.num_suspected = crowd.num_suspected
+    return found
 
 
 async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Result]:
@@ -255,22 +266,15 @@ async def measure(num_tries: int, seconds: float, num_workers: int | None = None
             yield f"{_FAULTS[fault]}: {times_text(values)}"
     if seconds:
         found = await count_false_verdicts(seconds, num_workers or PROCESSES_PER_CORE * usable_cores())
-        verdict = "not met" if found.verdicts else "met" if found.seconds >= CLAIMED_SECONDS else "open: the claim is for an hour"
-        long_stalls = f" ({found.num_long_stalls} of them long enough for a verdict)" if found.num_long_stalls else ""
-        yield (
-            f"false verdicts: {len(found.verdicts)} (target: 0; {verdict}) in {found.seconds:.0f} s, {found.num_workers} processes "
-            f"computing on {usable_cores()} cores, {found.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
-            f"{found.num_suspected} suspicions, longest gap between two heartbeats {found.longest_gap_seconds:.2f} s"
-        )
-        for each in found.verdicts:
-            yield f"false verdict: {each}"
+        for line in (str(found), *(f"false verdict: {each}" for each in found.verdicts)):
+            yield line
 
 
 def times_text(seconds: Sequence[float]) -> str:
     """The median, the 99th percentile where there are enough values for one, the worst, and whether the target is met."""
     parts = [f"p50 {nearest_rank(seconds, 0.5):.3f} s"]
-    if len(seconds) >= MIN_OF_P99:
+    if len(seconds) >= MIN_VALUES_OF_P99:
         parts.append(f"p99 {nearest_rank(seconds, 0.99):.3f} s")
-    low, high = quantile_interval(seconds, 0.99) if len(seconds) >= MIN_OF_VERDICT else (-math.inf, math.inf)
+    low, high = quantile_interval(seconds, 0.99) if len(seconds) >= MIN_VALUES_OF_VERDICT else (-math.inf, math.inf)
     verdict = judge(low, high, P99_TARGET)
     return f"{', '.join(parts)}, worst {max(seconds):.3f} s of {len(seconds)} (target: p99 {P99_TARGET} s; {verdict})"

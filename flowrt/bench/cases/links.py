@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+import msgspec
 
 from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkPeer, LinkSetting, link_peer
+from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting
+from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
-from flowrt.launcher.transport_choice import AUTO, BETWEEN
+from flowrt.launcher.transport_choice import AUTO, BETWEEN, available_transports
 from flowrt.observe import duration_text
 from flowrt.timer import measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import LinkProfile, profile_of
-from flowrt.transports.errors import AddressError
-from flowrt.transports.registry import transport_class, unavailable_reason
+from flowrt.transports.registry import transport_class
 
 NUM_FLOWS = 8
 BULK_BYTES, SMALL_BYTES = 1 << 20, 64
@@ -106,7 +109,7 @@ async def measure(link: str, dilation: float | None, transport: str) -> AsyncIte
     yield f"{link} at dilation {dilation:g} over {transport}; a message of 1 MiB takes {bulk_text} here"
     setting, total = LinkSetting(transport, link, dilation), Lateness()
     async with AsyncExitStack() as stack:
-        receiver, *senders = [await stack.enter_async_context(link_peer()) for _ in range(1 + NUM_FLOWS)]
+        receiver, *senders = [(await stack.enter_async_context(link_process()))[0] for _ in range(1 + NUM_FLOWS)]
         for case in cases_of(profile, dilation):
 
             async def measured(case: LinkCase = case) -> float:
@@ -123,33 +126,34 @@ async def measure(link: str, dilation: float | None, transport: str) -> AsyncIte
 
 def _transport_below(wanted: str) -> str:
     """The given transport, or the one that `auto` takes between processes. Raises UserError."""
-    try:
-        names = [wanted] if wanted != AUTO else list(BETWEEN)
-        reasons = {name: unavailable_reason(name) for name in names}
-        for name, reason in reasons.items():
-            if reason is None and not transport_class(name).capabilities.between_processes:
-                reasons[name] = "it stays within one process"
-    except AddressError as error:
-        raise UserError(f"--transport {wanted}: {error}") from None
-    works = [name for name, reason in reasons.items() if reason is None]
-    if not works:
-        raise UserError(f"--transport {wanted}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-    return works[0]
+    available, reasons = available_transports(), []
+    for name in BETWEEN if wanted == AUTO else (wanted,):
+        reason = available.get(name, "unknown transport")
+        if reason is None and not transport_class(name).capabilities.between_processes:
+            reason = "it stays within one process"
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise UserError(f"--transport {wanted}: " + "; ".join(reasons))
+
+
+def link_process() -> AbstractAsyncContextManager[tuple[Peer, dict[str, Any]]]:
+    return start_peer("a process of the benchmark", "flowrt.bench.peers.links")
 
 
 async def measure_round(
-    setting: LinkSetting, case: LinkCase, receiver: LinkPeer, senders: Sequence[LinkPeer]
+    setting: LinkSetting, case: LinkCase, receiver: Peer, senders: Sequence[Peer]
 ) -> tuple[list[FlowArrival], Lateness]:
-    flows = [flow for flows in case.senders for flow in flows]
-    address = await receiver.listen(setting, flows)
-    begin = time.monotonic() + LEAD_SECONDS
+    """Every message, once all have arrived, and how many were late."""
+    listening = await receiver.request(action="listen", setting=setting, flows=[flow for flows in case.senders for flow in flows])
+    shared = {"action": "send", "setting": setting, "begin_seconds": time.monotonic() + LEAD_SECONDS, **listening}
     first = 0
     async with asyncio.TaskGroup() as group:
-        for sender, own in zip(senders, case.senders, strict=False):
-            group.create_task(sender.send(setting, address, own, first, begin))
-            first += len(own)
-        received = group.create_task(receiver.receive())
-    return received.result()
+        for sender, flows in zip(senders, case.senders, strict=False):
+            group.create_task(sender.request(**shared, flows=flows, first=first))
+            first += len(flows)
+        response = await receiver.request(action="receive")
+    return msgspec.convert(response["arrivals"], list[FlowArrival]), Lateness(response["num"], response["num_late"])
 
 
 def figure_of(case: LinkCase, measured: Sequence[float]) -> Figure:

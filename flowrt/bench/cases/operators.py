@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,13 +65,13 @@ def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator
     import torch
 
     from flowrt.bench.cases.operator_cases import ModelOperators, TimedBlocks, cases_of
-    from flowrt.bench.cases.random_weights import CountingCheckpoint, RandomCheckpoint, model_like_qwen3
+    from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, CountingCheckpoint, RandomCheckpoint
     from flowrt.operators.families.registry import read_model_config
 
     torch.set_num_threads(options.threads)
     checkpoint: CountingCheckpoint
     if directory is None:
-        config, checkpoint = model_like_qwen3(**options.sizes, layers=options.layers, dtype=options.dtype), RandomCheckpoint()
+        config, checkpoint = replace(MODEL_LIKE_QWEN3, **options.sizes, dtype=options.dtype), RandomCheckpoint()
     else:
         config, checkpoint = read_model_config(directory, options.dtype), CountingCheckpoint(directory)
     with torch.inference_mode():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -43,5 +43,14 @@ class OperatorOptions:
     vocabulary: Annotated[Positive, Parameter(help="Tokens of the vocabulary.")] = 32000
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("hidden", "width", "experts", "top_k", "vocabulary")}
+    def sizes(self) -> dict[str, Any]:
+        """Fields of the configuration of a model with random weights."""
+        return {
+            "hidden_size": self.hidden,
+            "expert_width": self.width,
+            "num_experts": self.experts,
+            "num_experts_per_token": self.top_k,
+            "vocab_size": self.vocabulary,
+            "num_layers": self.layers,
+            "moe_layers": tuple(range(self.layers)),
+        }

@@ -14,40 +14,27 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 _POOL = (1 << 20) + 7  # random numbers that all weights repeat, out of step with rows: drawing gigabytes takes long
 
 
-def model_like_qwen3(
-    *,
-    hidden: int = 1024,
-    width: int = 512,
-    experts: int = 32,
-    top_k: int = 4,
-    layers: int = 4,
-    heads: int = 16,
-    kv_heads: int = 4,
-    head_dim: int = 64,
-    vocabulary: int = 32000,
-    dtype: str = "float32",
-) -> ModelConfig:
-    """A model of these sizes with experts in every layer. The defaults are the sizes of the published figures."""
-    return ModelConfig(
-        family="qwen3_moe",
-        dtype=dtype,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        num_experts=experts,
-        num_experts_per_token=top_k,
-        expert_width=width,
-        dense_width=0,
-        moe_layers=tuple(range(layers)),
-        norm_epsilon=1e-6,
-        max_position_embeddings=1 << 16,
-        rotary=RotaryConfig(),
-        gate=GateConfig(normalize=1.0),
-        qk_norm=True,
-    )
+# The sizes of the published figures; every layer has experts.
+MODEL_LIKE_QWEN3 = ModelConfig(
+    family="qwen3_moe",
+    dtype="float32",
+    vocab_size=32000,
+    hidden_size=1024,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    num_experts=32,
+    num_experts_per_token=4,
+    expert_width=512,
+    dense_width=0,
+    moe_layers=(0, 1, 2, 3),
+    norm_epsilon=1e-6,
+    max_position_embeddings=1 << 16,
+    rotary=RotaryConfig(),
+    gate=GateConfig(normalize=1.0),
+    qk_norm=True,
+)
 
 
 class CountingCheckpoint(Checkpoint):

@@ -5,18 +5,18 @@ Both graphs are loaded, and the idle one still sends its heartbeats, of some 15 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from flowrt.api import open_graph, read_graph
-from flowrt.bench.cases.decode import measure_of_side
+from flowrt.bench.cases.decode import measure_batch
 from flowrt.bench.cases.options import DecodeOptions
-from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, prompts_of
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.decoding import prompts_of
 from flowrt.bench.measure.graph_side import GraphSide, check_room
 from flowrt.bench.measure.memory import served_model
-from flowrt.bench.report.figures import Figure, Target
+from flowrt.bench.report.figures import Target
 from flowrt.bench.report.report import say
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
@@ -24,12 +24,13 @@ from flowrt.graph.recovery import may_die
 from flowrt.operators.families.registry import read_model_config
 
 KEYS = {"detector": ("true", "false"), "recovery": ("fine", "off"), "hedge": ("true", "false")}  # key -> on, off
+NAMES = "with reliability", "without"
 TARGET = Target(0.97, at_most=False)  # of the throughput without
 
 
 def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) -> tuple[Graph, Graph]:
     """(with, without): they differ in `KEYS` alone. Raises UserError for what cannot be measured."""
-    switched = [[*options.overrides, *(f"reliability.{key}={words[side]}" for key, words in KEYS.items())] for side in (0, 1)]
+    switched = [[*options.overrides, *(f"reliability.{key}={values[side]}" for key, values in KEYS.items())] for side in (0, 1)]
     on, off = (read_graph(graph_file, overrides, model) for overrides in switched)
     served_model(on)
     if not may_die(on):
@@ -41,18 +42,10 @@ def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) ->
 async def measure(graphs: tuple[Graph, Graph], options: DecodeOptions) -> AsyncIterator[Result]:
     """The throughput of `read_graphs` in turns, and whether their tokens agree."""
     (batch,) = options.batch
-    prompts = prompts_of(batch, options.prompt_tokens, read_model_config(Path(served_model(graphs[0]).path)).vocab_size)
+    config = read_model_config(Path(served_model(graphs[0]).path))
+    prompts = prompts_of(batch, options.prompt_tokens, config.vocab_size)
     say("loading two graphs")
     async with AsyncExitStack() as stack:
-        sides = [GraphSide(await stack.enter_async_context(open_graph(graph))) for graph in graphs]
-        runs: list[list[DecodeRun]] = [[], []]
-
-        def figures(values: Sequence[Sequence[DecodeRun]]) -> list[Figure]:
-            on, off = ([run.tokens_per_second for run in side] for side in values)
-            return [Figure.paired(f"throughput, {batch} at a time", "tokens/s", on, "without", off, TARGET)]
-
-        yield Trial([measure_of_side(side, prompts, options.new_tokens, kept) for side, kept in zip(sides, runs, strict=True)], figures)
-    agreement = TokenAgreement()
-    for ours, theirs in zip(*runs, strict=True):
-        agreement.compare(ours, theirs)
-    yield f"tokens with and without: {agreement}" + ("" if graphs[0].numerics == "strict" else " (numerics are fast)")
+        sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
+        async for result in measure_batch(sides, prompts, f"{config.dtype}, {graphs[0].numerics}", options, {}, {"throughput": TARGET}):
+            yield result

@@ -32,13 +32,11 @@ class DecodeRun:
         return cls(prefill_seconds, last - prefill_seconds, decode_tokens, tokens)
 
     def speed(self, phase: str, num_prompt_tokens: int) -> float:
-        """Prompt tokens per second, or new tokens per second without each sequence's first."""
+        """Tokens per second. "prefill": of the prompts; "decode": new ones without each sequence's first; "throughput": all new ones, from
+        the submission of the prompts on."""
+        if phase == "throughput":
+            return sum(map(len, self.tokens)) / (self.prefill_seconds + self.decode_seconds)
         return num_prompt_tokens / self.prefill_seconds if phase == "prefill" else self.decode_tokens / self.decode_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """All new tokens, from the submission of the prompts on."""
-        return sum(map(len, self.tokens)) / (self.prefill_seconds + self.decode_seconds)
 
 
 @dataclass

@@ -56,14 +56,15 @@ def memory_of(running: RunningGraph) -> GraphMemory:
 
 def resident_bytes(pid: int) -> int:
     """The share of a process in the anonymous and shared pages that it has in memory; 0 when it ended or the system does not report it."""
-    return sum(kilobytes << 10 for kilobytes in _numbers(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")))
+    return sum(kilobytes << 10 for kilobytes in numbers_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")))
 
 
 def _parent(pid: int) -> int:
-    return sum(_numbers(pid, "status", ("PPid:",)))
+    return sum(numbers_of(pid, "status", ("PPid:",)))
 
 
-def _numbers(pid: int, file: str, names: tuple[str, ...]) -> list[int]:
+def numbers_of(pid: int, file: str, names: tuple[str, ...]) -> list[int]:
+    """The numbers after `names` in a file of /proc/PID; empty when the process ended or the system does not report them."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.actors.control import Statistics
@@ -15,17 +14,19 @@ from flowrt.bench.measure.memory import checkpoint_elements, served_model
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
+from flowrt.process_status import ProcessTimes, process_times
 from flowrt.transports.wire.message import DTYPE_BYTES
 
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+NOT_REPORTED = ProcessTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class StepSplit:
     """Seconds of one process per step of its graph.
 
-    `operators`: from the start of each firing to its end, with the hand-over to the compute thread. `inline`: the part of it in the
-    loop's thread. `loop_cpu`, `other_cpu`: processor time of the loop's thread and of the others. `queued`: ready, without a core.
+    `operators`: from the start of each firing to its end, with the transfer to the compute thread. `inline`: the part of it in the
+    loop's thread. `loop_cpu`, `other_cpu`: processor time of the loop's thread and of the others. `queued`: the loop's
+    thread was ready, without a core.
     """
 
     process: str
@@ -47,23 +48,14 @@ class StepSplit:
         return max(0.0, self.step - self.operators - self.python)
 
     def as_json(self) -> dict[str, str | float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"python": self.python, "waiting": self.waiting}
-
-
-@dataclass(frozen=True)
-class ThreadTimes:
-    """Seconds since a process began: processor time of its first thread and of its others, and time queued for a core."""
-
-    first: float = 0.0
-    others: float = 0.0
-    queued: float = 0.0
+        return {**vars(self), "python": self.python, "waiting": self.waiting}
 
 
 @dataclass(frozen=True)
 class _Snapshot:
     seconds: float
     statistics: Mapping[str, Statistics]
-    threads: Mapping[int, ThreadTimes]
+    times: Mapping[int, ProcessTimes]
 
 
 async def split_of(side: GraphSide, prompts: Prompts, new_tokens: int) -> list[StepSplit]:
@@ -90,7 +82,7 @@ def splits_between(begin: _Snapshot, end: _Snapshot, pids: Mapping[str, int], gr
             names.setdefault(pid, []).append(name)
     splits = []
     for pid, workers in names.items():
-        before, after = begin.threads.get(pid, ThreadTimes()), end.threads.get(pid, ThreadTimes())
+        before, after = (snapshot.times.get(pid, NOT_REPORTED) for snapshot in (begin, end))
         operators, inline = (
             sum(getattr(end.statistics[name], key) - getattr(begin.statistics[name], key) for name in workers)
             for key in ("compute_seconds", "inline_seconds")
@@ -99,48 +91,18 @@ def splits_between(begin: _Snapshot, end: _Snapshot, pids: Mapping[str, int], gr
             end.seconds - begin.seconds,
             operators,
             inline,
-            after.first - before.first,
-            after.others - before.others,
-            after.queued - before.queued,
+            loop_cpu := after.loop_cpu_seconds - before.loop_cpu_seconds,
+            max(0.0, after.cpu_seconds - before.cpu_seconds - loop_cpu),
+            after.queued_seconds - before.queued_seconds,
         )
         splits.append(StepSplit(", ".join(workers), *(total / num_steps for total in totals)))
     return splits
 
 
-def thread_times(pid: int) -> ThreadTimes:
-    """Zeros where the system does not report them. Without scheduler statistics times are in ticks, and `queued` is 0."""
-    first = others = queued = 0.0
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return ThreadTimes()
-    for thread in threads:
-        try:
-            cpu, waited = _times_of(thread)
-        except OSError:  # it has just ended
-            continue
-        queued += waited
-        if thread.name == str(pid):
-            first += cpu
-        else:
-            others += cpu
-    return ThreadTimes(first, others, queued)
-
-
-def _times_of(thread: Path) -> tuple[float, float]:
-    """(processor time, time queued for a core) of one thread."""
-    try:
-        run, waited, _ = (thread / "schedstat").read_text().split()
-        return int(run) / 1e9, int(waited) / 1e9
-    except FileNotFoundError:
-        words = (thread / "stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / _TICKS_PER_SECOND, 0.0
-
-
 async def _snapshot(side: GraphSide) -> _Snapshot:
     statistics = await side.graph.statistics()
-    pids = set(side.graph.pids.values())
-    return _Snapshot(time.perf_counter(), statistics, {pid: thread_times(pid) for pid in pids})
+    times = {pid: process_times(pid) or NOT_REPORTED for pid in set(side.graph.pids.values())}
+    return _Snapshot(time.perf_counter(), statistics, times)
 
 
 def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:

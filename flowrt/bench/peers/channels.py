@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import time
@@ -10,8 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import msgspec
-
+from flowrt.bench.measure.memory import numbers_of
 from flowrt.bench.peers.process import Served, start_peer
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import EndOfChannel, TransportError
@@ -21,20 +21,15 @@ from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 LIMITS = Limits(capacity_bytes=8 << 20)  # as links between workers have
 _TAG = Tag("bench@0")
 _MAX_FLOOD_BYTES = 64 << 10
-
-
-class MemoryGrowth(msgspec.Struct, frozen=True):
-    """Memory that a process has taken since a stream began, at its peak."""
-
-    own_bytes: int
-    shared_bytes: int
+_SAMPLED_EVERY = 64  # messages
 
 
 class ChannelEcho:
     """A channel to a process that sends each message back."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
+        self._pids = os.getpid(), pid
 
     async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
         channel = self._channel
@@ -48,40 +43,25 @@ class ChannelEcho:
     async def flood(self, num_messages: int, seed: int) -> int:
         """Sends `num_messages` of up to 64 KiB as fast as the channel takes them; the peer reads every one. Returns the bytes that both
         ends took meanwhile and had not before, at their peak; shared pages count once."""
-        channel = self._channel
-        chance = random.Random(seed)
+        channel, chance = self._channel, random.Random(seed)
         payload = memoryview(bytearray(_MAX_FLOOD_BYTES))
-        memory = _MemoryPeak()
-        await channel.send(Message("flood", _TAG, 0, memory.growth()))
+        before = list(map(_memory_of, self._pids))
+        own_bytes, shared_bytes = [0, 0], [0, 0]  # growth of each end, at its peak
         for number in range(num_messages):
             size = int(2 ** chance.uniform(0, 16))
             kind = "last" if number == num_messages - 1 else "flood"
             await channel.send(Message(kind, _TAG, 0, None, (Tensor(TensorSpec("uint8", (size,)), payload[:size]),)))
-            memory.sample(number)
-        there, here = (await channel.recv()).decode_header(MemoryGrowth), memory.growth()
-        return here.own_bytes + there.own_bytes + max(here.shared_bytes, there.shared_bytes)
+            if number % _SAMPLED_EVERY == 0:
+                for end, pid in enumerate(self._pids):
+                    own, shared = (now - then for now, then in zip(_memory_of(pid), before[end], strict=True))
+                    own_bytes[end], shared_bytes[end] = max(own_bytes[end], own), max(shared_bytes[end], shared)
+        await channel.recv()
+        return sum(own_bytes) + max(shared_bytes)
 
 
-class _MemoryPeak:
-    """How much this process has grown since this was made."""
-
-    def __init__(self) -> None:
-        self._start = self._peak = self._now()
-
-    def sample(self, number: int) -> None:
-        """Once per message; every 64th is a sample."""
-        if number % 64 == 0:
-            self._peak = max(self._peak[0], (now := self._now())[0]), max(self._peak[1], now[1])
-
-    def growth(self) -> MemoryGrowth:
-        return MemoryGrowth(self._peak[0] - self._start[0], self._peak[1] - self._start[1])
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        with open("/proc/self/status") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        own, shared = (int(lines[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
-        return own, shared
+def _memory_of(pid: int) -> list[int]:
+    """Private and shared bytes that a process has in memory."""
+    return [kibibytes << 10 for kibibytes in numbers_of(pid, "status", ("RssAnon:", "RssShmem:"))]
 
 
 @asynccontextmanager
@@ -91,9 +71,9 @@ async def channel_echo(scheme: str) -> AsyncIterator[ChannelEcho]:
         start_peer(f"channel over {scheme}", __name__, scheme) as (peer, _),
         await get_transport(scheme).listen(f"{scheme}://", LIMITS, key, Identity("client")) as listener,
     ):
-        channel, _ = await asyncio.gather(listener.accept(), peer.ask(address=listener.address, key=key.hex()))
+        channel, _ = await asyncio.gather(listener.accept(), peer.request(address=listener.address, key=key.hex()))
         async with channel:
-            yield ChannelEcho(channel)
+            yield ChannelEcho(channel, peer.pid)
 
 
 @asynccontextmanager
@@ -112,16 +92,12 @@ async def open_peer(scheme: str) -> AsyncIterator[Served]:
 
 
 async def _send_back(channel: Channel) -> None:
-    """Each message; after a flood, the memory that reading it took."""
+    """Each message; of a flood, which is read, only the last."""
     async with channel:
         with suppress(EndOfChannel, TransportError):
             while True:
                 message = await channel.recv()
                 if message.kind != "data":
-                    memory, number = _MemoryPeak(), 0
-                    while (flooded := await channel.recv()).kind != "last":
-                        bytes(flooded.tensors[0].data)  # type: ignore[call-overload]  # any buffer will do
-                        memory.sample(number)
-                        number += 1
-                    message = Message("grown", header=memory.growth())
-                await channel.send(message)
+                    bytes(message.tensors[0].data)  # type: ignore[call-overload]  # any buffer will do
+                if message.kind != "flood":
+                    await channel.send(message)

@@ -3,7 +3,7 @@
     python child.py PEER ARGUMENT...
 
 PEER is a module, or the path of a file for an interpreter without flowrt. Its `open_peer(*arguments)` is a context manager, plain or
-asynchronous, that gives (facts, answer). The first line written is the facts; then one line `answer(**request)` for each line read.
+asynchronous, that gives (facts, respond). The first line written is the facts; then one line `respond(**request)` for each line read.
 End-of-file ends the process. What libraries print goes to standard error.
 """
 
@@ -13,9 +13,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from runpy import run_path
 from typing import IO, Any
 
 MAX_LINE_BYTES = 1 << 26
@@ -31,45 +30,33 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def main(peer: str, arguments: list[str]) -> None:
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as responses:
         os.dup2(2, 1)
         sys.stdout = os.fdopen(os.dup(2), "w", buffering=1)  # line by line, so that the output tail is in order
-        opened = load_peer(peer)(*arguments)
+        names = run_path(peer) if peer.endswith(".py") else vars(import_module(peer))
+        opened = names["open_peer"](*arguments)
         if hasattr(opened, "__aenter__"):
-            loop = new_event_loop()
-            try:
-                loop.run_until_complete(_serve_async(opened, answers))
-            finally:
-                loop.close()
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_serve_async(opened, responses))
         else:
-            with opened as (facts, answer):
-                _write(answers, facts)
+            with opened as (facts, respond):
+                _write(responses, facts)
                 for line in sys.stdin:
-                    _write(answers, answer(**json.loads(line)))
+                    _write(responses, respond(**json.loads(line)))
 
 
-def load_peer(peer: str) -> Callable[..., Any]:
-    """`open_peer` of a module, or of a file."""
-    if peer.endswith(".py") and (spec := spec_from_file_location("peer", peer)) is not None and spec.loader is not None:
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = import_module(peer)
-    return module.open_peer  # type: ignore[no-any-return]
-
-
-async def _serve_async(opened: Any, answers: IO[str]) -> None:
+async def _serve_async(opened: Any, responses: IO[str]) -> None:
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with opened as (facts, answer):
-        _write(answers, facts)
+    async with opened as (facts, respond):
+        _write(responses, facts)
         while line := await reader.readline():
-            _write(answers, await answer(**json.loads(line)))
+            _write(responses, await respond(**json.loads(line)))
 
 
-def _write(answers: IO[str], answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def _write(responses: IO[str], response: dict[str, Any]) -> None:
+    responses.write(json.dumps(response) + "\n")
+    responses.flush()
 
 
 if __name__ == "__main__":

@@ -108,11 +108,8 @@ async def open_peer(address: str, reads: str) -> AsyncIterator[Served]:
                 check(np.frombuffer(frame.buffer, np.uint8))
             await socket.send(frame, copy=False)
 
-    async def respond(**request: Any) -> dict[str, Any]:
-        raise ValueError("this peer takes no requests")
-
     async with asyncio.TaskGroup() as group:
         task = group.create_task(echo())
-        yield {}, respond
+        yield {}, None
         task.cancel()
     socket.close(0)

@@ -1,4 +1,9 @@
-"""A process that sends or receives over emulated links; it has one NIC, however many flows."""
+"""A process that sends or receives over emulated links; it has one NIC, however many flows.
+
+Requests: "listen" accepts as many channels as `flows` and responds with the address to send to; "receive" responds with every arrival and
+the counts of messages and late messages; "send" sends the flows, numbered from `first`, each over a channel of its own, from
+`begin_seconds` on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from flowrt.bench.peers.process import Peer, Served, start_peer
+from flowrt.bench.peers.process import Served
 from flowrt.emulation import Lateness
 from flowrt.timer import Timer, new_timer
 from flowrt.transports.contract import Channel, Identity, Limits
@@ -52,32 +57,6 @@ class _Sent(msgspec.Struct, frozen=True):
 
     flow: int
     seconds: float
-
-
-class LinkPeer:
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    async def listen(self, setting: LinkSetting, flows: Sequence[LinkFlow]) -> str:
-        """Accepts as many channels as `flows`. Returns the address to send to."""
-        response = await self._peer.ask(action="listen", setting=setting, flows=flows)
-        address: str = response["address"]
-        return address
-
-    async def receive(self) -> tuple[list[FlowArrival], Lateness]:
-        """Every message, once all have arrived, and how many were late."""
-        response = await self._peer.ask(action="receive")
-        return msgspec.convert(response["arrivals"], list[FlowArrival]), Lateness(response["num"], response["num_late"])
-
-    async def send(self, setting: LinkSetting, address: str, flows: Sequence[LinkFlow], first: int, begin_seconds: float) -> None:
-        """Sends the flows, numbered from `first`, each over a channel of its own, from `begin_seconds` on."""
-        await self._peer.ask(action="send", setting=setting, flows=flows, address=address, first=first, begin_seconds=begin_seconds)
-
-
-@asynccontextmanager
-async def link_peer() -> AsyncIterator[LinkPeer]:
-    async with start_peer("a process of the benchmark", __name__) as (peer, _):
-        yield LinkPeer(peer)
 
 
 @asynccontextmanager

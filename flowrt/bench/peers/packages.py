@@ -7,9 +7,9 @@ import importlib.util
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from flowrt.bench.peers.checksum import check
 from flowrt.bench.peers.process import Peer, Served, start_peer
 
 NAMES = {"ucxx": "bare ucxx", "ray": "Ray compiled graph", "xoscar": "xoscar actor call"}
+Bytes: TypeAlias = np.ndarray[Any, Any]
+Opened = AsyncIterator[tuple[dict[str, Any], Callable[[Bytes, Bytes], Awaitable[None]]]]  # facts, one round trip of a payload
 
 
 class PackageEcho:
@@ -27,7 +29,7 @@ class PackageEcho:
 
     async def round_trip_seconds(self, num_rounds: int, payload: Any) -> float:
         num_bytes = memoryview(payload).nbytes
-        responses = await asyncio.gather(*(end.ask(num_rounds=num_rounds, num_bytes=num_bytes) for end in self._ends))
+        responses = await asyncio.gather(*(end.request(num_rounds=num_rounds, num_bytes=num_bytes) for end in self._ends))
         seconds: list[float] = responses[-1]["seconds"]
         return statistics.median(seconds)
 
@@ -51,12 +53,25 @@ def installed_packages() -> tuple[list[str], list[str]]:
     return installed, [package for package in NAMES if package not in installed]
 
 
-def open_peer(package: str, *port: str) -> object:
-    return _ucxx(*map(int, port)) if package == "ucxx" else _ray() if package == "ray" else _xoscar()
+@asynccontextmanager
+async def open_peer(package: str, *port: str) -> AsyncIterator[Served]:
+    opened = {"ucxx": _open_ucxx, "ray": _open_ray, "xoscar": _open_xoscar}[package]
+    async with opened(*map(int, port)) as (facts, make_round_trip):
+
+        async def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
+            payload, received = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+            times = []
+            for _ in range(num_rounds):
+                start = time.perf_counter()
+                await make_round_trip(payload, received)
+                times.append(time.perf_counter() - start)
+            return {"seconds": times}
+
+        yield facts, respond
 
 
-@contextmanager
-def _ray() -> Iterator[tuple[dict[str, Any], Callable[..., dict[str, Any]]]]:
+@asynccontextmanager
+async def _open_ray() -> Opened:
     """An actor behind a compiled graph: Ray's fastest way between two processes of a machine."""
     import ray
     from ray.dag import InputNode
@@ -72,22 +87,16 @@ def _ray() -> Iterator[tuple[dict[str, Any], Callable[..., dict[str, Any]]]]:
         graph = ray.remote(Echo).remote().echo.bind(node)
     graph = graph.experimental_compile()
 
-    def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
-        payload = np.ones(num_bytes, np.uint8)
-        times = []
-        for _ in range(num_rounds):
-            start = time.perf_counter()
-            check(ray.get(graph.execute(payload)))
-            times.append(time.perf_counter() - start)
-        return {"seconds": times}
+    async def make_round_trip(payload: Bytes, received: Bytes) -> None:
+        check(ray.get(graph.execute(payload)))
 
-    yield {}, respond
+    yield {}, make_round_trip
     graph.teardown()
     ray.shutdown()
 
 
 @asynccontextmanager
-async def _xoscar() -> AsyncIterator[Served]:
+async def _open_xoscar() -> Opened:
     """A call of an actor in another process of a pool."""
     import xoscar
 
@@ -97,20 +106,15 @@ async def _xoscar() -> AsyncIterator[Served]:
     strategy = xoscar.allocate_strategy.ProcessIndex(1)
     echo = await xoscar.create_actor(XoscarEcho, address=pool.external_address, uid="echo", allocate_strategy=strategy)
 
-    async def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
-        payload = np.ones(num_bytes, np.uint8)
+    async def make_round_trip(payload: Bytes, received: Bytes) -> None:
+        check(await echo.echo(payload))
 
-        async def once() -> None:
-            check(await echo.echo(payload))
-
-        return await _timed(once, num_rounds)
-
-    yield {}, respond
+    yield {}, make_round_trip
     await pool.stop()
 
 
 @asynccontextmanager
-async def _ucxx(port: int | None = None) -> AsyncIterator[Served]:
+async def _open_ucxx(port: int | None = None) -> Opened:
     """One end of bare endpoints, buffers made once. Without a port: the end that listens."""
     os.environ.setdefault("UCXPY_PROGRESS_MODE", "blocking")  # as fast as polling, and no thread spins
     import ucxx
@@ -121,28 +125,14 @@ async def _ucxx(port: int | None = None) -> AsyncIterator[Served]:
     else:
         connected.set_result(await ucxx.create_endpoint("127.0.0.1", port))
 
-    async def respond(num_rounds: int, num_bytes: int) -> dict[str, Any]:
+    async def make_round_trip(payload: Bytes, received: Bytes) -> None:
         endpoint = await connected
-        payload, received = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+        if port is not None:
+            await endpoint.send(payload)
+        await endpoint.recv(received)
+        check(received)
+        if port is None:
+            await endpoint.send(received)
 
-        async def once() -> None:
-            if port is not None:
-                await endpoint.send(payload)
-            await endpoint.recv(received)
-            check(received)
-            if port is None:
-                await endpoint.send(received)
-
-        return await _timed(once, num_rounds)
-
-    yield {"port": listener.port} if port is None else {}, respond
+    yield {"port": listener.port} if port is None else {}, make_round_trip
     (await connected).abort()
-
-
-async def _timed(once: Callable[[], Awaitable[None]], num_rounds: int) -> dict[str, Any]:
-    times = []
-    for _ in range(num_rounds):
-        start = time.perf_counter()
-        await once()
-        times.append(time.perf_counter() - start)
-    return {"seconds": times}

@@ -18,39 +18,39 @@ import msgspec
 from flowrt.bench.peers.child import MAX_LINE_BYTES
 from flowrt.errors import UserError
 
-LOAD_SECONDS, ANSWER_SECONDS, END_SECONDS = 600.0, 1200.0, 10.0
+LOAD_SECONDS, RESPONSE_SECONDS, END_SECONDS = 600.0, 1200.0, 10.0
 _OUTPUT_TAIL_BYTES = 4096
 CHILD = Path(__file__).with_name("child.py")
 
-Served = tuple[dict[str, Any], Callable[..., Awaitable[dict[str, Any]]]]  # what an asynchronous `open_peer` gives
+Served = tuple[dict[str, Any], Callable[..., Awaitable[dict[str, Any]]] | None]  # what an asynchronous `open_peer` gives; None: no requests
 
 
 class Peer:
-    """A running peer. A peer without a request waits for a line, so it takes no core."""
+    """A running peer. Between requests it waits for input and uses no core."""
 
     def __init__(self, name: str, child: Process, errors: IO[bytes]) -> None:
-        self.name, self._child, self._errors = name, child, errors
+        self.name, self.pid, self._child, self._errors = name, child.pid, child, errors
 
-    async def ask(self, **request: Any) -> dict[str, Any]:
+    async def request(self, **request: Any) -> dict[str, Any]:
         """The response to one request. Raises UserError, with the last line that the peer wrote, when it ended or does not respond."""
         stdin = self._pipe("stdin")
         stdin.write(msgspec.json.encode(request) + b"\n")
         with suppress(BrokenPipeError, ConnectionResetError):  # the peer has ended: reading reports its output
             await stdin.drain()
-        return await self.receive(ANSWER_SECONDS)
+        return await self.receive(RESPONSE_SECONDS)
 
     async def receive(self, timeout_seconds: float) -> dict[str, Any]:
-        """The next line."""
+        """The next line of the peer. Raises UserError as `request`."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 line = await self._pipe("stdout").readline()
         except TimeoutError:
-            raise UserError(f"{self.name} has not responded for {timeout_seconds:g} s; {self._last_line()}") from None
+            raise UserError(f"{self.name} has not responded for {timeout_seconds:g} s; {self._last_output()}") from None
         if not line:
             await self.end(END_SECONDS)  # what it writes at its end is written
-            raise UserError(f"{self.name} ended by itself: {self._last_line()}")
-        answer: dict[str, Any] = msgspec.json.decode(line)
-        return answer
+            raise UserError(f"{self.name} ended by itself: {self._last_output()}")
+        response: dict[str, Any] = msgspec.json.decode(line)
+        return response
 
     async def end(self, grace_seconds: float) -> None:
         """End-of-file on its standard input ends a peer; after `grace_seconds` its process group is killed."""
@@ -65,7 +65,7 @@ class Peer:
     def _pipe(self, name: Literal["stdin", "stdout"]) -> Any:
         return getattr(self._child, name)
 
-    def _last_line(self) -> str:
+    def _last_output(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _OUTPUT_TAIL_BYTES))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
