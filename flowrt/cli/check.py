@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flowrt.transports.conformance.suite import Result
+    from flowrt.transports.conformance.suite import CheckResult
 
 check_app = App(name="check", help="Test plug-ins against their contracts.")
 
-_STYLES = {"kept": "green", "broken": "bold red", "not promised": "dim", "left out": "yellow"}
+_STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim", "skipped": "yellow"}
 
 
 @check_app.command
@@ -63,10 +63,10 @@ def transport(
     print_results(scheme, results, Console(stderr=json == "-"), verbose=verbose)
     if json is not None:
         write_file(json, json_text([result._asdict() for result in results]))
-    raise SystemExit(0 if all(result.ok for result in results) else 1)
+    raise SystemExit(0 if all(result.is_ok() for result in results) else 1)
 
 
-def print_results(scheme: str, results: Iterable[Result], console: Console, *, verbose: bool = False) -> None:
+def print_results(scheme: str, results: Iterable[CheckResult], console: Console, *, verbose: bool = False) -> None:
     """Print a line per group of checks with the result on each loop; with `verbose`, a line per check and its description.
 
     Then print each failed check in full, and a total.
@@ -76,17 +76,17 @@ def print_results(scheme: str, results: Iterable[Result], console: Console, *, v
     results = list(results)
     console.print(_table(results, console, verbose))
     for result in results:
-        if result.why and result.verdict in ("broken", "left out"):
-            text = f"{result.verdict} on {result.loop}: {result.name}: {result.why}"
+        if result.why and result.outcome in ("failed", "skipped"):
+            text = f"{result.outcome} on {result.loop}: {result.name}: {result.why}"
             if not verbose:
-                text += f" (promised: {result.promise})"
-            console.print(Text(text, _STYLES[result.verdict]), soft_wrap=True)
+                text += f" (checked: {result.property})"
+            console.print(Text(text, _STYLES[result.outcome]), soft_wrap=True)
     seconds = sum(result.seconds for result in results)
     more = "" if verbose else "; -v shows every check"
     console.print(Text(f"{scheme}: {_counts(results)} in {seconds:.0f} s{more}"))
 
 
-def _table(results: Sequence[Result], console: Console, verbose: bool) -> Table:
+def _table(results: Sequence[CheckResult], console: Console, verbose: bool) -> Table:
     from rich import box
     from rich.table import Column, Table
     from rich.text import Text
@@ -102,41 +102,24 @@ def _table(results: Sequence[Result], console: Console, verbose: bool) -> Table:
     for loop in loops:
         table.add_column(loop, no_wrap=True)
         table.add_column("s", justify="right", no_wrap=True)
-    groups = {result.name: {result.name} for result in results} if verbose else _group_names()
-    for title, names in groups.items():
-        found = [result for result in results if result.name in names]
+    rows: dict[str, list[CheckResult]] = {}
+    for result in results:
+        rows.setdefault(result.name if verbose else result.group, []).append(result)
+    for title, found in rows.items():
         label = Text(title)
         if verbose:
             label = Text(title.removeprefix("check_").replace("_", " "), "bold")
-            label.append(f": {found[0].promise}", "not bold dim" if console.is_terminal else "")
+            label.append(f": {found[0].property}", "not bold dim" if console.is_terminal else "")
         cells: list[Text] = []
         for loop in loops:
             on_loop = [result for result in found if result.loop == loop]
-            worst = next((verdict for verdict in ("broken", "left out", "kept") if any(each.verdict == verdict for each in on_loop)), "")
-            text = on_loop[0].verdict if verbose else _counts(on_loop)
+            worst = next((outcome for outcome in ("failed", "skipped", "passed") if any(each.outcome == outcome for each in on_loop)), "")
+            text = on_loop[0].outcome if verbose else _counts(on_loop)
             cells += [Text(text, _STYLES.get(worst, "dim")), Text(f"{sum(each.seconds for each in on_loop):.2f}")]
-        if found:
-            table.add_row(label, *cells)
+        table.add_row(label, *cells)
     return table
 
 
-def _group_names() -> dict[str, set[str]]:
-    """The name of each group -> the names of its checks."""
-    from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS, TRANSPORT_CHECKS
-    from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS
-    from flowrt.transports.conformance.long_checks import LONG_CHANNEL_CHECKS, LONG_TRANSPORT_CHECKS
-    from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
-
-    groups = {
-        "channels": CHANNEL_CHECKS,
-        "windows": WINDOW_CHECKS,
-        "other processes": PROCESS_CHECKS,
-        "listening, connecting": [check for check in TRANSPORT_CHECKS if check not in PROCESS_CHECKS],
-        "very long, very many": (*LONG_CHANNEL_CHECKS, *LONG_TRANSPORT_CHECKS),
-    }
-    return {title: {check.__name__ for check in checks} for title, checks in groups.items()}
-
-
-def _counts(results: Sequence[Result]) -> str:
-    counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in _STYLES}
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+def _counts(results: Sequence[CheckResult]) -> str:
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in _STYLES}
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)

@@ -13,7 +13,7 @@ from rich.console import Console
 from flowrt.cli import app as cli
 from flowrt.cli.check import print_results
 from flowrt.transports import inproc
-from flowrt.transports.conformance.suite import Result, plan, usable_loops
+from flowrt.transports.conformance.suite import CheckResult, plan, usable_loops
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -28,32 +28,32 @@ def test_checks_results_and_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, c
     results = tmp_path / "results.json"
     assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "-v", "--json", str(results)) == 0
     shown = capsys.readouterr().out
-    assert "cancelled recv: A recv that is cancelled" in shown
+    assert "recv cancelled at every turn: A recv that is" in shown
     found = json.loads(results.read_text())
-    assert f"{len(found)} kept in" in shown
-    assert {each["name"] for each in found} >= {"check_cancelled_recv", "check_connect_cancelled_at_every_turn"}
-    assert all(each["verdict"] == "kept" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
+    assert f"{len(found)} passed in" in shown
+    assert {each["name"] for each in found} >= {"check_recv_cancelled_at_every_turn", "check_connect_cancelled_at_every_turn"}
+    assert all(each["outcome"] == "passed" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
 
 
 def test_failed_check_is_named_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(inproc.InprocChannel, "_payload_bytes", lambda self, message: 0)
     assert check(monkeypatch, "inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio") == 1
     shown = capsys.readouterr().out
-    assert "broken on asyncio: check_bounds: at most 8 messages of 131072 bytes" in shown
-    assert "(promised: A full channel says no" in shown
-    assert re.search(r"channels +1 broken", shown)
-    assert "inproc: 1 broken in" in shown
+    assert "failed on asyncio: check_bounds: at most 8 messages of 131072 bytes" in shown
+    assert "(checked: A full channel refuses send_nowait" in shown
+    assert re.search(r"channels +1 failed", shown)
+    assert "inproc: 1 failed in" in shown
 
 
 def test_without_v_a_line_per_group_adds_up_to_all_checks() -> None:
-    results = [Result(each.name, each.promise, loop, "kept", 0.5) for loop in usable_loops() for each in plan("inproc")]
+    results = [CheckResult(*each[:3], loop, "passed", 0.5) for loop in usable_loops() for each in plan("inproc")]
     shown = Console(width=80, file=(out := io.StringIO()))
     print_results("inproc", results, shown)
     lines = out.getvalue().splitlines()
     assert len(lines) == 1 + 5 + 1, "the head, five groups, the sum"
-    per_loop = [int(number) for line in lines[1:-1] for number in re.findall(r"(\d+) kept", line)]
+    per_loop = [int(number) for line in lines[1:-1] for number in re.findall(r"(\d+) passed", line)]
     assert sum(per_loop) == len(results)
-    assert f"{len(results)} kept in" in lines[-1]
+    assert f"{len(results)} passed in" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from flowrt.transports.conformance import channel_checks as checks
-from flowrt.transports.conformance import connection_checks as checks_meeting
+from flowrt.transports.conformance import connection_checks
+from flowrt.transports.conformance.kit import Check
 from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import AddressError, BrokenChannelError, ClosedChannelError, EndOfChannel, HandshakeError, LimitError
@@ -87,11 +88,10 @@ def test_every_message_arrives_once_and_in_order_both_ways(seed: int) -> None:
 
 
 CALM = NetworkConditions(slow_one_in=0, duplicate_one_in=4)
-ALONE = {"check_other_process", "check_dead_peer", "check_stopped_peer"}  # these start processes of their own
 
 
 @pytest.mark.parametrize("check", [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS], ids=lambda check: check.__name__)
-def test_passes_the_channel_checks(check: checks.Check) -> None:
+def test_passes_the_channel_checks(check: Check) -> None:
     for seed in range(3):
 
         async def main(world: World) -> None:
@@ -100,14 +100,12 @@ def test_passes_the_channel_checks(check: checks.Check) -> None:
         run(seed, main, conditions=CALM)
 
 
-@pytest.mark.parametrize(
-    "check", [check for check in checks_meeting.MEETING_CHECKS if check.__name__ not in ALONE], ids=lambda check: check.__name__
-)
-def test_passes_the_transport_checks(check: checks_meeting.TransportCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", connection_checks.CONNECTION_CHECKS, ids=lambda check: check.__name__)
+def test_passes_the_connection_checks(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
 
         async def main(world: World) -> None:
-            monkeypatch.setattr(checks_meeting, "get_transport", world.network.transport)
+            monkeypatch.setattr(connection_checks, "get_transport", world.network.transport)
             await check("shm")
 
         run(seed, main, conditions=CALM)

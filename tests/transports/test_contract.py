@@ -6,11 +6,10 @@ import socket
 
 import pytest
 
-from flowrt.transports.conformance import channel_checks as checks
-from flowrt.transports.conformance import connection_checks as checks_meeting
-from flowrt.transports.conformance.channel_checks import Check
-from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS, TransportCheck
-from flowrt.transports.conformance.kit import MakePair
+from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS
+from flowrt.transports.conformance.connection_checks import CONNECTION_CHECKS, pair_maker
+from flowrt.transports.conformance.kit import Check, MakePair
+from flowrt.transports.conformance.process_checks import PROCESS_CHECKS
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.registry import transport_class, unavailable_reason
 from flowrt.transports.stream import StreamChannel
@@ -32,11 +31,11 @@ def _maker(scheme: str) -> MakePair:
     if scheme == "pipe":
         return _pipe_pair
     if scheme == "zmq-tcp":
-        return checks_meeting.pair_maker("zmq", "zmq://127.0.0.1:0")
-    return checks_meeting.pair_maker(scheme)
+        return pair_maker("zmq", "zmq://127.0.0.1:0")
+    return pair_maker(scheme)
 
 
-@pytest.mark.parametrize("check", checks.CHANNEL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHANNEL_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "pipe", "zmq-tcp"])
 async def test_channel(scheme: str, check: Check, loop_kind: str) -> None:
     if scheme != "pipe":
@@ -44,9 +43,9 @@ async def test_channel(scheme: str, check: Check, loop_kind: str) -> None:
     await check(_maker(scheme))
 
 
-@pytest.mark.parametrize("check", checks.TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CONNECTION_CHECKS, *PROCESS_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_transport(scheme: str, check: TransportCheck, loop_kind: str) -> None:
+async def test_transport(scheme: str, check: Check, loop_kind: str) -> None:
     _skip_unavailable(scheme)
     if check in PROCESS_CHECKS and not transport_class(scheme).capabilities.between_processes:
         pytest.skip("stays within a process")

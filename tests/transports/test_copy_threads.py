@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.transports.conformance.connection_checks import other_process, pair_maker
+from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, pattern, receive_all, received_bytes, send_all
+from flowrt.transports.conformance.process_checks import other_process
 from flowrt.transports.contract import Channel, ChannelStatistics, Limits
 from flowrt.transports.registry import unavailable_reason
 from flowrt.transports.shared_memory.ring import (

@@ -19,9 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.transports.conformance import channel_checks as checks
-from flowrt.transports.conformance.channel_checks import Check
-from flowrt.transports.conformance.connection_checks import HERE, THERE, other_process, pair_maker
-from flowrt.transports.conformance.kit import Header, carry_one, check_numbered, numbered, opened, pattern, until, until_waiting, within
+from flowrt.transports.conformance.connection_checks import CONNECTION_CHECKS, HERE, THERE, pair_maker
+from flowrt.transports.conformance.kit import (
+    Check,
+    Header,
+    carry_one,
+    check_numbered,
+    numbered,
+    opened,
+    pattern,
+    until,
+    until_waiting,
+    within,
+)
+from flowrt.transports.conformance.process_checks import PROCESS_CHECKS, other_process
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
@@ -239,7 +250,7 @@ async def test_a_range_comes_back_only_when_the_device_is_done(driver: HostDrive
         assert one._ranges.num_taken == 1
         driver.passing = True
         await all_given_back(one)
-        assert not two._looking
+        assert not two._polls_device
 
 
 async def test_letting_go_on_another_thread(driver: HostDriver) -> None:
@@ -520,9 +531,9 @@ async def test_a_tensor_of_a_peer_that_was_killed_stays_readable() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("promise", checks.TRANSPORT_CHECKS, ids=lambda promise: promise.__name__)
-async def test_transport_on_a_gpu(promise: Any, loop_kind: str) -> None:
-    await promise("cuda")
+@pytest.mark.parametrize("transport_check", [*CONNECTION_CHECKS, *PROCESS_CHECKS], ids=lambda found: found.__name__)
+async def test_transport_on_a_gpu(transport_check: Check, loop_kind: str) -> None:
+    await transport_check("cuda")
 
 
 @pytest.mark.gpu

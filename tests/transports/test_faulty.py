@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from flowrt.simulation.world import World, run
 from flowrt.transports.conformance import channel_checks as checks
-from flowrt.transports.conformance.channel_checks import Check
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
-from flowrt.transports.conformance.kit import carry_one, check_numbered, numbered, received_bytes, within
+from flowrt.transports.conformance.kit import Check, carry_one, check_numbered, numbered, received_bytes, within
 from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.contract import Channel
 from flowrt.transports.errors import AddressError, BrokenChannelError
@@ -53,7 +52,7 @@ async def collect(channel: Channel) -> tuple[list[Message], type[BaseException] 
 
 
 async def collect_cut(sender: Channel, receiver: Channel) -> list[Message]:
-    """What `receiver` gets of all that `sender` has sent and sends until it has written into a window, which no plan befalls."""
+    """What `receiver` gets of all that `sender` has sent and sends until it has written into a window, which no plan affects."""
     messages: list[Message] = []
 
     async def take() -> None:
@@ -252,9 +251,9 @@ def test_the_text_form() -> None:
 @pytest.mark.parametrize(
     ("scheme", "text"),
     [
-        ("faulty+shm?explode@1", "'explode@1' is no fault; kinds are delay"),
-        ("faulty+shm?drop", "'drop' is no fault"),
-        ("faulty+shm?drop@1.5", "whole"),
+        ("faulty+shm?explode@1", "'explode@1' is not a fault; kinds are delay"),
+        ("faulty+shm?drop", "'drop' is not a fault"),
+        ("faulty+shm?drop@1.5", "integer"),
         ("faulty+shm?drop@150%", "at most 100%"),
         ("faulty+shm?cut@5%", "begins at a message"),
         ("faulty+shm?drop:3@5", "only delay and stall take seconds"),

@@ -14,7 +14,7 @@ from flowrt.timer import LoopTimer, new_timer
 from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance import connection_checks as checks_meeting
 from flowrt.transports.conformance import kit
-from flowrt.transports.conformance.channel_checks import Check
+from flowrt.transports.conformance.kit import Check
 from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.emulation.channel import EmulatedChannel
@@ -308,9 +308,7 @@ BY_BYTES = LinkProfile("by bytes", latency_seconds=20e-6, bandwidth_bytes_per_se
 # and for the first check carry an empty message back before it has carried one with bytes.
 FULL = {
     "check_bounds": BY_BYTES,
-    "check_line_of_senders": BY_MESSAGE,
-    "check_cancelled_at_the_head": BY_MESSAGE,
-    "check_cancelled_large_send": BY_MESSAGE,
+    "check_queue_of_senders": BY_MESSAGE,
     "check_close_under_pending_calls": BY_MESSAGE,
 }
 CHECKS = [*checks.CHANNEL_CHECKS, *WINDOW_CHECKS]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.transports.emulation.nic_model import SharedLine
+from flowrt.transports.emulation.nic_model import SharedDirection
 from flowrt.transports.emulation.profiles import NUMBERS, PROFILES, profile_of
 
 Message = tuple[str, float, float]  # flow, begin, work
@@ -18,13 +18,13 @@ Message = tuple[str, float, float]  # flow, begin, work
 
 def finishes(messages: list[Message]) -> list[tuple[float, str]]:
     """(when, flow) of every message, all known from the beginning."""
-    line = SharedLine()
+    direction = SharedDirection()
     for flow, begin, work in messages:
-        assert line.add(flow, begin, work) == 0.0
+        assert direction.add(flow, begin, work) == 0.0
     found = []
-    while (done := line.step(math.inf)) is not None:
+    while (done := direction.step(math.inf)) is not None:
         found.append((done[0], str(done[1])))
-    assert line.next_event() is None
+    assert direction.next_event() is None
     return found
 
 
@@ -114,12 +114,12 @@ def test_nothing_is_faster_than_alone_and_the_last_ends_with_the_work(messages: 
 def test_what_is_heard_of_late_counts_from_its_own_time(messages: list[tuple[str, int, int]], delay: int) -> None:
     """A message told `delay` after its begin gives the same times, unless a finish after that begin was given out already."""
     ordered = _in_order(messages)
-    line, found, moved = SharedLine(), [], 0.0
+    direction, found, moved = SharedDirection(), [], 0.0
     for flow, begin, work in ordered:
-        while (done := line.step(begin + delay - 1)) is not None:
+        while (done := direction.step(begin + delay - 1)) is not None:
             found.append((done[0], str(done[1])))
-        moved += line.add(flow, begin, work)
-    while (done := line.step(math.inf)) is not None:
+        moved += direction.add(flow, begin, work)
+    while (done := direction.step(math.inf)) is not None:
         found.append((done[0], str(done[1])))
     if not moved:
         for flow in "abcd":
@@ -128,29 +128,29 @@ def test_what_is_heard_of_late_counts_from_its_own_time(messages: list[tuple[str
 
 
 def test_what_comes_after_the_facts_is_moved_and_told() -> None:
-    line = SharedLine()
-    line.add("a", 0.0, 2.0)
-    assert line.step(5.0) == (2.0, "a")
-    assert line.add("b", 0.5, 1.0) == 1.5  # its own begin is over: a finish after it was given out
-    assert line.step(5.0) == (3.0, "b")
+    direction = SharedDirection()
+    direction.add("a", 0.0, 2.0)
+    assert direction.step(5.0) == (2.0, "a")
+    assert direction.add("b", 0.5, 1.0) == 1.5  # its own begin is over: a finish after it was given out
+    assert direction.step(5.0) == (3.0, "b")
 
 
 def test_what_follows_a_finish_begins_at_that_instant_however_late_one_asks() -> None:
-    line, times = SharedLine(), []
-    line.add("a", 0.0, 1.0)
-    while (done := line.step(100.0)) is not None:
+    direction, times = SharedDirection(), []
+    direction.add("a", 0.0, 1.0)
+    while (done := direction.step(100.0)) is not None:
         times.append(done[0])
         if len(times) < 5:
-            line.add("a", done[0], 1.0)
+            direction.add("a", done[0], 1.0)
     assert times == [1, 2, 3, 4, 5]
 
 
-def test_the_finish_if_nothing_came() -> None:
-    line = SharedLine()
-    line.add("a", 0.0, 4.0)
-    line.add("b", 0.0, 1.0)
-    assert line.step(0.0) is None
-    assert [line.finish_if_nothing_came(flow) for flow in "abc"] == [5.0, 2.0, None]
+def test_finish_without_further_arrivals() -> None:
+    direction = SharedDirection()
+    direction.add("a", 0.0, 4.0)
+    direction.add("b", 0.0, 1.0)
+    assert direction.step(0.0) is None
+    assert [direction.finish_without_arrivals(flow) for flow in "abc"] == [5.0, 2.0, None]
 
 
 def test_profiles_say_where_each_number_is_from() -> None:

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.transports.channel.rendezvous import socket_address
-from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, other_process, pair_maker
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
+from flowrt.transports.conformance.process_checks import other_process
 from flowrt.transports.contract import ChannelStatistics, Limits, Listener
 from flowrt.transports.errors import BrokenChannelError, HandshakeError, UnavailableError
 from flowrt.transports.registry import get_transport, unavailable_reason

@@ -22,8 +22,9 @@ import pytest
 
 from flowrt.transports.channel import greeted
 from flowrt.transports.channel.peer_watch import PeerWatch
-from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, other_process, pair_maker, pause
+from flowrt.transports.conformance.connection_checks import HERE, KEY, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
+from flowrt.transports.conformance.process_checks import other_process, pause
 from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.errors import BrokenChannelError, HandshakeError
 from flowrt.transports.registry import get_transport, unavailable_reason

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from flowrt.transports.conformance import channel_checks as checks
-from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, other_process, pair_maker, threads_sleep
+from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, within
+from flowrt.transports.conformance.process_checks import other_process, threads_sleep
 from flowrt.transports.contract import Identity, Limits
 from flowrt.transports.errors import AddressError, BrokenChannelError, EndOfChannel, TransportError
 from flowrt.transports.registry import get_transport, unavailable_reason

@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from flowrt.transports.channel import greeted
-from flowrt.transports.conformance.connection_checks import SMALL, other_process, pause
+from flowrt.transports.conformance.connection_checks import SMALL
 from flowrt.transports.conformance.kit import within
+from flowrt.transports.conformance.process_checks import other_process, pause
 from flowrt.transports.contract import Channel
 from flowrt.transports.registry import transport_class
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec

@@ -1,33 +1,40 @@
-"""Checks the contract for any two connected ends, and lists all checks (`CHANNEL_CHECKS`, `TRANSPORT_CHECKS`).
+"""Checks the contract for any two connected ends.
 
 Each check takes `make_pair`, an async function from Limits to two connected channels in this event loop, which the check closes. A
-violation is a BrokenPromiseError that names what failed.
+violation is a ContractViolationError that names what failed.
+
+A `check_*_cancelled_at_every_turn` starts a call together with the operation that completes it, and cancels the call after 0, 1, 2 ...
+turns of the event loop, so that every await of the call is reached. TURNS takes larger steps after the first few turns, because only slow
+media need that many.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from itertools import product
 
 import msgspec
 
-from flowrt.transports.conformance.cancel_checks import CANCELLED_CHANNEL_CHECKS, CANCELLED_TRANSPORT_CHECKS
-from flowrt.transports.conformance.connection_checks import MEETING_CHECKS, PROCESS_CHECKS
 from flowrt.transports.conformance.kit import (
     SMALL,
     Header,
     MakePair,
+    cancelled_after,
+    carry,
     carry_one,
     check_numbered,
+    checks_of,
     expect,
     expect_error,
+    fill,
     numbered,
     opened,
     pattern,
     receive_all,
     received_bytes,
     send_all,
+    skip_turns,
     until_waiting,
     within,
 )
@@ -43,28 +50,28 @@ from flowrt.transports.errors import (
 )
 from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
-Check: TypeAlias = Callable[[MakePair], Coroutine[Any, Any, None]]
+TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200)
+_LAST = 10_000  # number of the message that ends a round
+_SIZES = (0, 1, 63, 64, 65, 4096, 8191, 8192, 8193, 20001, 65536, 262144, 300001)
 
 
 async def check_order(make_pair: MakePair) -> None:
     """Messages of many sizes arrive in order in both directions at once, far more than the channel holds."""
+    sizes = [_SIZES[number * 5 % len(_SIZES)] for number in range(20 * len(_SIZES))]
     async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
         for sender, receiver in ((one, two), (two, one)):
-            group.create_task(_send_sizes(sender))
-            group.create_task(_receive_sizes(receiver))
+            group.create_task(send_sizes(sender, sizes))
+            group.create_task(receive_sizes(receiver, sizes))
 
 
-_SIZES = (0, 1, 63, 64, 65, 4096, 8191, 8192, 8193, 20001, 65536, 262144, 300001)
+async def send_sizes(channel: Channel, sizes: Sequence[int]) -> None:
+    for number, nbytes in enumerate(sizes):
+        await channel.send(numbered(number, nbytes))
 
 
-async def _send_sizes(channel: Channel) -> None:
-    for number in range(20 * len(_SIZES)):
-        await channel.send(numbered(number, _SIZES[number * 5 % len(_SIZES)]))
-
-
-async def _receive_sizes(channel: Channel) -> None:
-    for number in range(20 * len(_SIZES)):
-        check_numbered(await within(channel.recv(), f"message {number}"), number, _SIZES[number * 5 % len(_SIZES)])
+async def receive_sizes(channel: Channel, sizes: Sequence[int]) -> None:
+    for number, nbytes in enumerate(sizes):
+        check_numbered(await within(channel.recv(), f"message {number}"), number, nbytes)
 
 
 async def check_tensors(make_pair: MakePair) -> None:
@@ -98,7 +105,7 @@ async def check_plain_messages(make_pair: MakePair) -> None:
 
 
 async def check_bounds(make_pair: MakePair) -> None:
-    """A full channel says no to send_nowait and makes send wait, by messages and by bytes; room lets it go on."""
+    """A full channel refuses send_nowait and makes send wait, by messages and by bytes. A waiting send continues when there is room."""
     by_bytes = Limits(capacity_messages=1000, capacity_bytes=1 << 20)
     for limits, nbytes, most in ((SMALL, 16, 8), (by_bytes, 1 << 17, 8), (by_bytes, 5000, 209)):
         async with opened(make_pair, limits) as (one, two):
@@ -116,7 +123,7 @@ async def check_bounds(make_pair: MakePair) -> None:
             await receive_all(two, 0, 1, nbytes)
             await within(waiting, "a waiting send goes on when there is room")
             await receive_all(two, 1, sent + 1, nbytes)
-            expect(two.recv_nowait() is None, "recv_nowait says that nothing is there")
+            expect(two.recv_nowait() is None, "recv_nowait returns None when no message has arrived")
 
 
 async def check_larger_than_capacity(make_pair: MakePair) -> None:
@@ -124,97 +131,23 @@ async def check_larger_than_capacity(make_pair: MakePair) -> None:
     limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
     sizes = [10, 1 << 21, 0, 3_000_001, 1 << 23, 5]
     async with opened(make_pair, limits) as (one, two), asyncio.TaskGroup() as group:
-        group.create_task(_send_these(one, sizes))
-        for number, nbytes in enumerate(sizes):
-            check_numbered(await within(two.recv(), f"message {number}"), number, nbytes)
+        group.create_task(send_sizes(one, sizes))
+        await receive_sizes(two, sizes)
 
 
-async def _send_these(channel: Channel, sizes: list[int]) -> None:
-    for number, nbytes in enumerate(sizes):
-        await channel.send(numbered(number, nbytes))
-
-
-async def check_line_of_senders(make_pair: MakePair) -> None:
+async def check_queue_of_senders(make_pair: MakePair) -> None:
     """Waiting senders are served in order of arrival; a cancelled one sends nothing and does not delay the others."""
     async with opened(make_pair) as (one, two):
-        number = 0
-        while one.send_nowait(numbered(number)):
-            number += 1
+        number = fill(one)
         tasks = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(4)]
-        gone = asyncio.ensure_future(one.send(numbered(999)))
+        cancelled = asyncio.ensure_future(one.send(numbered(999)))
         tasks += [asyncio.ensure_future(one.send(numbered(number + 4 + index))) for index in range(4)]
         await until_waiting(one, 9)
-        gone.cancel()
-        await asyncio.wait([gone])
-        expect(gone.cancelled(), "a waiting send can be cancelled")
+        await cancelled_after(cancelled)
+        expect(cancelled.cancelled(), "a waiting send can be cancelled")
         await receive_all(two, 0, number + 8)
         await within(asyncio.gather(*tasks), "all other sends end")
         expect(two.recv_nowait() is None, "a cancelled send sends nothing")
-
-
-async def check_cancelled_at_the_head(make_pair: MakePair) -> None:
-    """Cancelling the first waiting sender passes its turn to the next one, also at the moment when its turn comes."""
-    async with opened(make_pair) as (one, two):
-        for turns in range(6):
-            await carry_one(two, one)  # after this message, no credits of the previous round arrive
-            count, waited = 0, one.statistics().sends_waited
-            while one.send_nowait(numbered(count)):
-                count += 1
-            first = asyncio.ensure_future(one.send(numbered(count)))
-            second = asyncio.ensure_future(one.send(Message("last")))
-            await until_waiting(one, waited + 2)
-            check_numbered(await within(two.recv(), "recv"), 0)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            first.cancel()
-            await asyncio.wait([first])
-            await receive_all(two, 1, count + (not first.cancelled()))
-            expect((await within(two.recv(), "the next send in line")).kind == "last", "a cancelled send is sent whole or not at all")
-            await within(second, "the next send in line")
-
-
-async def check_cancelled_large_send(make_pair: MakePair) -> None:
-    """A send that is cancelled within a message larger than the channel delivers the whole message or nothing."""
-    limits = Limits(max_message_bytes=1 << 23, capacity_messages=4, capacity_bytes=1 << 18)
-    async with opened(make_pair, limits) as (one, two):
-        for _ in range(3):
-            waited = one.statistics().sends_waited
-            await one.send(numbered(0, 100_000))
-            sending = asyncio.ensure_future(one.send(numbered(1, 1 << 23)))
-            await until_waiting(one, waited + 1)
-            check_numbered(await within(two.recv(), "recv"), 0, 100_000)
-            receiving = asyncio.ensure_future(two.recv())
-            for _ in range(3):
-                await asyncio.sleep(0)
-            sending.cancel()
-            await asyncio.wait([sending])
-            next_one = asyncio.ensure_future(one.send(numbered(2, 50_000)))
-            message = await within(receiving, "the message after a cancelled one")
-            if message.tensors[0].spec.shape == (1 << 23,):  # the cancelled message was already sent
-                check_numbered(message, 1, 1 << 23)
-                message = await within(two.recv(), "the message after one that was cancelled too late")
-            else:
-                expect(sending.cancelled(), "what was sent arrives")
-            check_numbered(message, 2, 50_000)
-            await within(next_one, "send")
-
-
-async def check_cancelled_recv(make_pair: MakePair) -> None:
-    """A recv that is cancelled before its message arrives, or as it arrives, loses no message."""
-    async with opened(make_pair) as (one, two):
-        for number in range(40):
-            receiving = asyncio.ensure_future(two.recv())
-            await asyncio.sleep(0)
-            if number % 2:
-                await one.send(numbered(number, 100))
-            for _ in range(number % 5):
-                await asyncio.sleep(0)
-            receiving.cancel()
-            await asyncio.wait([receiving])
-            if not number % 2:
-                await one.send(numbered(number, 100))
-            message = await within(two.recv(), "recv") if receiving.cancelled() else receiving.result()
-            check_numbered(message, number, 100)
 
 
 async def check_busy(make_pair: MakePair) -> None:
@@ -243,7 +176,7 @@ async def check_close(make_pair: MakePair) -> None:
         for _ in range(2):
             await expect_error(EndOfChannel, two.recv(), "after everything sent comes the end")
         await expect_error(EndOfChannel, _nowait(two), "after everything sent comes the end")
-        await expect_error(BrokenChannelError, two.send(numbered(1)), "nobody will read what is sent to a closed peer")
+        await expect_error(BrokenChannelError, two.send(numbered(1)), "a closed peer reads no message")
 
 
 async def _nowait(channel: Channel) -> Message | None:
@@ -256,9 +189,7 @@ async def check_close_under_pending_calls(make_pair: MakePair) -> None:
         async with opened(make_pair) as pair:
             one, two = pair
             receiving = asyncio.ensure_future(one.recv())
-            number = 0
-            while one.send_nowait(numbered(number)):
-                number += 1
+            number = fill(one)
             sending = [asyncio.ensure_future(one.send(numbered(number + index))) for index in range(3)]
             await until_waiting(one, 3)
             await within(pair[closer].aclose(), "aclose")
@@ -293,8 +224,7 @@ async def check_refused_messages(make_pair: MakePair) -> None:
         for number, (kind, message) in enumerate(refused):
             await expect_error(kind, one.send(message), f"{message.kind} is refused")
             expect(not one.closed, "a refused message does not close the channel")
-            await one.send(numbered(number, 4096))
-            check_numbered(await within(two.recv(), "recv"), number, 4096)
+            await carry(one, two, number, 4096)
 
 
 async def check_lifetime(make_pair: MakePair) -> None:
@@ -305,8 +235,7 @@ async def check_lifetime(make_pair: MakePair) -> None:
             await one.send(numbered(number, 50_000))
             kept.append(await within(two.recv(), "recv"))
         for number in range(3, 120):
-            await one.send(numbered(number, 100_000))
-            check_numbered(await within(two.recv(), "recv"), number, 100_000)
+            await carry(one, two, number, 100_000)
         held = two.statistics().held_buffers
         expect(held <= 4, f"only the three kept messages and the last may be held, not {held}")
         await within(one.aclose(), "aclose")
@@ -315,7 +244,7 @@ async def check_lifetime(make_pair: MakePair) -> None:
             check_numbered(message, number, 50_000)
         del message
         kept.clear()
-        expect(two.statistics().held_buffers == 0, "what nobody refers to is not held")
+        expect(two.statistics().held_buffers == 0, "a buffer without references is not held")
 
 
 async def check_holding_everything(make_pair: MakePair) -> None:
@@ -358,26 +287,91 @@ async def check_sixty_four_mebibytes(make_pair: MakePair) -> None:
         check_numbered(await within(two.recv(), "64 MiB"), 0, size)
 
 
-CHANNEL_CHECKS: tuple[Check, ...] = (
-    check_order,
-    check_tensors,
-    check_plain_messages,
-    check_bounds,
-    check_larger_than_capacity,
-    check_line_of_senders,
-    check_cancelled_at_the_head,
-    check_cancelled_large_send,
-    check_cancelled_recv,
-    check_busy,
-    check_close,
-    check_close_under_pending_calls,
-    check_close_both,
-    check_refused_messages,
-    check_lifetime,
-    check_holding_everything,
-    check_out_of_order_release,
-    check_statistics,
-    check_sixty_four_mebibytes,
-    *CANCELLED_CHANNEL_CHECKS,
-)
-TRANSPORT_CHECKS = (*MEETING_CHECKS, *CANCELLED_TRANSPORT_CHECKS, *PROCESS_CHECKS)
+async def check_recv_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A recv that is cancelled after any number of turns loses no message, neither a small one nor one in many pieces."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 16)
+    for nbytes in (100, 50_000, 200_000):
+        async with opened(make_pair, limits) as (one, two):
+            for number, turns in enumerate(TURNS * 2):
+                late = 2 * (number % 2)  # 2: recv already waits when the message is sent
+                sending = asyncio.ensure_future(_send_after(late, one, numbered(number, nbytes)))
+                receiving = await cancelled_after(two.recv(), turns)
+                message = await within(two.recv(), "recv after a cancelled one") if receiving.cancelled() else receiving.result()
+                check_numbered(message, number, nbytes)
+                await within(sending, "send")
+
+
+async def _send_after(turns: int, channel: Channel, message: Message) -> None:
+    await skip_turns(turns)
+    await channel.send(message)
+
+
+async def check_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A send that is cancelled after any number of turns, while the peer makes room for it, has sent the whole message or nothing."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
+    for nbytes in (100, 30_000, 1 << 20):
+        async with opened(make_pair, limits) as (one, two):
+            for turns in TURNS:
+                count = fill(one)
+                receiving = asyncio.ensure_future(_until(two, _LAST))
+                sending = await cancelled_after(one.send(numbered(count, nbytes)), turns)
+                await within(one.send(numbered(_LAST)), "the send after a cancelled one")
+                messages = await within(receiving, "the sent messages")
+                for number in range(count):
+                    check_numbered(messages[number], number)
+                rest = messages[count:-1]
+                expect(len(rest) <= 1, "a cancelled send does not send twice")
+                if rest:
+                    check_numbered(rest[0], count, nbytes)
+                else:
+                    expect(sending.cancelled(), "a send that returned has sent")
+
+
+async def check_waiting_send_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A waiting send, the first in line or a later one, that is cancelled after any number of turns is cancelled or has sent once. The
+    sends before and behind it complete."""
+    limits = Limits(max_message_bytes=1 << 20, capacity_messages=4, capacity_bytes=1 << 16)
+    async with opened(make_pair, limits) as (one, two):
+        for turns, index in product(TURNS, (0, 1)):
+            count = fill(one)
+            sends = [asyncio.ensure_future(one.send(numbered(number))) for number in (count, count + 1, _LAST)]
+            await asyncio.sleep(0)
+            receiving = asyncio.ensure_future(_until(two, _LAST))
+            cancelled = await cancelled_after(sends[index], turns)
+            await within(asyncio.gather(sends[1 - index], sends[2]), "the sends before and behind a cancelled one")
+            expect(cancelled.cancelled() or cancelled.exception() is None, "a cancelled send raises CancelledError")
+            messages = await within(receiving, "the sent messages")
+            sent = [*range(count), *(count + each for each in (0, 1) if not sends[each].cancelled())]
+            expect(len(messages) == len(sent) + 1, "a send has sent once unless it was cancelled")
+            for number, message in zip(sent, messages, strict=False):
+                check_numbered(message, number)
+
+
+async def _until(channel: Channel, last: int) -> list[Message]:
+    messages = [await channel.recv()]
+    while messages[-1].tag is None or messages[-1].tag.step != last:
+        messages.append(await channel.recv())
+    return messages
+
+
+async def check_aclose_cancelled_at_every_turn(make_pair: MakePair) -> None:
+    """A cancelled aclose still closes the channel: this side is closed, the peer receives the end, and a second aclose returns."""
+    for turns in TURNS[:10]:
+        async with opened(make_pair) as (one, two):
+            await one.send(numbered(0))
+            await cancelled_after(one.aclose(), turns)
+            await within(one.aclose(), "a second aclose")
+            await expect_error(ClosedChannelError, one.recv(), "a cancelled aclose has closed")
+            await expect_end(two)
+
+
+async def expect_end(channel: Channel) -> None:
+    """Receives the remaining messages and expects EndOfChannel or BrokenChannelError after them."""
+    try:
+        while True:
+            await within(channel.recv(), "the end of the channel")
+    except (EndOfChannel, BrokenChannelError):
+        return
+
+
+CHANNEL_CHECKS = checks_of(__name__)

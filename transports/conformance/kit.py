@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -16,14 +17,20 @@ from flowrt.transports.errors import TransportError
 from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
 MakePair: TypeAlias = Callable[[Limits], Awaitable[tuple[Channel, Channel]]]
+Check: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]  # of a MakePair, or of a scheme
 
 PATIENCE_SECONDS = 20.0  # time limit for an event that must happen
 _LOOK_SECONDS = 0.002  # polling interval for conditions that wake no task
 SMALL = Limits(max_message_bytes=1 << 20, capacity_messages=8, capacity_bytes=1 << 20)
 
 
-class BrokenPromiseError(AssertionError):
+class ContractViolationError(AssertionError):
     """A transport violates the contract."""
+
+
+def checks_of(module: str) -> tuple[Check, ...]:
+    """The checks that a module defines, in their order: its functions whose names begin with `check_`."""
+    return tuple(found for name, found in vars(sys.modules[module]).items() if name.startswith("check_") and found.__module__ == module)
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -33,10 +40,10 @@ class Header(msgspec.Struct, frozen=True):
     words: list[str]
 
 
-def expect(condition: object, promise: str) -> None:
-    """Raises BrokenPromiseError with the text `promise` unless `condition` is true."""
+def expect(condition: object, requirement: str) -> None:
+    """Raises ContractViolationError with the text `requirement` unless `condition` is true."""
     if not condition:
-        raise BrokenPromiseError(promise)
+        raise ContractViolationError(requirement)
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:
@@ -57,7 +64,7 @@ def numbered(number: int, nbytes: int = 0) -> Message:
 
 
 def check_numbered(message: Message, number: int, nbytes: int = 0) -> None:
-    """Raises BrokenPromiseError unless `message` equals `numbered(number, nbytes)`."""
+    """Raises ContractViolationError unless `message` equals `numbered(number, nbytes)`."""
     expect(message.tag is not None and message.tag.step == number, f"order: message {number} was due, {message.tag} came")
     expect(message.kind == "data" and message.edge == number % 3, "kind and edge arrive as sent")
     expect(message.decode_header(Header) == Header(number, ["a", "b"]), "the header arrives as sent")
@@ -75,28 +82,28 @@ T = TypeVar("T")
 
 
 async def within(awaitable: Awaitable[T], what: str) -> T:
-    """Returns the result of `awaitable`. Raises BrokenPromiseError after PATIENCE_SECONDS."""
+    """Returns the result of `awaitable`. Raises ContractViolationError after PATIENCE_SECONDS."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await awaitable
     except TimeoutError:
-        raise BrokenPromiseError(f"{what}: nothing happened for {PATIENCE_SECONDS} s") from None
+        raise ContractViolationError(f"{what}: nothing happened for {PATIENCE_SECONDS} s") from None
 
 
-async def expect_error(kind: type[TransportError], awaitable: Awaitable[object], promise: str) -> None:
-    """Raises BrokenPromiseError unless `awaitable` raises `kind` within PATIENCE_SECONDS."""
+async def expect_error(kind: type[TransportError], awaitable: Awaitable[object], requirement: str) -> None:
+    """Raises ContractViolationError unless `awaitable` raises `kind` within PATIENCE_SECONDS."""
     try:
-        await within(awaitable, promise)
+        await within(awaitable, requirement)
     except kind:
         return
     except TransportError as error:
-        raise BrokenPromiseError(f"{promise}: {kind.__name__} expected, {error!r} came") from error
-    raise BrokenPromiseError(f"{promise}: {kind.__name__} expected, nothing was raised")
+        raise ContractViolationError(f"{requirement}: {kind.__name__} expected, {error!r} came") from error
+    raise ContractViolationError(f"{requirement}: {kind.__name__} expected, nothing was raised")
 
 
 @asynccontextmanager
 async def opened(make_pair: MakePair, limits: Limits = SMALL) -> AsyncIterator[tuple[Channel, Channel]]:
-    """Yields two connected ends and closes them afterwards. Raises BrokenPromiseError when either end counted a late wake-up."""
+    """Yields two connected ends and closes them afterwards. Raises ContractViolationError when either end counted a late wake-up."""
     one, two = await within(make_pair(limits), "connect")
     try:
         yield one, two
@@ -117,14 +124,43 @@ async def receive_all(channel: Channel, first: int, last: int, nbytes: int = 0) 
         check_numbered(await within(channel.recv(), f"message {number}"), number, nbytes)
 
 
-async def until(condition: Callable[[], object], promise: str) -> None:
-    """Polls until `condition` holds, for conditions that wake no task. Raises BrokenPromiseError after PATIENCE_SECONDS."""
+async def carry(sender: Channel, receiver: Channel, number: int, nbytes: int = 0) -> None:
+    """Sends message `number`, then receives it."""
+    await sender.send(numbered(number, nbytes))
+    await receive_all(receiver, number, number + 1, nbytes)
+
+
+async def until(condition: Callable[[], object], requirement: str) -> None:
+    """Polls until `condition` holds, for conditions that wake no task. Raises ContractViolationError after PATIENCE_SECONDS."""
 
     async def look() -> None:
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
-    await within(look(), promise)
+    await within(look(), requirement)
+
+
+def fill(channel: Channel, nbytes: int = 0) -> int:
+    """Sends numbered messages until the channel is full. Returns their number."""
+    count = 0
+    while channel.send_nowait(numbered(count, nbytes)):
+        count += 1
+    return count
+
+
+async def skip_turns(turns: int) -> None:
+    """Lets the event loop turn `turns` times."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def cancelled_after(call: Coroutine[Any, Any, Any] | asyncio.Task[Any], turns: int = 0) -> asyncio.Task[Any]:
+    """Runs `call` as a task, cancels it after `turns` turns of the loop, and returns the task once it has ended."""
+    task = asyncio.ensure_future(call)
+    await skip_turns(turns)
+    task.cancel()
+    await asyncio.wait([task])
+    return task
 
 
 async def carry_one(sender: Channel, receiver: Channel) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from flowrt.transports.conformance.channel_checks import receive_sizes, send_sizes
 from flowrt.transports.conformance.connection_checks import check_many_connections
-from flowrt.transports.conformance.kit import MakePair, check_numbered, expect, numbered, opened, pattern, within
+from flowrt.transports.conformance.kit import MakePair, checks_of, expect, opened, pattern
 from flowrt.transports.contract import Limits
 from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
 
@@ -32,18 +33,12 @@ async def check_one_gibibyte(make_pair: MakePair, size: int = ONE_GIBIBYTE) -> N
 
 async def check_hundred_thousand_messages(make_pair: MakePair, count: int = 100_000) -> None:
     """100 000 messages pass through one channel in order, and the channel holds no buffer at the end."""
-    async with opened(make_pair) as (one, two), asyncio.TaskGroup() as group:
-
-        async def send() -> None:
-            for number in range(count):
-                await one.send(numbered(number, 9000 if number % 10 == 0 else 16))
-
-        group.create_task(send())
-        for number in range(count):
-            message = await within(two.recv(), f"message {number}")
-            check_numbered(message, number, 9000 if number % 10 == 0 else 16)
-        del message
-        expect(two.statistics().held_buffers == 0, "what nobody refers to is not held")
+    sizes = [9000 if number % 10 == 0 else 16 for number in range(count)]
+    async with opened(make_pair) as (one, two):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send_sizes(one, sizes))
+            await receive_sizes(two, sizes)
+        expect(two.statistics().held_buffers == 0, "a buffer without references is not held")
 
 
 async def check_ten_thousand_connections(scheme: str) -> None:
@@ -51,5 +46,4 @@ async def check_ten_thousand_connections(scheme: str) -> None:
     await check_many_connections(scheme, 10_000)
 
 
-LONG_CHANNEL_CHECKS = (check_hundred_thousand_messages, check_one_gibibyte)
-LONG_TRANSPORT_CHECKS = (check_ten_thousand_connections,)
+LONG_CHECKS = checks_of(__name__)

@@ -3,7 +3,7 @@
 For a transport of another package:
 
     from flowrt.transports.conformance.suite import run_suite
-    assert all(result.ok for result in run_suite("its-scheme"))
+    assert all(result.is_ok() for result in run_suite("its-scheme"))
 """
 
 from __future__ import annotations
@@ -16,43 +16,55 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS, TRANSPORT_CHECKS
-from flowrt.transports.conformance.connection_checks import PROCESS_CHECKS, pair_maker
-from flowrt.transports.conformance.kit import BrokenPromiseError, expect, num_descriptors
-from flowrt.transports.conformance.long_checks import LONG_CHANNEL_CHECKS, LONG_TRANSPORT_CHECKS, NEEDED_BYTES
+from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS
+from flowrt.transports.conformance.connection_checks import CONNECTION_CHECKS, pair_maker
+from flowrt.transports.conformance.kit import ContractViolationError, expect, num_descriptors
+from flowrt.transports.conformance.long_checks import LONG_CHECKS, NEEDED_BYTES
+from flowrt.transports.conformance.process_checks import PROCESS_CHECKS
 from flowrt.transports.conformance.window_checks import WINDOW_CHECKS
 from flowrt.transports.registry import get_transport
 
 LoopKind = Literal["asyncio", "uvloop"]
-Verdict = Literal["kept", "broken", "not promised", "left out"]
+Outcome = Literal["passed", "failed", "not applicable", "skipped"]
 _SETTLE_SECONDS = 20.0  # time limit for resources that end by themselves soon after a check: a killed process, a library's thread
 
 
-class Planned(NamedTuple):
-    """A check, ready to be called in a fresh loop."""
+GROUPS = {
+    "channels": CHANNEL_CHECKS,
+    "windows": WINDOW_CHECKS,
+    "other processes": PROCESS_CHECKS,
+    "listening, connecting": CONNECTION_CHECKS,
+    "very long, very many": LONG_CHECKS,
+}
+
+
+class PlannedCheck(NamedTuple):
+    """A check, ready to be called in a fresh loop. `property` is what it checks, `group` one of GROUPS."""
 
     name: str
-    promise: str
-    needs_processes: bool
+    property: str
+    group: str
     call: Callable[[], Coroutine[Any, Any, None]]
 
 
-class Result(NamedTuple):
-    """The result of one check. `why` is empty when the check passed."""
+class CheckResult(NamedTuple):
+    """The result of one check on one kind of event loop. `why` is empty when the check passed."""
 
     name: str
-    promise: str
+    property: str
+    group: str
     loop: LoopKind
-    verdict: Verdict
+    outcome: Outcome
     seconds: float
     why: str = ""
 
-    @property
-    def ok(self) -> bool:
-        return self.verdict != "broken"
+    def is_ok(self) -> bool:
+        return self.outcome != "failed"
 
 
 class _OpenResources(NamedTuple):
@@ -64,12 +76,14 @@ class _OpenResources(NamedTuple):
     children: int
 
 
-def plan(scheme: str, *, full: bool = True) -> list[Planned]:
+def plan(scheme: str, *, full: bool = True) -> list[PlannedCheck]:
     """Returns all checks for `scheme`; `full` adds the checks that take minutes and gibibytes."""
-    on_channels = (*CHANNEL_CHECKS, *WINDOW_CHECKS, *(LONG_CHANNEL_CHECKS if full else ()))
-    on_schemes = (*TRANSPORT_CHECKS, *(LONG_TRANSPORT_CHECKS if full else ()))
-    planned = [Planned(check.__name__, _promise(check), False, _bound(check, pair_maker(scheme))) for check in on_channels]
-    planned += [Planned(check.__name__, _promise(check), check in PROCESS_CHECKS, _bound(check, scheme)) for check in on_schemes]
+    make_pair, planned = pair_maker(scheme), []
+    for group, checks in GROUPS.items():
+        for check in checks if full or checks is not LONG_CHECKS else ():
+            argument = scheme if "scheme" in signature(check).parameters else make_pair
+            text = " ".join((check.__doc__ or check.__name__).split())
+            planned.append(PlannedCheck(check.__name__, text, group, partial(check, argument)))
     return planned
 
 
@@ -80,7 +94,7 @@ def usable_loops() -> tuple[LoopKind, ...]:
 
 def run_suite(
     scheme: str, *, full: bool = True, loops: Sequence[LoopKind] | None = None, only: str = "", begin: Callable[[str], None] | None = None
-) -> Iterator[Result]:
+) -> Iterator[CheckResult]:
     """Runs the checks of `scheme` whose names contain `only`, and yields each result as the check ends.
 
     `begin(name)` is called before each check. Call this function outside any event loop. Raises AddressError for an unknown scheme, and
@@ -89,70 +103,63 @@ def run_suite(
     capabilities = get_transport(scheme).capabilities
     planned = [check for check in plan(scheme, full=full) if only in check.name]
     for loop in loops or usable_loops():
-        with suppress(
-            Exception
-        ):  # warm-up: resources that libraries open once must not count as leaks; a failure is reported by the check itself below
-            _in_new_loop(loop, plan(scheme, full=False)[0].call)
+        with suppress(Exception):  # a failure is reported by the check itself below
+            _in_new_loop(loop, plan(scheme, full=False)[0].call)  # resources that libraries open once must not count as leaks
         for check in planned:
             if begin is not None:
                 begin(check.name)
-            if check.needs_processes and not capabilities.between_processes:
-                yield Result(check.name, check.promise, loop, "not promised", 0.0, "it stays within a process")
-            elif (lacking := NEEDED_BYTES.get(check.name, 0)) > _free_memory():
-                yield Result(check.name, check.promise, loop, "left out", 0.0, f"it takes {lacking >> 30} GiB of free memory")
+            if check.group == "other processes" and not capabilities.between_processes:
+                yield CheckResult(*check[:3], loop, "not applicable", 0.0, "it stays within a process")
+            elif (needed := NEEDED_BYTES.get(check.name, 0)) > _free_memory():
+                yield CheckResult(*check[:3], loop, "skipped", 0.0, f"it takes {needed >> 30} GiB of free memory")
             else:
                 yield _run(check, loop)
 
 
-def _run(check: Planned, loop: LoopKind) -> Result:
-    before = _held()
-    start = time.perf_counter()
-    verdict: Verdict = "broken"
+def _run(check: PlannedCheck, loop: LoopKind) -> CheckResult:
+    before, start = _open_resources(), time.perf_counter()
+    outcome: Outcome = "failed"
     try:
         _in_new_loop(loop, check.call)
-        _expect_nothing_left(before)
-        verdict, why = "kept", ""
-    except BrokenPromiseError as error:
-        why = str(error)
+        _expect_no_leak(before)
+        outcome, why = "passed", ""
     except Exception as error:  # any unexpected exception is a failed check
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        why = str(cause) if isinstance(cause, BrokenPromiseError) else f"{type(cause).__name__}: {cause}"
-    return Result(check.name, check.promise, loop, verdict, time.perf_counter() - start, why)
+        why = str(cause) if isinstance(cause, ContractViolationError) else f"{type(cause).__name__}: {cause}"
+    return CheckResult(*check[:3], loop, outcome, time.perf_counter() - start, why)
 
 
 def _in_new_loop(kind: LoopKind, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=_loop_factory(kind)) as runner:
-        runner.run(_and_no_task_left(call))
-
-
-async def _and_no_task_left(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    await call()
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    if left:
-        _, left = await asyncio.wait(left, timeout=_SETTLE_SECONDS)
-    expect(not left, f"no task is left running: {left}")
-
-
-def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
+    factory = asyncio.new_event_loop
     if kind == "uvloop":
         import uvloop
 
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return asyncio.new_event_loop
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_call_and_expect_no_task(call))
 
 
-def _expect_nothing_left(before: _OpenResources) -> None:
+async def _call_and_expect_no_task(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await call()
+    running = asyncio.all_tasks() - {asyncio.current_task()}
+    if running:
+        _, running = await asyncio.wait(running, timeout=_SETTLE_SECONDS)
+    expect(not running, f"no task is left running: {running}")
+
+
+def _expect_no_leak(before: _OpenResources) -> None:
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while more := [f"{name} {was} -> {now}" for name, was, now in zip(_OpenResources._fields, before, _held(), strict=True) if now > was]:
+    while more := [
+        f"{name} {was} -> {now}" for name, was, now in zip(_OpenResources._fields, before, _open_resources(), strict=True) if now > was
+    ]:
         gc.collect()  # only after a difference was found: a collection is slow in a large process
-        expect(time.monotonic() < deadline, f"nothing is left behind, but: {', '.join(more)}")
+        expect(time.monotonic() < deadline, f"no resource is left open, but: {', '.join(more)}")
         time.sleep(0.02)
 
 
-def _held() -> _OpenResources:
+def _open_resources() -> _OpenResources:
     if not sys.platform.startswith("linux"):
         return _OpenResources(0, 0, 0, 0)
     tasks = os.listdir("/proc/self/task")
@@ -170,11 +177,3 @@ def _free_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 1 << 62
-
-
-def _bound(check: Callable[[Any], Coroutine[Any, Any, None]], argument: object) -> Callable[[], Coroutine[Any, Any, None]]:
-    return lambda: check(argument)
-
-
-def _promise(check: Callable[..., object]) -> str:
-    return " ".join((check.__doc__ or check.__name__).split())

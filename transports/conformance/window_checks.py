@@ -9,8 +9,11 @@ from contextlib import asynccontextmanager
 from flowrt.transports.conformance.kit import (
     SMALL,
     MakePair,
+    cancelled_after,
+    carry,
     carry_one,
     check_numbered,
+    checks_of,
     expect,
     expect_error,
     numbered,
@@ -78,8 +81,7 @@ async def check_window_bounds(make_pair: MakePair) -> None:
             await expect_error(WindowError, _set(window, flag, value), f"flag {flag} cannot be {value}")
         await expect_error(WindowError, window.wait_flag(2), "there is no such flag")
         expect(not any(window.buffer) and window.flag(0) == 0, "what is refused changes nothing")
-        await one.send(numbered(1, 5000))
-        check_numbered(await within(two.recv(), "recv"), 1, 5000)
+        await carry(one, two, 1, 5000)
 
 
 async def _set(window: Window, flag: int, value: int) -> None:
@@ -122,11 +124,11 @@ async def check_window_flags(make_pair: MakePair) -> None:
             expect(not other.done(), "another flag is another flag")
             await within(remote.set_flag(MAX_FLAGS - 1, turn), "set_flag")
             expect(await within(other, "wait_flag") == turn, "the owner is woken")
-            answering = asyncio.ensure_future(remote.wait_flag(0, turn - 1))
+            responding = asyncio.ensure_future(remote.wait_flag(0, turn - 1))
             if turn % 2:
                 await asyncio.sleep(0.001 * (turn % 3))
             window.set_flag(0, turn)
-            expect(await within(answering, "wait_flag") == turn == remote.flag(0), "the peer is woken")
+            expect(await within(responding, "wait_flag") == turn == remote.flag(0), "the peer is woken")
         expect(window.flag(3) == 29 == remote.flag(3), "both ends know what the peer set")
         await within(remote.set_flag(5, 2**64 - 1), "set_flag")
         expect(await within(window.wait_flag(5), "wait_flag") == 2**64 - 1, "a flag has 64 bits")
@@ -143,7 +145,7 @@ async def check_window_is_one_sided(make_pair: MakePair) -> None:
         expect(await within(remote.read(50_000, 200_000), "read") == pattern(200_000), "what was written is read")
         expect(window.buffer[99:1099] == pattern(1000, 99), "the last write holds")
         await receive_all(one, 0, 3, 1000)
-        expect(one.recv_nowait() is None, "a window's traffic is nobody's message")
+        expect(one.recv_nowait() is None, "a window's traffic is not received as messages")
 
 
 async def check_window_among_messages(make_pair: MakePair) -> None:
@@ -182,13 +184,12 @@ async def check_window_closed(make_pair: MakePair) -> None:
         await expect_error(WindowError, window.wait_flag(0), "a closed window has no flags to wait for")
         for call in (remote.write(0, b"x"), remote.read(0, 1), remote.set_flag(0, 1), two.attach_window(window.key)):
             await expect_error(WindowError, call, "a closed window is closed")
-        kept = await within(two.attach_window(other.key), "attach_window")
-        await within(kept.write(0, b"still"), "write")
-        expect(bytes(other.buffer[:5]) == b"still", "other windows go on")
-        await within(kept.aclose(), "aclose")
-        await expect_error(WindowError, kept.write(0, b"x"), "this end has let go of it")
-        await one.send(numbered(1))
-        check_numbered(await within(two.recv(), "recv"), 1)
+        still_open = await within(two.attach_window(other.key), "attach_window")
+        await within(still_open.write(0, b"still"), "write")
+        expect(bytes(other.buffer[:5]) == b"still", "other windows keep working")
+        await within(still_open.aclose(), "aclose")
+        await expect_error(WindowError, still_open.write(0, b"x"), "a detached window cannot be written")
+        await carry(one, two, 1)
         for _ in range(3 * MAX_WINDOWS):
             await one.open_window(10).aclose()
             await asyncio.sleep(0)  # lets the peer process the close in this loop
@@ -206,15 +207,15 @@ async def check_window_ends_with_the_channel(make_pair: MakePair) -> None:
     for closer in (0, 1):
         async with _windowed(make_pair, 1000, 2) as (one, two, window, remote):
             waiting = [asyncio.ensure_future(window.wait_flag(0)), asyncio.ensure_future(remote.wait_flag(1))]
-            await within(remote.write(0, b"kept"), "write")
+            await within(remote.write(0, b"data"), "write")
             await carry_one(two, one)
             await within((one, two)[closer].aclose(), "aclose")
             kinds = (ClosedChannelError, BrokenChannelError)
-            await expect_error(kinds[closer], waiting[0], "closing wakes who waits")
-            await expect_error(kinds[1 - closer], waiting[1], "closing wakes who waits")
+            await expect_error(kinds[closer], waiting[0], "closing wakes waits for flags")
+            await expect_error(kinds[1 - closer], waiting[1], "closing wakes waits for flags")
             await expect_error(kinds[closer], _open(one), "no windows on a channel that ended")
             await expect_error(kinds[1 - closer], two.attach_window(window.key), "no windows on a channel that ended")
-            expect(bytes(window.buffer[:4]) == b"kept", "the owner's memory is still there")
+            expect(bytes(window.buffer[:4]) == b"data", "the owner's memory is still there")
 
 
 async def check_window_cancelled(make_pair: MakePair) -> None:
@@ -222,22 +223,14 @@ async def check_window_cancelled(make_pair: MakePair) -> None:
     async with _windowed(make_pair, 1 << 20, 2) as (one, two, window, remote):
         data = bytearray(pattern(1 << 20))
         for turns in range(12):
-            writing = asyncio.ensure_future(remote.write(0, data, 0, turns + 1))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            writing.cancel()
-            await asyncio.wait([writing])
+            writing = await cancelled_after(remote.write(0, data, 0, turns + 1), turns)
             expect(writing.cancelled() or window.flag(0) == turns + 1, "a write that was not cancelled has set its flag")
             await within(remote.set_flag(1, turns + 1), "set_flag")
-            expect(await within(window.wait_flag(1, turns), "wait_flag") == turns + 1, "flags go on after a cancelled write")
-            waiting = asyncio.ensure_future(window.wait_flag(1, turns + 1))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
+            expect(await within(window.wait_flag(1, turns), "wait_flag") == turns + 1, "flags work after a cancelled write")
+            await cancelled_after(window.wait_flag(1, turns + 1), 1)
         await within(remote.write(0, data), "write")
         expect(window.buffer == data, "the window can still be written")
-        await one.send(numbered(1))
-        check_numbered(await within(two.recv(), "recv"), 1)
+        await carry(one, two, 1)
 
 
 async def check_acknowledged(make_pair: MakePair) -> None:
@@ -253,11 +246,11 @@ async def check_acknowledged(make_pair: MakePair) -> None:
             for index, task in enumerate((first, *others)):
                 check_numbered(await within(one.recv(), "recv"), 3 * number + index, nbytes if not index else 10)
                 await within(task, "a synchronous send")
-            expect(window.buffer == pattern(5000, number), "windows go on meanwhile")
-        lost = asyncio.ensure_future(two.send_acknowledged(numbered(99)))
+            expect(window.buffer == pattern(5000, number), "windows keep working meanwhile")
+        unread = asyncio.ensure_future(two.send_acknowledged(numbered(99)))
         await carry_one(one, two)
         await within(one.aclose(), "aclose")
-        await expect_error(BrokenChannelError, lost, "a peer that closes without taking it breaks a synchronous send")
+        await expect_error(BrokenChannelError, unread, "a peer that closes without taking it breaks a synchronous send")
     async with opened(make_pair) as (one, two):
         held = asyncio.ensure_future(two.send_acknowledged(numbered(0)))
         await asyncio.sleep(0)
@@ -265,16 +258,4 @@ async def check_acknowledged(make_pair: MakePair) -> None:
         await expect_error(ClosedChannelError, held, "closing wakes a synchronous send")
 
 
-WINDOW_CHECKS = (
-    check_window_writes_and_reads,
-    check_window_of_strides,
-    check_window_bounds,
-    check_window_keys,
-    check_window_flags,
-    check_window_is_one_sided,
-    check_window_among_messages,
-    check_window_closed,
-    check_window_ends_with_the_channel,
-    check_window_cancelled,
-    check_acknowledged,
-)
+WINDOW_CHECKS = checks_of(__name__)

@@ -159,7 +159,7 @@ class CUDADriver(Driver):
 
     def _check(self, name: str, status: int) -> None:
         if status:
-            raise DriverError(f"{name}: {_word(self._library, status)}")
+            raise DriverError(f"{name}: {_error_name(self._library, status)}")
 
 
 @cache
@@ -185,13 +185,13 @@ def unavailable_reason() -> str | None:
     if not status:
         status = library.cuDeviceGetCount(ctypes.byref(count))
     if status:
-        return f"cuda cannot use the NVIDIA driver ({_word(library, status)}); use shm, or see what nvidia-smi says"
+        return f"cuda cannot use the NVIDIA driver ({_error_name(library, status)}); use shm, or see what nvidia-smi says"
     if not count.value:
         return "cuda sees no GPU (is CUDA_VISIBLE_DEVICES empty?); use shm"
     return None
 
 
-def _word(library: Any, status: int) -> str:
+def _error_name(library: Any, status: int) -> str:
     text = ctypes.c_char_p()
     library.cuGetErrorName(status, ctypes.byref(text))
     return (text.value or b"").decode("ascii", "replace") or f"error {status}"

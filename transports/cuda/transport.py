@@ -12,7 +12,7 @@ A receiver that holds many tensors copies further payloads to separate device me
 (different devices, a container), the bytes go over the host. This is slower but never blocks, and `host_copies` counts it.
 
 The protocol adds two frames to those of stream.py: AREA (uint64 bytes, 64 bytes handle) and GIVEN_BACK (uint64 start). The kind of a
-message with device tensors begins with "@"; its header is a `_Placed`."""
+message with device tensors begins with "@"; its header is a `_DeviceHeader`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _START = struct.Struct("<Q")
 _MARK = "@"
 
 
-class _Placed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _DeviceHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The header of a message with device tensors: the original header, all tensor specs, which of them are on the device, and where."""
 
     header: bytes | None
@@ -52,7 +52,7 @@ class _Placed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     nbytes: int
 
 
-_decode_placed = msgspec.msgpack.Decoder(_Placed).decode
+_decode_device_header = msgspec.msgpack.Decoder(_DeviceHeader).decode
 
 
 class CUDAChannel(StreamChannel):
@@ -69,16 +69,16 @@ class CUDAChannel(StreamChannel):
         self._peer_area = 0  # address at which the peer's area is mapped
         self._ranges = Ranges(0)  # of the peer's area
         self._held: dict[int, int] = {}  # start -> bytes of the ranges of the own area that the user holds
-        self._let_go: deque[tuple[object, int, Area | None]] = deque()  # fence, start of the range, and the area to which it was copied
-        self._looking = False
+        self._returning: deque[tuple[object, int, Area | None]] = deque()  # fence, start of the range, and the area to which it was copied
+        self._polls_device = False
         self.host_copies = 0
-        self._loop.call_soon(self._tell_area)  # after the last bytes of the handshake
+        self._loop.call_soon(self._send_area)  # after the last bytes of the handshake
 
     def statistics(self) -> ChannelStatistics:
         self._counters.held_buffers = len(self._held)
         return super().statistics()
 
-    def _tell_area(self) -> None:
+    def _send_area(self) -> None:
         if not self._closed and self._broken is None:
             self._write([_FRAME.pack(_AREA_KIND, _AREA.size), _AREA.pack(self._area.nbytes, self._driver.export(self._area.pointer))])
 
@@ -95,7 +95,7 @@ class CUDAChannel(StreamChannel):
         if not self._sending.fits(total):
             return False
         try:
-            placed = self._place(message, pointers)
+            placed = self._copy_to_peer(message, pointers)
         except DriverError as error:
             raise InvalidMessageError(f"a tensor cannot be read from the device: {error}") from error
         super()._transmit(placed)  # there is room: the bytes of `placed` are part of the total
@@ -104,7 +104,7 @@ class CUDAChannel(StreamChannel):
         self._counters.bytes_sent += on_device
         return True
 
-    def _place(self, message: Message, pointers: list[int | None]) -> Message:
+    def _copy_to_peer(self, message: Message, pointers: list[int | None]) -> Message:
         """Returns the message for the stream. The device tensors are copied into the peer's area, or into the message as bytes."""
         tensors = message.tensors
         sizes = [aligned(tensor.spec.nbytes) for tensor, pointer in zip(tensors, pointers, strict=True) if pointer is not None]
@@ -127,7 +127,9 @@ class CUDAChannel(StreamChannel):
                 self._driver.wait()
             header = message.header if message.header is None or isinstance(message.header, bytes) else _encoded(message)
             on_device = tuple(pointer is not None for pointer in pointers)
-            described = _Placed(header, tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes))
+            described = _DeviceHeader(
+                header, tuple(tensor.spec for tensor in tensors), on_device, -1 if start is None else start, sum(sizes)
+            )
             placed = Message(_MARK + message.kind, message.tag, message.edge, described, tuple(rest))
             encode(placed, self._sending.sent_messages, self.limits)  # raises before the range is announced
         except BaseException:
@@ -159,7 +161,7 @@ class CUDAChannel(StreamChannel):
             super()._deliver(envelope, buffers, payload_bytes)
             return
         try:
-            placed = _decode_placed(envelope.header or b"")
+            placed = _decode_device_header(envelope.header or b"")
         except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"a message on the device that cannot be read: {error}") from error
         total = self._check(placed, envelope)
@@ -168,13 +170,13 @@ class CUDAChannel(StreamChannel):
         if window.arrived_messages - window.reported_messages > 1 and window.arrived_bytes - window.reported_bytes > self._capacity_bytes:
             raise WireError("the peer sent more than the channel may hold")
         try:
-            tensors: list[object] = self._pick_up(placed, buffers) if not self._closed else [b""] * len(placed.tensors)
+            tensors: list[object] = self._take_buffers(placed, buffers) if not self._closed else [b""] * len(placed.tensors)
         except DriverError as error:
             raise WireError(f"the device failed: {error}") from error
         own = msgspec.structs.replace(envelope, kind=envelope.kind[1:], header=placed.header, tensors=placed.tensors)
         super()._deliver(own, tensors, total)
 
-    def _check(self, placed: _Placed, envelope: Envelope) -> int:
+    def _check(self, placed: _DeviceHeader, envelope: Envelope) -> int:
         """Returns the total payload bytes of a message. Raises WireError for an invalid message."""
         if len(placed.tensors) != len(placed.on_device) or len(placed.tensors) > self.limits.max_tensors:
             raise WireError(f"{len(placed.tensors)} tensors in a message on the device")
@@ -188,7 +190,7 @@ class CUDAChannel(StreamChannel):
             raise WireError("a range that is not in the area, or is in use")
         return total
 
-    def _pick_up(self, placed: _Placed, buffers: list[object] | list[bytearray]) -> list[object]:
+    def _take_buffers(self, placed: _DeviceHeader, buffers: list[object] | list[bytearray]) -> list[object]:
         """Returns a buffer for each tensor. A device buffer lies in the own area, or in separate device memory when its bytes came over the
         host or the user holds too much of the area."""
         area, base, held = self._area, placed.start, None
@@ -197,10 +199,10 @@ class CUDAChannel(StreamChannel):
             held = HeldRanges(area, lambda: None)
             if placed.start >= 0:
                 self._driver.copy(area.pointer, self._area.pointer + placed.start, placed.nbytes)
-                self._let_go_of(placed.start, area)
+                self._return_range(placed.start, area)
         else:
             self._held[placed.start] = placed.nbytes
-            held = HeldRanges(area, lambda: self._on_dropped(placed.start))
+            held = HeldRanges(area, lambda: self._on_range_freed(placed.start))
         rest = iter(buffers)
         found: list[object] = []
         offset = base
@@ -217,27 +219,27 @@ class CUDAChannel(StreamChannel):
 
     # Returning ranges.
 
-    def _on_dropped(self, start: int) -> None:
+    def _on_range_freed(self, start: int) -> None:
         """Handles the release of a range by the user, possibly on another thread."""
         self._held.pop(start, None)
         with suppress(RuntimeError):  # the loop and the channel are closed
-            self._loop.call_soon_threadsafe(self._let_go_of, start)
+            self._loop.call_soon_threadsafe(self._return_range, start)
 
-    def _let_go_of(self, start: int, copied_to: Area | None = None) -> None:
+    def _return_range(self, start: int, copied_to: Area | None = None) -> None:
         """Returns the range at `start` to the peer after the device has finished all earlier work."""
         if self._closed or self._broken is not None:
             return
-        self._let_go.append((self._driver.fence(), start, copied_to))
-        if not self._looking:
-            self._looking = True
+        self._returning.append((self._driver.fence(), start, copied_to))
+        if not self._polls_device:
+            self._polls_device = True
             self._give_back()
 
     def _give_back(self) -> None:
-        while self._let_go and not self._closed and self._driver.passed(self._let_go[0][0]):
-            start = self._let_go.popleft()[1]
+        while self._returning and not self._closed and self._driver.passed(self._returning[0][0]):
+            start = self._returning.popleft()[1]
             self._write([_FRAME.pack(_GIVEN_BACK_KIND, _START.size), _START.pack(start)])
-        self._looking = bool(self._let_go) and not self._closed
-        if self._looking:
+        self._polls_device = bool(self._returning) and not self._closed
+        if self._polls_device:
             self._loop.call_later(GIVE_BACK_SECONDS, self._give_back)
 
     async def _shut(self) -> None:
@@ -247,8 +249,8 @@ class CUDAChannel(StreamChannel):
             self._ranges = Ranges(0)
             with suppress(DriverError):
                 self._driver.wait()
-                while self._let_go:
-                    self._driver.passed(self._let_go.popleft()[0])
+                while self._returning:
+                    self._driver.passed(self._returning.popleft()[0])
                 if self._peer_area:
                     self._driver.close(self._peer_area)
 

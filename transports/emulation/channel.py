@@ -12,7 +12,7 @@ delivery time from them. Timers only decide when to check, so their delays do no
 owner of the Nic gets the delay.
 
 A channel serves one message at a time; the next one waits in `send`, in order. So the wrapper copies nothing, its sender holds nothing,
-and its receiver holds at most what the limits allow, besides the channel below.
+and its receiver holds at most what the limits allow, besides the channel inner_counters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import LINGER_SECONDS, Channel, ChannelStatistics, Limits
-from flowrt.transports.emulation.frames import ASK, PASSED, TAKEN, HeldMessage, Passed, Stamp, disguised, undisguised
+from flowrt.transports.emulation.frames import PASSED, REQUEST_TAKEN, TAKEN, ArrivingMessage, Passed, Stamp, escaped, unescaped
 from flowrt.transports.emulation.nic import Cancellable, Nic
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel, InvalidMessageError, LimitError, TransportError
 from flowrt.transports.wire.codec import WireError
@@ -48,39 +48,39 @@ class EmulatedChannel(QueuedChannel):
         # Out.
         self._number = self._acknowledged = -1  # number of the last data frame; number of the last one known to be taken by the peer's user
         self._busy = False  # the NIC serves a message of this end, or is about to
-        self._asked: tuple[float, float] | None = None  # since when the head of the queue waits, and its work
-        self._granted: float | None = None  # when the service of the head began; the head must be sent now
-        self._early: float | None = None  # when the service of the head ended, if before it was sent
-        self._is_ghost = False  # the message in service was cancelled before it was sent
-        self._untold: float | None = None  # when message `_number` had passed the NIC, if not reported yet
+        self._service_request: tuple[float, float] | None = None  # since when the head of the queue waits, and its work
+        self._service_begin: float | None = None  # when the service of the head began; the head must be sent now
+        self._service_end: float | None = None  # when the service of the head ended, if before it was sent
+        self._serves_cancelled = False  # the message in service was cancelled before it was sent
+        self._unreported: float | None = None  # when message `_number` had passed the NIC, if not reported yet
         self._unsent: deque[Message] = deque()  # control frames for which `inner` had no room
         self._writing = False
-        self._below: tuple[Message, int, float | None] | None = (
-            None  # the head's frame, waiting for room, with the previous `_number` and `_untold`
+        self._head_frame: tuple[Message, int, float | None] | None = (
+            None  # the head's frame, waiting for room, with the previous `_number` and `_unreported`
         )
         # In.
-        self._held: deque[HeldMessage] = deque()
-        self._held_bytes = 0
-        self._inbox: deque[HeldMessage] = deque()
+        self._arriving: deque[ArrivingMessage] = deque()
+        self._arriving_bytes = 0
+        self._inbox: deque[ArrivingMessage] = deque()
         self._taken_number = self._reported_number = self._requested_number = -1  # of messages: taken; reported as taken; requested
-        self._taken: asyncio.Future[None] | None = None  # the reader waits for room
+        self._room: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
         self._final: str | None = None  # reason why `inner` ended; "" for an orderly end
         self._reader = self._spawn(self._read(), "reader")
 
     def statistics(self) -> ChannelStatistics:
-        below = self._inner.statistics()
+        inner_counters = self._inner.statistics()
         return msgspec.structs.replace(
             self._counters,
-            late_wakeups=below.late_wakeups,
-            held_buffers=below.held_buffers,
-            messages_dropped=below.messages_dropped,
+            late_wakeups=inner_counters.late_wakeups,
+            held_buffers=inner_counters.held_buffers,
+            messages_dropped=inner_counters.messages_dropped,
         )
 
     async def send_acknowledged(self, message: Message) -> None:
         await self.send(message)
         number = self._number  # still the number of `message`: the next sender has not run yet
-        self._queue(Message(ASK, header=Passed(number, self._nic.timer.now())))
+        self._queue(Message(REQUEST_TAKEN, header=Passed(number, self._nic.timer.now())))
         await self._until(lambda: self._acknowledged >= number)
 
     # Out: QueuedChannel's queue of senders, whose head requests the NIC.
@@ -89,54 +89,54 @@ class EmulatedChannel(QueuedChannel):
         if self._busy or self._unsent:
             return False
         start = self._nic.timer.now()
-        if not self._put(message, start):
+        if not self._send_frame(message, start):
             return False
         self._serve(message, start)
         return True
 
     def _advance(self, message: Message) -> bool:
-        """Returns True once the message is sent, or is in `_below` and only waits for room in `inner`."""
-        granted = self._granted
+        """Returns True once the message is sent, or is in `_head_frame` and only waits for room in `inner`."""
+        granted = self._service_begin
         if (granted is None and self._busy) or self._unsent:
-            if self._asked is None and granted is None:
-                self._asked = self._nic.timer.now(), self._nic.work(message)
+            if self._service_request is None and granted is None:
+                self._service_request = self._nic.timer.now(), self._nic.work(message)
             return False
         start = self._nic.timer.now() if granted is None else granted
-        if not self._put(message, start):
-            self._below = self._next_frame(message, start), self._number, self._untold
-            self._number, self._untold = self._number + 1, None
-        self._asked = self._granted = None
+        if not self._send_frame(message, start):
+            self._head_frame = self._next_frame(message, start), self._number, self._unreported
+            self._number, self._unreported = self._number + 1, None
+        self._service_request = self._service_begin = None
         if granted is None:
             self._serve(message, start)
-        elif self._early is not None:
-            passed, self._early = self._early, None
+        elif self._service_end is not None:
+            passed, self._service_end = self._service_end, None
             self._on_passed(passed)
         return True
 
     async def _send_at_head(self, message: Message) -> None:
         await super()._send_at_head(message)
-        if self._below is not None:
-            await self._inner.send(self._below[0])
-            self._below = None
+        if self._head_frame is not None:
+            await self._inner.send(self._head_frame[0])
+            self._head_frame = None
             self._count_sent(message)
-            self._tell()
+            self._report_passed()
 
     def _abandon(self) -> None:
-        self._asked = None
-        if self._granted is not None:
-            self._is_ghost = self._busy = self._early is None
-            self._granted = self._early = None
-            self._tell()
-        elif self._below is not None:
-            _, number, untold = self._below
-            self._below, self._is_ghost, self._untold = None, self._busy, None
-            if untold is not None:
-                self._queue(Message(PASSED, header=Passed(number, untold)))
+        self._service_request = None
+        if self._service_begin is not None:
+            self._serves_cancelled = self._busy = self._service_end is None
+            self._service_begin = self._service_end = None
+            self._report_passed()
+        elif self._head_frame is not None:
+            _, number, unreported = self._head_frame
+            self._head_frame, self._serves_cancelled, self._unreported = None, self._busy, None
+            if unreported is not None:
+                self._queue(Message(PASSED, header=Passed(number, unreported)))
 
-    def _put(self, message: Message, start: float) -> bool:
+    def _send_frame(self, message: Message, start: float) -> bool:
         if not self._inner.send_nowait(self._next_frame(message, start)):
             return False
-        self._number, self._untold = self._number + 1, None
+        self._number, self._unreported = self._number + 1, None
         self._count_sent(message)
         return True
 
@@ -149,8 +149,8 @@ class EmulatedChannel(QueuedChannel):
                 raise InvalidMessageError(f"the header of a {message.kind!r} message cannot be encoded: {error}") from error
         if header is not None and len(header) > self.limits.max_header_bytes:
             raise LimitError(f"the header of a {message.kind!r} message takes {len(header)} bytes of {self.limits.max_header_bytes}")
-        stamp = Stamp(self._number + 1, start, self._untold, header)
-        return Message(disguised(message.kind), message.tag, message.edge, stamp, message.tensors)
+        stamp = Stamp(self._number + 1, start, self._unreported, header)
+        return Message(escaped(message.kind), message.tag, message.edge, stamp, message.tensors)
 
     def _count_sent(self, message: Message) -> None:
         self._counters.messages_sent += 1
@@ -162,27 +162,27 @@ class EmulatedChannel(QueuedChannel):
 
     def _on_passed(self, time: float) -> None:
         """Handles the end of service of a message on the sender's NIC. A waiting head of the queue is served from the same moment."""
-        if self._granted is not None:
-            self._early = time
+        if self._service_begin is not None:
+            self._service_end = time
             return
-        if self._is_ghost:
-            self._is_ghost = False
+        if self._serves_cancelled:
+            self._serves_cancelled = False
         else:
-            self._untold = time
-        if self._closed or self._asked is None:
+            self._unreported = time
+        if self._closed or self._service_request is None:
             self._busy = False
-            self._tell()
+            self._report_passed()
         else:
-            since, work = self._asked
-            self._asked, self._granted = None, max(time, since)
-            self._nic.sending.add(self._on_passed, self._granted, work)
+            since, work = self._service_request
+            self._service_request, self._service_begin = None, max(time, since)
+            self._nic.sending.add(self._on_passed, self._service_begin, work)
         self._wake_sender()
 
-    def _tell(self) -> None:
+    def _report_passed(self) -> None:
         """Sends an unreported time in a separate frame, behind its message."""
-        if self._untold is not None and self._below is None and not self._closed:
-            frame = Message(PASSED, header=Passed(self._number, self._untold))
-            self._untold = None
+        if self._unreported is not None and self._head_frame is None and not self._closed:
+            frame = Message(PASSED, header=Passed(self._number, self._unreported))
+            self._unreported = None
             try:
                 if self._unsent or not self._inner.send_nowait(frame):
                     self._queue(frame)
@@ -214,20 +214,20 @@ class EmulatedChannel(QueuedChannel):
         if not self._inbox:
             return None
         head = self._inbox.popleft()
-        self._let_go(head)
+        self._release(head)
         self._taken_number = head.number
         if self._requested_number > self._reported_number:
-            self._tell_taken()
+            self._report_taken()
         return head.message
 
-    def _let_go(self, held: HeldMessage) -> None:
-        self._held_bytes -= held.size
+    def _release(self, arriving: ArrivingMessage) -> None:
+        self._arriving_bytes -= arriving.size
         self._counters.messages_received += 1
-        self._counters.bytes_received += held.size
-        if self._taken is not None and not self._taken.done():
-            self._taken.set_result(None)
+        self._counters.bytes_received += arriving.size
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
-    def _tell_taken(self) -> None:
+    def _report_taken(self) -> None:
         if self._taken_number > self._reported_number and self._final is None:
             self._reported_number = self._taken_number
             self._queue(Message(TAKEN, header=Passed(self._reported_number, self._nic.timer.now())))
@@ -239,14 +239,14 @@ class EmulatedChannel(QueuedChannel):
     async def _read(self) -> None:
         try:
             while True:
-                self._hear(await self._inner.recv())
+                self._read_frame(await self._inner.recv())
                 while self._is_full():
-                    self._taken = self._loop.create_future()
-                    await self._taken
+                    self._room = self._loop.create_future()
+                    await self._room
         except EndOfChannel:
-            self._over("")
+            self._on_inner_end("")
         except BrokenChannelError as error:
-            self._over(str(error) or "broken")
+            self._on_inner_end(str(error) or "broken")
         except ClosedChannelError:
             pass
         except msgspec.ValidationError as error:
@@ -254,18 +254,18 @@ class EmulatedChannel(QueuedChannel):
 
     def _is_full(self) -> bool:
         """Whether the receiver is at its limits. Always False while every message here waits for its PASSED frame, which arrives later."""
-        if not self._inbox and (not self._held or self._held[0].sent is None):
+        if not self._inbox and (not self._arriving or self._arriving[0].sent is None):
             return False
         limits = self.limits
-        return len(self._held) + len(self._inbox) >= limits.capacity_messages or self._held_bytes >= limits.capacity_bytes
+        return len(self._arriving) + len(self._inbox) >= limits.capacity_messages or self._arriving_bytes >= limits.capacity_bytes
 
-    def _hear(self, frame: Message) -> None:
+    def _read_frame(self, frame: Message) -> None:
         if frame.kind == PASSED:
             passed = frame.decode_header(Passed)
             self._has_passed(passed.number, passed.seconds)
-        elif frame.kind == ASK:
+        elif frame.kind == REQUEST_TAKEN:
             self._requested_number = max(self._requested_number, frame.decode_header(Passed).number)
-            self._tell_taken()
+            self._report_taken()
         elif frame.kind == TAKEN:
             taken, latency = frame.decode_header(Passed), self._nic.latency_seconds
             self._nic.timer.call_at(taken.seconds + latency, lambda: self._on_acknowledged(taken.number))
@@ -273,69 +273,69 @@ class EmulatedChannel(QueuedChannel):
             stamp = frame.decode_header(Stamp)
             if stamp.before_seconds is not None:
                 self._has_passed(stamp.number - 1, stamp.before_seconds)
-            message = Message(undisguised(frame.kind), frame.tag, frame.edge, stamp.header, frame.tensors)
+            message = Message(unescaped(frame.kind), frame.tag, frame.edge, stamp.header, frame.tensors)
             size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
-            held = HeldMessage(message, stamp.number, size, stamp.start_seconds, work)
-            self._held.append(held)
-            self._held_bytes += size
-            held.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
-        self._give_out()
+            arriving = ArrivingMessage(message, stamp.number, size, stamp.start_seconds, work)
+            self._arriving.append(arriving)
+            self._arriving_bytes += size
+            arriving.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
+        self._deliver_due()
 
     def _has_passed(self, number: int, seconds: float) -> None:
-        for held in self._held:
-            if held.number <= number and held.sent is None:
-                held.sent = seconds
+        for arriving in self._arriving:
+            if arriving.number <= number and arriving.sent is None:
+                arriving.sent = seconds
 
     def _on_received(self, time: float) -> None:
-        first = next((held for held in self._held if held.received is None), None)
+        first = next((arriving for arriving in self._arriving if arriving.received is None), None)
         if first is not None:  # None: closed meanwhile
             first.received = time
-            self._give_out()
+            self._deliver_due()
 
-    def _give_out(self) -> None:
+    def _deliver_due(self) -> None:
         """Delivers all due messages in order and sets the alarm for the next one."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
         nic, num_before = self._nic, len(self._inbox)
-        while self._held:
-            head = self._held[0]
+        while self._arriving:
+            head = self._arriving[0]
             if head.sent is None or head.received is None:
                 break
             due, now = max(head.received, head.sent + nic.latency_seconds), nic.timer.now()
             if due > now:
-                self._alarm = nic.timer.call_at(due, self._give_out)
+                self._alarm = nic.timer.call_at(due, self._deliver_due)
                 break
-            self._held.popleft()
+            self._arriving.popleft()
             if head.message.kind[:1] == RESERVED:
-                self._hear_of_windows(head)
+                self._deliver_window_message(head)
             else:
                 self._inbox.append(head)
             nic.note(due - head.start, now - due + head.moved)
         if len(self._inbox) > num_before:
             self._wake_receiver()
-        if self._final is not None and not self._held:
+        if self._final is not None and not self._arriving:
             if self._final:
                 self._break(self._final)
             else:
                 self._end()
 
-    def _hear_of_windows(self, held: HeldMessage) -> None:
+    def _deliver_window_message(self, arriving: ArrivingMessage) -> None:
         """Processes a window message, which took its time on the link like any other message."""
-        self._let_go(held)
+        self._release(arriving)
         try:
             if not self._closed:
-                self._message_windows().on_message(held.message)
+                self._message_windows().on_message(arriving.message)
         except WireError as error:
             self._break(str(error), nonsense=True)
 
-    def _over(self, reason: str) -> None:
+    def _on_inner_end(self, reason: str) -> None:
         """Handles the end of `inner`: arrived messages are still delivered at their times, then the end is reported."""
         self._final = reason
-        for held in self._held:
-            if held.sent is None:
-                held.sent = held.start + held.work
-        self._give_out()
+        for arriving in self._arriving:
+            if arriving.sent is None:
+                arriving.sent = arriving.start + arriving.work
+        self._deliver_due()
 
     # Closing.
 
@@ -346,8 +346,8 @@ class EmulatedChannel(QueuedChannel):
         if self._alarm is not None:
             self._alarm.cancel()
         self._reader.cancel()
-        if self._busy and not self._is_ghost and self._granted is None and self._final is None:
-            passed = self._nic.sending.line.finish_if_nothing_came(self._on_passed)
+        if self._busy and not self._serves_cancelled and self._service_begin is None and self._final is None:
+            passed = self._nic.sending.model.finish_without_arrivals(self._on_passed)
             self._queue(Message(PASSED, header=Passed(self._number, passed or self._nic.timer.now())))
         try:
             if self._tasks:
@@ -356,7 +356,7 @@ class EmulatedChannel(QueuedChannel):
             for task in self._tasks:
                 task.cancel()
             self._unsent.clear()
-            self._held.clear()
+            self._arriving.clear()
             self._inbox.clear()
             await self._inner.aclose()
             if self._tasks:

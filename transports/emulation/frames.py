@@ -1,4 +1,4 @@
-"""Defines the frames of an emulated link on the channel below it: stamped headers, control kinds, and disguised window calls."""
+"""Defines the frames of an emulated link on the channel below it: stamped headers, control kinds, and escaped window calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
-ASK = "link.ask"  # the sender requests a report when this message is taken
+REQUEST_TAKEN = "link.ask"  # the sender requests a report when this message is taken
 TAKEN = "link.taken"  # the receiver's user has taken it
-_DISGUISE = "link"
+_ESCAPE = "link"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +33,7 @@ class Passed(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class HeldMessage:
+class ArrivingMessage:
     """An arriving message, and the times at which it passed each NIC."""
 
     message: Message
@@ -46,10 +46,10 @@ class HeldMessage:
     received: float | None = None  # passed the receiver's NIC
 
 
-def disguised(kind: str) -> str:
+def escaped(kind: str) -> str:
     """Returns the kind for the channel below, which must not mistake a window call of this link for one of its own windows."""
-    return _DISGUISE + kind if kind[:1] == RESERVED else kind
+    return _ESCAPE + kind if kind[:1] == RESERVED else kind
 
 
-def undisguised(kind: str) -> str:
-    return kind[len(_DISGUISE) :] if kind.startswith(_DISGUISE + RESERVED) else kind
+def unescaped(kind: str) -> str:
+    return kind[len(_ESCAPE) :] if kind.startswith(_ESCAPE + RESERVED) else kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from flowrt.transports.emulation.nic_model import SharedLine
+from flowrt.transports.emulation.nic_model import SharedDirection
 from flowrt.transports.emulation.profiles import LinkProfile
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.wire.message import Message
@@ -15,7 +15,7 @@ class Cancellable(Protocol):
     def cancel(self) -> object: ...
 
 
-class Timer(Protocol):
+class LinkTimer(Protocol):
     """A clock in seconds that all processes of the machine share, with callbacks that never run early."""
 
     def now(self) -> float: ...
@@ -32,7 +32,7 @@ class Nic:
     channels.
     """
 
-    def __init__(self, profile: LinkProfile, timer: Timer, dilation: float = 1.0, note: Note | None = None) -> None:
+    def __init__(self, profile: LinkProfile, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
         self.profile = profile
         self.timer = timer
         self.latency_seconds = profile.latency_seconds * dilation
@@ -53,17 +53,17 @@ class Nic:
 
 
 class _Direction:
-    """A SharedLine in real time. A flow is a callback that gets the exact time at which one of its messages has passed."""
+    """A SharedDirection in real time. A flow is a callback that gets the exact time at which one of its messages has passed."""
 
-    def __init__(self, timer: Timer) -> None:
-        self.line = SharedLine()
+    def __init__(self, timer: LinkTimer) -> None:
+        self.model = SharedDirection()
         self._timer = timer
         self._alarm: Cancellable | None = None
         self._alarm_seconds = 0.0
         self._looking = False
 
     def add(self, flow: Callable[[float], None], begin: float, work: float) -> float:
-        moved = self.line.add(flow, begin, work)
+        moved = self.model.add(flow, begin, work)
         if not self._looking:
             self._look()
         return moved
@@ -76,12 +76,12 @@ class _Direction:
     def _look(self) -> None:
         self._looking = True
         try:
-            while (passed := self.line.step(self._timer.now())) is not None:
+            while (passed := self.model.step(self._timer.now())) is not None:
                 time, flow = passed
                 flow(time)  # type: ignore[operator]
         finally:
             self._looking = False
-        self._arm(self.line.next_event())
+        self._arm(self.model.next_event())
 
     def _arm(self, when: float | None) -> None:
         if self._alarm is not None:

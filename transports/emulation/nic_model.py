@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Hashable
 
 
-class SharedLine:
+class SharedDirection:
     """One direction of a NIC, computed up to `time`; no message can begin before `time`."""
 
     def __init__(self) -> None:
@@ -27,11 +27,6 @@ class SharedLine:
         self._begins: list[tuple[float, int, Hashable]] = []  # heap: heads of flows that begin later
         self._waiting: dict[Hashable, deque[tuple[float, float]]] = {}  # flow -> (begin, work) of its messages, head first
         self._count = 0  # breaks ties in the order of arrival
-
-    @property
-    def num_served(self) -> int:
-        """The number of flows that share the line at `time`."""
-        return len(self._finishes)
 
     def add(self, flow: Hashable, begin: float, work: float) -> float:
         """Adds a message of `flow` that arrives at `begin` (moved to `time` when `time` is later), behind all others of its flow.
@@ -71,11 +66,11 @@ class SharedLine:
             _, _, flow = heapq.heappop(self._begins)
             self._serve(flow)
 
-    def finish_if_nothing_came(self, flow: Hashable) -> float | None:
+    def finish_without_arrivals(self, flow: Hashable) -> float | None:
         """Returns when the message of `flow` in service would be done if no other message arrived; None when none is in service."""
-        time, served, num_left = self.time, self._served, len(self._finishes)
+        time, served, num_sharing = self.time, self._served, len(self._finishes)
         for at, _, other in sorted(self._finishes, key=lambda finish: finish[:2]):
-            time, served, num_left = time + max(0.0, at - served) * num_left, max(at, served), num_left - 1
+            time, served, num_sharing = time + max(0.0, at - served) * num_sharing, max(at, served), num_sharing - 1
             if other == flow:
                 return time
         return None

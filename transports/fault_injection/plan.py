@@ -57,18 +57,18 @@ class FaultPlan(msgspec.Struct, frozen=True):
         return [
             fault
             for index, fault in enumerate(self.faults)
-            if fault.direction == direction and self._befalls(index, fault, (channel, direction, number))
+            if fault.direction == direction and self._applies(index, fault, (channel, direction, number))
         ]
 
-    def drawn(self, *what: object) -> float:
+    def draw(self, *what: object) -> float:
         """Returns a number in [0, 1) that depends only on the seed and `what`."""
         digest = sha256(repr((self.seed, *what)).encode()).digest()
         return int.from_bytes(digest[:7], "little") / (1 << 56)
 
-    def _befalls(self, index: int, fault: MessageFault, message: tuple[int, Direction, int]) -> bool:
+    def _applies(self, index: int, fault: MessageFault, message: tuple[int, Direction, int]) -> bool:
         number = message[2]
         if fault.at is None:
-            return self.drawn(index, *message) < fault.rate
+            return self.draw(index, *message) < fault.rate
         if fault.kind == "cut" or fault.onward:
             return number >= fault.at
         return number == fault.at
@@ -88,7 +88,7 @@ def parse_plan(text: str) -> FaultPlan:
 def _parse_rule(rule: str) -> MessageFault:
     match = _RULE.fullmatch(rule)
     if match is None or match[2] not in KINDS:
-        raise AddressError(f"{rule[:60]!r} is no fault; kinds are {', '.join(KINDS)}, and a plan looks like {_EXAMPLE}")
+        raise AddressError(f"{rule[:60]!r} is not a fault; kinds are {', '.join(KINDS)}, and a plan looks like {_EXAMPLE}")
     direction: Direction = "out" if match[1] == "out" else "in"
     kind: Kind = next(kind for kind in KINDS if kind == match[2])
     if match[3] is not None and kind not in TIMED:
@@ -100,5 +100,5 @@ def _parse_rule(rule: str) -> MessageFault:
             raise AddressError(f"{rule!r}: " + ("a cut begins at a message, as in cut@100" if kind == "cut" else "at most 100%"))
         return MessageFault(kind=kind, direction=direction, rate=number / 100, seconds=seconds)
     if not number.is_integer():
-        raise AddressError(f"{rule!r}: a message's number is a whole one, a share ends with %")
+        raise AddressError(f"{rule!r}: the number of a message must be an integer; a share ends with %")
     return MessageFault(kind=kind, direction=direction, at=int(number), onward=match[5] == "+", seconds=seconds)

@@ -11,13 +11,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from flowrt.transports.channel.queued import QueuedChannel
 from flowrt.transports.contract import Channel, ChannelStatistics, Identity, Limits, Listener, RemoteWindow, Transport, Window
 from flowrt.transports.errors import AddressError, BrokenChannelError, BusyChannelError, ClosedChannelError, InvalidMessageError
 from flowrt.transports.fault_injection.plan import TIMED, Direction, FaultPlan, MessageFault, parse_plan
-from flowrt.transports.wire.codec import Part, WireError, decode, encode
+from flowrt.transports.wire.codec import WireError, decode, encode
 from flowrt.transports.wire.message import Message
 
 PREFIX = "faulty+"
@@ -53,13 +55,12 @@ class FaultyChannel(Channel):
         self._loop = asyncio.get_running_loop()
         self._faulty_out, self._faulty_in = plan.concerns("out"), plan.concerns("in")
         self._num_out = self._num_in = 0
-        self._line = asyncio.Lock()
-        self._here: deque[Message] = deque()  # received messages, held back until `_due`
+        self._send_turn = asyncio.Lock()
+        self._received: deque[Message] = deque()  # held back until `_due`
         self._due = 0.0
-        self._sleeper: asyncio.Future[None] | None = None
+        self._closing = asyncio.Event()
         self._receiving = False
         self._failure: str | None = None
-        self._closed = False
         self._num_logged = 0
 
     # Out.
@@ -74,7 +75,7 @@ class FaultyChannel(Channel):
         if not self._faulty_out:
             await send(message)
             return
-        async with self._line:
+        async with self._send_turn:
             self._raise_if_over()
             faults = self._plan.faults_of(self._number, "out", self._num_out)
             seconds = sum(fault.seconds for fault in faults)
@@ -82,7 +83,7 @@ class FaultyChannel(Channel):
                 self._note("out", self._num_out, faults[0].kind, f"{seconds} s")
                 await asyncio.sleep(seconds)
                 self._raise_if_over()
-            for each in self._befallen(message, "out", self._num_out, faults):
+            for each in self._apply(faults, message, "out", self._num_out):
                 await send(each)
             self._num_out += 1
 
@@ -90,16 +91,15 @@ class FaultyChannel(Channel):
         if not self._faulty_out:
             return self._inner.send_nowait(message)
         self._raise_if_over()
-        if self._line.locked():
+        if self._send_turn.locked():
             return False
         faults = self._plan.faults_of(self._number, "out", self._num_out)
         if any(fault.kind in TIMED for fault in faults):
             return False
         if not faults and not self._inner.send_nowait(message):
             return False
-        if faults:
-            for each in self._befallen(message, "out", self._num_out, faults):
-                self._inner.send_nowait(each)  # a message that does not fit is lost, which also counts as a fault
+        for each in self._apply(faults, message, "out", self._num_out) if faults else ():
+            self._inner.send_nowait(each)  # a message that does not fit is lost, which also counts as a fault
         self._num_out += 1
         return True
 
@@ -108,40 +108,39 @@ class FaultyChannel(Channel):
     async def recv(self) -> Message:
         if not self._faulty_in:
             return await self._inner.recv()
-        if self._receiving:
-            raise BusyChannelError("another task is in recv of this channel")
+        self._raise_if_receiving()
         self._receiving = True
         try:
-            while True:
-                if self._closed:
-                    raise ClosedChannelError("this channel was closed")
-                if self._here:
-                    if (wait := self._due - self._loop.time()) <= 0:
-                        return self._here.popleft()
-                    await self._sleep(wait)
-                elif self._failure is not None:
-                    raise BrokenChannelError(self._failure)
+            while (message := self._take()) is None:
+                if self._received:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._due - self._loop.time()):
+                            await self._closing.wait()
                 else:
                     self._admit(await self._inner.recv())
+            return message
         finally:
             self._receiving = False
 
     def recv_nowait(self) -> Message | None:
         if not self._faulty_in:
             return self._inner.recv_nowait()
+        self._raise_if_receiving()
+        while (message := self._take()) is None and not self._received and (received := self._inner.recv_nowait()) is not None:
+            self._admit(received)
+        return message
+
+    def _raise_if_receiving(self) -> None:
         if self._receiving:
             raise BusyChannelError("another task is in recv of this channel")
-        while True:
-            if self._closed:
-                raise ClosedChannelError("this channel was closed")
-            if self._here:
-                return self._here.popleft() if self._due <= self._loop.time() else None
-            if self._failure is not None:
-                raise BrokenChannelError(self._failure)
-            message = self._inner.recv_nowait()
-            if message is None:
-                return None
-            self._admit(message)
+
+    def _take(self) -> Message | None:
+        """The next received message, if it is due. A broken channel still delivers the messages before it broke."""
+        if not self._received or self._closing.is_set():
+            self._raise_if_over()
+        elif self._due <= self._loop.time():
+            return self._received.popleft()
+        return None
 
     def _admit(self, message: Message) -> None:
         """Applies the plan to a received message and queues the resulting messages (none, or one or more)."""
@@ -151,16 +150,7 @@ class FaultyChannel(Channel):
         if seconds:
             self._note("in", number, faults[0].kind, f"{seconds} s")
             self._due = self._loop.time() + seconds
-        self._here.extend(self._befallen(message, "in", number, faults))
-
-    async def _sleep(self, seconds: float) -> None:
-        self._sleeper = self._loop.create_future()
-        timer = self._loop.call_later(seconds, _wake, self._sleeper)
-        try:
-            await self._sleeper
-        finally:
-            timer.cancel()
-            self._sleeper = None
+        self._received.extend(self._apply(faults, message, "in", number))
 
     # Windows are those of `inner`: faults do not apply to them, but the end of the channel closes them.
 
@@ -172,40 +162,38 @@ class FaultyChannel(Channel):
         self._raise_if_over()
         return await self._inner.attach_window(key)
 
-    # Faults that change the messages themselves.
-
-    def _befallen(self, message: Message, direction: Direction, number: int, faults: list[MessageFault]) -> list[Message]:
+    def _apply(self, faults: list[MessageFault], message: Message, direction: Direction, number: int) -> list[Message]:
+        """Injects the faults that change what is sent or received. Returns the resulting messages: none, or one or more."""
         messages = [message]
         for fault in faults:
+            detail = ""
             if fault.kind in TIMED:
                 continue
-            detail = ""
-            if fault.kind == "drop":
-                messages = []
-                self._fail(f"the connection was dropped at message {number}")
-            elif fault.kind == "cut":
-                messages = []
-            elif fault.kind == "duplicate":
+            if fault.kind == "duplicate":
                 messages += messages[:1]
+            elif fault.kind in ("drop", "cut"):
+                messages = []
+                if fault.kind == "drop":
+                    self._fail(f"the connection was dropped at message {number}")
             else:
-                messages, detail = self._damaged(messages, direction, number, fault)
+                messages, detail = self._damage(messages, direction, number, fault)
             self._note(direction, number, fault.kind, detail)
         return messages
 
-    def _damaged(self, messages: list[Message], direction: Direction, number: int, fault: MessageFault) -> tuple[list[Message], str]:
+    def _damage(self, messages: list[Message], direction: Direction, number: int, fault: MessageFault) -> tuple[list[Message], str]:
         if not messages:
-            return [], "lost already"
+            return [], "lost before"
         try:
-            parts: list[Part] = [bytearray(part) for part in encode(messages[0], number)]
+            parts = [bytearray(part) for part in encode(messages[0], number)]
         except InvalidMessageError as error:
             return messages, f"not done: {error}"
-        place = int(self._plan.drawn("place", self._number, direction, number) * sum(map(len, parts)))
+        place = int(self._plan.draw("place", self._number, direction, number) * sum(map(len, parts)))
         if fault.kind == "truncate":
-            parts = _cut_off(parts, place)
+            parts = _truncated(parts, place)
         else:
-            _flip(parts, place, 1 << int(8 * self._plan.drawn("bit", self._number, direction, number)))
+            _flip(parts, place, 1 << int(8 * self._plan.draw("bit", self._number, direction, number)))
         try:
-            damaged, sequence = decode(parts, self._limits)
+            damaged, sequence = decode(list(parts), self._limits)
             if sequence != number:
                 raise WireError(f"message {sequence} came where {number} was due")
         except WireError as error:
@@ -231,21 +219,19 @@ class FaultyChannel(Channel):
     # Closing.
 
     def _raise_if_over(self) -> None:
-        if self._closed:
+        if self._closing.is_set():
             raise ClosedChannelError("this channel was closed")
         if self._failure is not None:
             raise BrokenChannelError(self._failure)
 
     async def aclose(self) -> None:
-        self._closed = True
-        if self._sleeper is not None:
-            _wake(self._sleeper)
-        self._here.clear()
+        self._closing.set()
+        self._received.clear()
         await self._inner.aclose()
 
     @property
     def closed(self) -> bool:
-        return self._closed or self._failure is not None or self._inner.closed
+        return self._closing.is_set() or self._failure is not None or self._inner.closed
 
     def statistics(self) -> ChannelStatistics:
         return self._inner.statistics()
@@ -312,24 +298,15 @@ def from_scheme(scheme: str, find: Callable[[str], type[Transport]]) -> type[Tra
     return faulty_transport(scheme, find(name), parse_plan(plan))
 
 
-def _cut_off(parts: list[Part], length: int) -> list[Part]:
-    """Returns the first `length` bytes of `parts`."""
-    kept: list[Part] = []
-    for part in parts:
-        kept.append(part[:length])
-        length -= len(kept[-1])
-    return kept
+def _truncated(parts: list[bytearray], length: int) -> list[bytearray]:
+    """The first `length` bytes of `parts`."""
+    starts = accumulate(map(len, parts), initial=0)
+    return [part[: max(0, length - start)] for part, start in zip(parts, starts, strict=False)]
 
 
-def _flip(parts: list[Part], place: int, bit: int) -> None:
+def _flip(parts: list[bytearray], place: int, bit: int) -> None:
     for part in parts:
         if place < len(part):
-            assert isinstance(part, bytearray)
             part[place] ^= bit
             return
         place -= len(part)
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -22,11 +22,12 @@ from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.emulation import MAX_LATE_SHARE, Lateness, check_dilation, smallest_dilation
 from flowrt.errors import UserError
-from flowrt.launcher.transport_choice import AUTO, BETWEEN, available_transports
+from flowrt.launcher.transport_choice import AUTO, BETWEEN
 from flowrt.observe import duration_text
 from flowrt.timer import measure_lateness, new_timer
 from flowrt.transports.emulation.profiles import LinkProfile, profile_of
-from flowrt.transports.registry import transport_class
+from flowrt.transports.errors import AddressError
+from flowrt.transports.registry import transport_class, unavailable_reason
 
 NUM_FLOWS = 8
 BULK_BYTES, SMALL_BYTES = 1 << 20, 64
@@ -126,9 +127,12 @@ async def measure(link: str, dilation: float | None, transport: str) -> AsyncIte
 
 def _transport_below(wanted: str) -> str:
     """The given transport, or the one that `auto` takes between processes. Raises UserError."""
-    available, reasons = available_transports(), []
+    reasons = []
     for name in BETWEEN if wanted == AUTO else (wanted,):
-        reason = available.get(name, "unknown transport")
+        try:
+            reason = unavailable_reason(name)
+        except AddressError as error:
+            reason = str(error)
         if reason is None and not transport_class(name).capabilities.between_processes:
             reason = "it stays within one process"
         if reason is None:

@@ -42,10 +42,10 @@ def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) ->
 async def measure(graphs: tuple[Graph, Graph], options: DecodeOptions) -> AsyncIterator[Result]:
     """The throughput of `read_graphs` in turns, and whether their tokens agree."""
     (batch,) = options.batch
-    config = read_model_config(Path(served_model(graphs[0]).path))
-    prompts = prompts_of(batch, options.prompt_tokens, config.vocab_size)
+    model = served_model(graphs[0])
+    prompts = prompts_of(batch, options.prompt_tokens, read_model_config(Path(model.path)).vocab_size)
     say("loading two graphs")
     async with AsyncExitStack() as stack:
         sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
-        async for result in measure_batch(sides, prompts, f"{config.dtype}, {graphs[0].numerics}", options, {}, {"throughput": TARGET}):
+        async for result in measure_batch(sides, prompts, f"{model.dtype}, {graphs[0].numerics}", options, {}, {"throughput": TARGET}):
             yield result

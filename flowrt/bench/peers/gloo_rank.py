@@ -90,8 +90,12 @@ class _Rank:
 
     def _exchange(self, payloads: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...], returns: bool) -> None:
         """Sends all payloads, or receives and checks each; with `returns` the receivers send them back."""
-        posted = [dist.irecv(part, peer) for part, peer in zip(received, self._peers, strict=True)] if returns or not self._sends else []
-        sent = [dist.isend(part, peer) for part, peer in zip(payloads, self._peers, strict=True)] if self._sends else []
+        posted: list[Any] = []
+        sent: list[Any] = []
+        if returns or not self._sends:
+            posted = [dist.irecv(part, peer) for part, peer in zip(received, self._peers, strict=True)]
+        if self._sends:
+            sent = [dist.isend(part, peer) for part, peer in zip(payloads, self._peers, strict=True)]
         for work, part, peer in zip(posted, received, self._peers, strict=False):
             work.wait()
             check(part.numpy())
