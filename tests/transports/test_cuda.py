@@ -37,7 +37,7 @@ from flowrt.transports.contract import Channel, Limits
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
 from flowrt.transports.cuda.memory import ALIGNMENT, Ranges, device_pointer
-from flowrt.transports.cuda.transport import _AREA_KIND, _FRAME, _GIVEN_BACK_KIND, _START, CUDAChannel, _Placed
+from flowrt.transports.cuda.transport import _AREA_KIND, _FRAME, _GIVEN_BACK_KIND, _START, CUDAChannel, _DeviceHeader
 from flowrt.transports.errors import BrokenChannelError, InvalidMessageError, LimitError
 from flowrt.transports.registry import get_transport, unavailable_reason
 from flowrt.transports.wire.message import Message, Tag, Tensor, TensorSpec
@@ -355,20 +355,20 @@ FIVE = TensorSpec("uint8", (5,))
     [
         None,
         b"\xc1",
-        _Placed(None, (FIVE,), (), 0, 256),
-        _Placed(None, (FIVE,), (False,), 0, 0),
-        _Placed(None, (FIVE,), (True,), 0, 0),
-        _Placed(None, (FIVE,), (True,), -1, 256),
-        _Placed(None, (FIVE,), (True,), 1 << 30, 256),
-        _Placed(None, (FIVE,), (True,), (1 << 19) - 255, 256),
-        _Placed(None, (FIVE,) * 17, (True,) * 17, 0, 17 * 256),
-        _Placed(None, (TensorSpec("uint8", (1 << 21,)),), (True,), 0, 1 << 21),
-        _Placed(None, (TensorSpec("uint8", (-5,)),), (True,), 0, 256),
-        _Placed(None, (TensorSpec("float7", (5,)),), (True,), 0, 256),
+        _DeviceHeader(None, (FIVE,), (), 0, 256),
+        _DeviceHeader(None, (FIVE,), (False,), 0, 0),
+        _DeviceHeader(None, (FIVE,), (True,), 0, 0),
+        _DeviceHeader(None, (FIVE,), (True,), -1, 256),
+        _DeviceHeader(None, (FIVE,), (True,), 1 << 30, 256),
+        _DeviceHeader(None, (FIVE,), (True,), (1 << 19) - 255, 256),
+        _DeviceHeader(None, (FIVE,) * 17, (True,) * 17, 0, 17 * 256),
+        _DeviceHeader(None, (TensorSpec("uint8", (1 << 21,)),), (True,), 0, 1 << 21),
+        _DeviceHeader(None, (TensorSpec("uint8", (-5,)),), (True,), 0, 256),
+        _DeviceHeader(None, (TensorSpec("float7", (5,)),), (True,), 0, 256),
     ],
     ids=str,
 )
-async def test_invalid_descriptions_break_the_channel(header: _Placed | bytes | None, driver: HostDriver) -> None:
+async def test_invalid_descriptions_break_the_channel(header: _DeviceHeader | bytes | None, driver: HostDriver) -> None:
     async with opened(pair_maker("cuda"), LIMITS) as pair:
         one, two = await settled(pair)
         before = len(driver.memory)

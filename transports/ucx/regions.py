@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flowrt.transports.ucx.blocks import Block, BlockPool
+from flowrt.transports.ucx.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status
 from flowrt.transports.wire.codec import Envelope, Part, WireError
 
@@ -48,16 +48,15 @@ class RegionSender:
         self._link = link
         self._tag = tag
         self._waiting: deque[Any] = deque()
-        self.sent: deque[tuple[Any, Any]] = (
-            deque()
-        )  # pieces that UCX still reads: request and memory, which the request does not keep alive
+        # Pieces that UCX still reads: request and memory, which the request does not keep alive.
+        self.sent: deque[tuple[Any, Any]] = deque()
 
     def send(self, tensors: Sequence[Part]) -> None:
         """Queues the pieces of `tensors`. The peer reads each piece in place; its memory is kept until then."""
         for tensor in tensors:
             view = memoryview(tensor)
             self._waiting.extend(self._link.array(view[begin:end]) for begin, end in cuts(len(view)))
-        self._go_on()
+        self._send_pieces()
 
     def look(self) -> None:
         """Frees the pieces that UCX has completed and sends further pieces. Raises WireError."""
@@ -65,106 +64,104 @@ class RegionSender:
         while sent and (status := sent[0][0].status) != IN_PROGRESS:
             check_status(status)
             sent.popleft()
-        self._go_on()
+        self._send_pieces()
 
     def clear(self) -> None:
         """Discards all state; call it only after the link is closed."""
         self._waiting.clear()
         self.sent.clear()
 
-    def _go_on(self) -> None:
+    def _send_pieces(self) -> None:
         while self._waiting and len(self.sent) < PIECES_AHEAD:
             array = self._waiting.popleft()
             self.sent.append((self._link.send(array, self._tag), array))
 
 
-class RegionArrival:
-    """An arriving message, or one queued behind it; complete when `missing_bytes` is 0. Without an envelope, it is the peer's CLOSE."""
-
-    __slots__ = ("block", "envelope", "missing_bytes", "payload_bytes", "pieces", "sizes", "tensors")
+class Arrival:
+    """A message that has arrived or is queued behind one that has not; complete when `missing_bytes` is 0. Without an envelope, it is the
+    peer's CLOSE."""
 
     def __init__(self, payload_bytes: int = 0, envelope: Envelope | None = None, tensors: Sequence[object] = ()) -> None:
         self.payload_bytes = payload_bytes
         self.envelope = envelope
         self.tensors = list(tensors)
-        self.block: Block | None = None
-        self.sizes: Sequence[int] = ()
-        self.pieces: deque[tuple[int, int]] = deque()  # (start, end) in the block of pieces not requested yet
         self.missing_bytes = 0
+
+
+class RegionArrival(Arrival):
+    """A message whose tensors arrive as a region, in `block`. `slices`: of the block, one per tensor."""
+
+    def __init__(self, envelope: Envelope, sizes: Sequence[int], pool: BlockPool) -> None:
+        super().__init__(sum(sizes), envelope)
+        starts, region_bytes = region_layout(sizes)
+        self.missing_bytes = self.payload_bytes
+        self.block = pool.take(region_bytes)
+        self.slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        # (start, end) in the block of pieces that are not requested yet
+        self.pieces = deque((start + begin, start + end) for start, size in zip(starts, sizes, strict=True) for begin, end in cuts(size))
 
 
 class RegionReceiver:
     """The incoming regions of one end."""
 
-    def __init__(self, link: UCXLink, pool: BlockPool, tag: Any, line: socket.socket) -> None:
+    def __init__(self, link: UCXLink, pool: BlockPool, tag: Any, connection: socket.socket) -> None:
         self._link = link
         self._pool = pool
         self._tag = tag
-        self._line = line
+        self._socket = connection
         self._announced: deque[RegionArrival] = deque()  # regions with pieces that are not requested yet
-        self._asked: deque[tuple[Any, RegionArrival, int]] = deque()
+        self._reads: deque[tuple[Any, RegionArrival, int]] = deque()  # request, region, bytes
 
-    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> RegionArrival:
+    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> Arrival:
         """Allocates a block for an announced region, whose envelope is checked, and queues its pieces to be requested."""
-        arrival = RegionArrival(sum(sizes), envelope)
-        arrival.sizes = sizes
-        arrival.missing_bytes = arrival.payload_bytes
-        if not arrival.payload_bytes:
-            arrival.tensors = [bytearray() for _ in sizes]
-            return arrival
-        starts, region_bytes = region_layout(sizes)
-        arrival.block = self._pool.take(region_bytes)
-        arrival.pieces.extend((start + begin, start + end) for start, size in zip(starts, sizes, strict=True) for begin, end in cuts(size))
+        if not any(sizes):
+            return Arrival(0, envelope, [bytearray() for _ in sizes])
+        arrival = RegionArrival(envelope, sizes, self._pool)
         self._announced.append(arrival)
         return arrival
 
-    def look(self) -> list[RegionArrival]:
-        """Returns the regions that have become complete. Raises WireError."""
-        whole = self._progressed()
-        if whole and not self._line_is_open():  # checked after the last piece: a sender keeps a region while its socket is open
-            raise LostError("the peer died, or has closed, before what it sent was read")
-        return whole
+    def look(self, keep: bool) -> None:
+        """Reads pieces, and sets the tensors of regions that have become complete; unless `keep`, their blocks return to the pool and their
+        tensors are empty. Raises WireError."""
+        complete = self._read_pieces()
+        if complete and not self._is_socket_open():  # checked after the last piece: a sender keeps a region while its socket is open
+            raise LostError("the peer died or closed before its message was read")
+        for arrival in complete:
+            if keep:
+                lease = self._pool.lease(arrival.block)
+                arrival.tensors = [lease[part] for part in arrival.slices]
+            else:
+                arrival.tensors = [bytearray() for _ in arrival.slices]
+                self._pool.give_back(arrival.block)
 
-    def _progressed(self) -> list[RegionArrival]:
-        asked = self._asked
-        whole: list[RegionArrival] = []
+    def _read_pieces(self) -> list[RegionArrival]:
+        """Returns the regions that have become complete."""
+        reads = self._reads
+        complete: list[RegionArrival] = []
         while True:
-            while asked and (status := asked[0][0].status) != IN_PROGRESS:
+            while reads and (status := reads[0][0].status) != IN_PROGRESS:
                 check_status(status)
-                _, arrival, nbytes = asked.popleft()
+                _, arrival, nbytes = reads.popleft()
                 arrival.missing_bytes -= nbytes
                 if not arrival.missing_bytes:
-                    whole.append(arrival)
-            if not self._announced or len(asked) >= PIECES_AT_ONCE:
-                return whole
+                    complete.append(arrival)
+            if not self._announced or len(reads) >= PIECES_AT_ONCE:
+                return complete
             probed = self._link.probe(self._tag)
             if not probed.matched:
-                return whole
+                return complete
             arrival = self._announced[0]
             start, end = arrival.pieces.popleft()
             if not arrival.pieces:
                 self._announced.popleft()
-            assert arrival.block is not None
             target = self._link.array(memoryview(arrival.block)[start:end])
             if probed.length != end - start:
-                raise WireError(f"a piece of {probed.length} bytes, {end - start} were due")
-            asked.append((self._link.receive_probed(target, probed), arrival, end - start))
+                raise WireError(f"a piece of {probed.length} bytes, {end - start} were expected")
+            reads.append((self._link.receive_probed(target, probed), arrival, end - start))
 
-    def open(self, arrival: RegionArrival, wanted: bool) -> None:
-        """Sets the tensors of a complete region, or, unless `wanted`, returns its block to the pool and sets empty tensors."""
-        block, arrival.block = arrival.block, None
-        assert block is not None
-        if wanted:
-            lease = self._pool.lease(block)
-            starts, _ = region_layout(arrival.sizes)
-            arrival.tensors = [lease[start : start + size] for start, size in zip(starts, arrival.sizes, strict=True)]
-        else:
-            arrival.tensors = [bytearray() for _ in arrival.sizes]
-            self._pool.give_back(block)
-
-    def _line_is_open(self) -> bool:
+    def _is_socket_open(self) -> bool:
         try:
-            return bool(self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
         except OSError:
@@ -172,5 +169,5 @@ class RegionReceiver:
 
     def clear(self) -> None:
         """Discards all state; call it only after the link is closed."""
-        self._asked.clear()
+        self._reads.clear()
         self._announced.clear()

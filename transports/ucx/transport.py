@@ -10,7 +10,7 @@ into the peer's ring at once, and credits never wait behind a payload:
     uint8 kind, 3 zero bytes, uint32 envelope bytes, uint64 a, uint64 b, uint64 frames read so far; then the body
     MESSAGE   the envelope and the tensors                    TAKEN                        a: messages, b: bytes, as in stream.py
     REGION    the envelope; the tensors go as a region        WAITING, CLOSE, CLOSED, READ, GREETING (proof and address)
-    ENVELOPE  the part of an envelope that a REGION frame has no room for, ahead of it
+    ENVELOPE  the part of an envelope that does not fit in a REGION frame, ahead of it
 
 The sender never lets UCX's ring fill up (FRAMES_AHEAD, PIECES_AHEAD), because it could only wait for a full one by spinning.
 """
@@ -29,7 +29,7 @@ from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.ucx.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
-from flowrt.transports.ucx.regions import RegionArrival, RegionReceiver, RegionSender
+from flowrt.transports.ucx.regions import Arrival, RegionReceiver, RegionSender
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
@@ -61,7 +61,7 @@ class UCXChannel(GreetedChannel):
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.sock)
-        self._arrivals: deque[RegionArrival] = deque()  # incomplete messages, and the messages behind them
+        self._arrivals: deque[Arrival] = deque()  # incomplete messages, and the messages behind them
         self._envelope = b""  # the parts of an envelope that arrived before its REGION frame
         self._outbox: deque[bytes] = deque()  # frames that wait for a slot; bounded by the credit window
         self._frames_sent = self._frames_confirmed = 0  # confirmed: reported as read by the peer
@@ -178,7 +178,8 @@ class UCXChannel(GreetedChannel):
             if not self._open:
                 return
         if self._arrivals:
-            self._read_regions()
+            self._regions_in.look(keep=not self._closed)
+            self._deliver_complete()
         if self._regions_out.sent:
             self._regions_out.look()
         while self._sent_frames and (status := self._sent_frames[0][0].status) != IN_PROGRESS:
@@ -215,7 +216,7 @@ class UCXChannel(GreetedChannel):
             self._envelope = b""
             self._receiving.arrived(sum(sizes))  # checks the credit before memory is allocated
             self._arrivals.append(self._regions_in.expect(envelope, sizes))
-            self._hand_over_whole()  # a region without bytes is complete at once
+            self._deliver_complete()  # a region without bytes is complete at once
         elif kind == _ENVELOPE:
             self._envelope += body
             if not body or len(self._envelope) > self.limits.max_header_bytes:
@@ -225,8 +226,8 @@ class UCXChannel(GreetedChannel):
         elif kind == _WAITING:
             self._on_waiting()
         elif kind == _CLOSE:
-            self._arrivals.append(RegionArrival())
-            self._hand_over_whole()
+            self._arrivals.append(Arrival())
+            self._deliver_complete()
         elif kind == _CLOSED:
             self._finish()
         elif kind != _READ:
@@ -234,7 +235,7 @@ class UCXChannel(GreetedChannel):
 
     def _read_greeting(self, kind: int, address_bytes: int, body: bytes) -> None:
         if kind != _GREETING or self.greeted.done() or not hmac.compare_digest(body[:_PROOF_BYTES], self._proof):
-            raise WireError("somebody else than the peer of the handshake speaks")
+            raise WireError("the greeting is not that of the handshake's peer")
         self._link.connect(body[_PROOF_BYTES : _PROOF_BYTES + address_bytes])
         self.greeted.set_result(None)
 
@@ -243,7 +244,7 @@ class UCXChannel(GreetedChannel):
         envelope, sizes = decode_envelope(bytes(self._in[_HEAD_BYTES:start]), self.limits)
         payload_bytes = sum(sizes)
         if start + payload_bytes > FRAME_BYTES:
-            raise WireError(f"tensors of {payload_bytes} bytes were announced, they do not fit a frame")
+            raise WireError(f"tensors of {payload_bytes} bytes do not fit a frame")
         buffers: list[object] = []
         for size in sizes:
             buffers.append(bytearray(self._in[start : start + size]))
@@ -252,16 +253,11 @@ class UCXChannel(GreetedChannel):
         if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
             self._receiving.arrived(payload_bytes)
         if self._arrivals:
-            self._arrivals.append(RegionArrival(payload_bytes, envelope, buffers))
+            self._arrivals.append(Arrival(payload_bytes, envelope, buffers))
         else:
             self._deliver(envelope, buffers, payload_bytes)
 
-    def _read_regions(self) -> None:
-        for arrival in self._regions_in.look():
-            self._regions_in.open(arrival, wanted=not self._closed)
-        self._hand_over_whole()
-
-    def _hand_over_whole(self) -> None:
+    def _deliver_complete(self) -> None:
         while self._arrivals and not self._arrivals[0].missing_bytes:
             arrival = self._arrivals.popleft()
             if arrival.envelope is not None:
