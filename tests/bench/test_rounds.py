@@ -10,7 +10,7 @@ import torch
 import flowrt
 from flowrt.bench.cases.graphs import RoundGraph, many_to_many, rows_and_back, stream
 from flowrt.bench.cases.m2n import measure, round_seconds
-from flowrt.bench.cases.nodes import bytes_of, check_stamped, send, stamped
+from flowrt.bench.cases.nodes import bytes_of, check_stamped, send, send_rows
 from flowrt.bench.cases.transports import NUM_STREAMED, SIZES, STREAM_BYTES
 from flowrt.bench.peers.checksum import check
 from flowrt.errors import UserError
@@ -70,7 +70,8 @@ def test_checksum_finds_a_changed_byte() -> None:
 
 
 def test_time_is_read_back_from_rows() -> None:
-    rows = stamped([torch.ones(2 * 4 * 8, dtype=torch.uint8)])[0].view(torch.bfloat16).reshape(4, 8)
+    rows = send_rows(torch.tensor([1, 4, 8]))["to0"]
+    assert (rows.dtype, rows.shape) == (torch.bfloat16, (4, 8))
     assert check_stamped(bytes_of(rows)) > 0
 
 

@@ -50,11 +50,7 @@ def send(go: torch.Tensor) -> dict[str, torch.Tensor]:
     """A round's payloads: `go` is (receivers, bytes, the receiver that gets more or -1, its factor)."""
     num_receivers, num_bytes, uneven, factor = go.tolist()
     sizes = [num_bytes * factor if receiver == uneven else num_bytes for receiver in range(num_receivers)]
-    payloads, stamps = _stampable(tuple(sizes))
-    now = np.float64(time.monotonic())
-    for stamp in stamps:
-        stamp[0] = now
-    return payloads
+    return _stamped(tuple(sizes))
 
 
 def receive(**parts: torch.Tensor) -> torch.Tensor:
@@ -66,22 +62,14 @@ def receive(**parts: torch.Tensor) -> torch.Tensor:
 def send_rows(go: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same rows for each server, in bfloat16: `go` is (servers, rows, columns)."""
     num_servers, rows, columns = go.tolist()
-    parts = stamped(_parts((2 * rows * columns,) * num_servers))
-    return {f"to{server}": part.view(torch.bfloat16).reshape(rows, columns) for server, part in enumerate(parts)}
+    payloads = _stamped((2 * rows * columns,) * num_servers)
+    return {port: payload.view(torch.bfloat16).reshape(rows, columns) for port, payload in payloads.items()}
 
 
 def echo_rows(x: torch.Tensor) -> torch.Tensor:
     """Its input, after every byte was read and checked."""
     check_stamped(bytes_of(x))
     return x
-
-
-def stamped(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`parts`, with the time written into the first bytes of each."""
-    now = np.frombuffer(np.float64(time.monotonic()).tobytes(), np.uint8)
-    for part in parts:
-        part.numpy()[:STAMP_BYTES] = now
-    return parts
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -98,15 +86,19 @@ def check_stamped(data: np.ndarray[Any, Any]) -> float:
     return stamp[0]
 
 
-@lru_cache(maxsize=4)
-def _parts(sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.ones(size, dtype=torch.uint8) for size in sizes]
+def _stamped(sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Payloads by port, with the time in the first bytes of each."""
+    payloads, stamps = _payloads(sizes)
+    now = np.float64(time.monotonic())
+    for stamp in stamps:
+        stamp[0] = now
+    return payloads
 
 
 @lru_cache(maxsize=4)
-def _stampable(sizes: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], list[np.ndarray[Any, Any]]]:
+def _payloads(sizes: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], list[np.ndarray[Any, Any]]]:
     """The payloads of a round by port, and the place of the time in each."""
-    parts = _parts(sizes)
+    parts = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     return {f"to{index}": part for index, part in enumerate(parts)}, [part.numpy()[:STAMP_BYTES].view(np.float64) for part in parts]
 
 

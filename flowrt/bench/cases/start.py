@@ -9,10 +9,9 @@ import re
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.bench.measure.benchmark import Result, Trial
@@ -21,62 +20,60 @@ from flowrt.bench.report.report import ReportSection
 from flowrt.errors import UserError
 
 START_TARGET = Target(5.0)  # seconds, of a graph of six processes
-_ANSWER = re.compile(r"\[\d+\]")
+_FIRST_TOKEN = re.compile(r"\[\d+\]")
+TOTAL = "total_seconds"
 PARTS = {
-    "before": "launcher: interpreter, imports, graph",
-    "forked": "fork server: interpreter, torch, forks",
-    "loaded": "workers: load and listen",
-    "ready": "workers: connect",
-    "first_token": "prompt to first token",
+    TOTAL: "warm start to first token",
+    "before": "  launcher: interpreter, imports, graph",
+    "forked": "  fork server: interpreter, torch, forks",
+    "loaded": "  workers: load and listen",
+    "ready": "  workers: connect",
+    "first_token": "  prompt to first token",
 }
-
-
-@dataclass(frozen=True)
-class StartTimes:
-    """Seconds from the first instruction to the first token, and the parts that they are the sum of."""
-
-    total_seconds: float
-    part_seconds: dict[str, float]
 
 
 async def measure(graph: Path, model: Path | None = None) -> AsyncIterator[Result]:
     """Raises UserError when a run fails."""
 
-    def figures(values: Sequence[Sequence[StartTimes]]) -> list[Figure]:
+    def figures(values: Sequence[Sequence[dict[str, float]]]) -> list[Figure]:
         (starts,) = values
-        total = Figure.alone("warm start to first token", "s", [start.total_seconds for start in starts], START_TARGET)
-        return [total, *(Figure.alone(f"  {PARTS[key]}", "s", [start.part_seconds[key] for start in starts]) for key in PARTS)]
+        targets = {TOTAL: START_TARGET}
+        return [Figure.alone(name, "s", [start[key] for start in starts], targets.get(key)) for key, name in PARTS.items()]
 
     trial = Trial([lambda: measure_start(graph, model)], figures)
     yield trial
-    yield ReportSection("runs", [{"total_seconds": start.total_seconds, **start.part_seconds} for start in trial.values[0]])
+    yield ReportSection("runs", trial.values[0])
 
 
-async def measure_start(graph: Path, model: Path | None = None) -> StartTimes:
-    """Runs the graph's own prompts for one token each, as a user would."""
+async def measure_start(graph: Path, model: Path | None = None) -> dict[str, float]:
+    """Runs the graph's own prompts for one token each, as a user would.
+
+    Returns the seconds from the first instruction to the first token, and the parts that they are the sum of, by the keys of PARTS.
+    """
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         record = Path(folder) / "run.json"
         command = [sys.executable, "-m", "flowrt", "run", str(graph), "--max-tokens", "1", "--json", str(record)]
         command += ["--model", str(model)] if model is not None else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         begun = time.perf_counter()
-        child = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environment)
+        child = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment)
         try:
-            answers, progress, status = await asyncio.gather(_timed_lines(child.stdout), _timed_lines(child.stderr), child.wait())
+            lines, status = await asyncio.gather(_timed_lines(child.stdout), child.wait())
         finally:
             with suppress(ProcessLookupError):
                 child.kill()
         if status != 0:
-            last = (progress or answers or [(0.0, "it wrote nothing")])[-1][1]
+            last = lines[-1][1] if lines else "it wrote nothing"
             raise UserError(f"flowrt run {graph} ended with exit code {status}: {last}")
         in_launcher: float = json.loads(record.read_text(encoding="utf-8"))["summary"]["start_seconds"]
-    first = next((seconds for seconds, line in answers if _ANSWER.match(line)), None)
+    first = next((seconds for seconds, line in lines if _FIRST_TOKEN.match(line)), None)
     if first is None:
         raise UserError(f"flowrt run {graph} printed no answer; give a graph file with prompts")
-    forked, loaded, ready = (_last_seconds(progress, text) - begun for text in (" started, pid", " loaded, ", "ready after"))
+    forked, loaded, ready = (_last_seconds(lines, text) - begun for text in (" started, pid", " loaded, ", "ready after"))
     before, total = ready - in_launcher, first - begun
-    parts = {"before": before, "forked": forked - before, "loaded": loaded - forked, "ready": ready - loaded, "first_token": total - ready}
-    return StartTimes(total, parts)
+    ends = dict(zip(list(PARTS)[1:], (before, forked, loaded, ready, total), strict=True))
+    parts = {key: end - begin for (key, end), begin in zip(ends.items(), (0.0, *ends.values()), strict=False)}
+    return {TOTAL: total, **parts}
 
 
 async def _timed_lines(stream: asyncio.StreamReader | None) -> list[tuple[float, str]]:

@@ -150,13 +150,8 @@ def measure_stream(graph: RunningGraph, num_payloads: int) -> Measure[float]:
 
     go = torch.tensor([STREAM_BYTES])
 
-    async def call() -> None:
-        await graph(go=go)
-
     async def calls() -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(NUM_STREAMED):
-                group.create_task(call())
+        await asyncio.gather(*(graph(go=go) for _ in range(NUM_STREAMED)))
 
     async def measure() -> float:
         return NUM_STREAMED * num_payloads * STREAM_BYTES / 1e9 / await seconds_per_call(calls)
