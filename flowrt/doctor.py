@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -324,10 +324,11 @@ def _library_check(name: str, consequence: str) -> Check:
 def _kernel_checks() -> list[Check]:
     """Checks of the system calls by which processes end together and shared memory has no name."""
     checks = []
-    for name, call, consequence in (
+    calls: tuple[tuple[str, Callable[[], int], str], ...] = (
         ("pidfd", lambda: os.pidfd_open(os.getpid()), "the launcher polls for the ends of processes"),
         ("memfd", lambda: os.memfd_create("flowrt-doctor"), "shared memory does not work"),
-    ):
+    )
+    for name, call, consequence in calls:
         try:
             os.close(call())
             checks.append(Check(name, True, "works"))
