@@ -104,9 +104,10 @@ def _slow_down(until: float) -> None:
 
 def held(worker: Any) -> dict[str, int]:
     """Counts of the things that an idle worker must not hold, and of its outstanding credits."""
-    runner, group = worker._runner, worker._group
     counts: dict[str, int] = {}
-    if runner is not None:
+    group = None
+    if worker._data_path is not None:
+        runner, group = worker._data_path.runner, worker._data_path.group
         counts["rows"] = len(runner._table)
         counts["waiting"] = len(runner.waiting())
         counts["credits outstanding"] = sum(edge.size - edge.free for edge in runner._outbound.edges.values())

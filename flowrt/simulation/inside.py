@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
-DISPATCH, FAILOVER = "flowrt.exchange.dispatch", "flowrt.exchange.failover"
+DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
 CUT = "flowrt.operators.dispatch"
 
 
@@ -29,26 +29,26 @@ class Inside:
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
-        def load() -> dict[str, Any]:
+        def load() -> Any:
             functions = build(worker._graph, self.name, worker._seams.clock.now)
-            for node, function in functions.items():
-                if isinstance(function, dispatch):
-                    worker._failover = import_module(FAILOVER).Failover(worker._graph, node, function.client)
+            clients = {node: function.client for node, function in functions.items() if isinstance(function, dispatch)}
             checked = {node: self._checked(function) for node, function in functions.items()}
-            return checked if worker._emulated is None else dict(worker._emulated.charged(checked))
+            return import_module(DATA_PATH).LoadedOperators(checked, clients)
 
-        make_runner = worker._make_runner
+        make_data_path = worker._make_data_path
 
-        def make(functions: Any) -> None:
-            make_runner(functions)
-            self._watch_epochs()
+        def make(operators: Any) -> Any:
+            data_path = make_data_path(operators)
+            self._watch_epochs(data_path.group)
+            return data_path
 
-        worker._load, worker._make_runner = load, make
+        worker._load, worker._make_data_path = load, make
 
-    def _watch_epochs(self) -> None:
-        """Record the running call at each roll-back. Call it when the worker has its engine."""
-        if (engine := self._engine) is not None:
-            roll_back, worker = engine.roll_back, self._worker
+    def _watch_epochs(self, group: Any) -> None:
+        """Record the running call at each roll-back of this group."""
+        if group is not None:
+            engine, worker = group._engine, self._worker
+            roll_back = engine.roll_back
 
             def noted() -> Any:
                 running = worker._compute.running
@@ -69,14 +69,18 @@ class Inside:
 
         return run
 
+    def _part(self, name: str) -> Any:
+        """The runner, links, group or failover of the worker; None before it has loaded."""
+        return None if self._worker._data_path is None else getattr(self._worker._data_path, name)
+
     @property
     def _engine(self) -> Any:
-        group = self._worker._group
+        group = self._part("group")
         return None if group is None else group._engine
 
     @property
     def num_firings(self) -> int:
-        runner = self._worker._runner
+        runner = self._part("runner")
         return 0 if runner is None else int(runner.statistics.num_firings)
 
     @property
@@ -89,7 +93,7 @@ class Inside:
     @property
     def servers(self) -> list[str]:
         """The expert servers that this worker sends requests to."""
-        failover = self._worker._failover
+        failover = self._part("failover")
         return [] if failover is None else sorted(failover.processes)
 
     def holds_for_dead(self, server: str, incarnation: str) -> bool:
@@ -98,19 +102,19 @@ class Inside:
 
     def asks(self, server: str, incarnation: str) -> bool:
         """Whether the worker sends parts to this incarnation of the server."""
-        failover, links = self._worker._failover, self._worker._links
+        failover, links = self._part("failover"), self._part("links")
         if failover is None or links is None or self.holds_for_dead(server, incarnation):
             return False
         numbers = failover._servers[server]
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
-        return peers == {incarnation} and not any(number in failover._client._lost for number in numbers)
+        return peers == {incarnation} and not any(number in failover.client._lost for number in numbers)
 
     def unasked(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
-        failover, runner = self._worker._failover, self._worker._runner
+        failover, runner = self._part("failover"), self._part("runner")
         if failover is None or runner is None:
             return set()
-        client, nowhere = failover._client, frozenset({import_module(CUT).UNAVAILABLE})
+        client, nowhere = failover.client, frozenset({import_module(CUT).UNAVAILABLE})
         return {
             (tag, part)
             for tag in client.tags
@@ -126,12 +130,12 @@ class Inside:
         worker = self._worker
         if worker._compute.running is not None:
             return False
-        worker._group.roll_back()
+        self._part("group").roll_back()
         return True
 
     def waiting(self) -> list[str]:
         """Who waits for what: the runner's account, and the engine's counts."""
-        runner, engine = self._worker._runner, self._engine
+        runner, engine = self._part("runner"), self._engine
         lines = [] if runner is None else [f"{self.name}: {line}" for line in runner.waiting()]
         if engine is not None and not engine.idle:
             counts = engine.statistics()
@@ -171,14 +175,14 @@ class Inside:
     def branches(self) -> Counter[str]:
         """Counts of rare branches, which show whether the drawn cases ever reach them."""
         found = Counter[str]()
-        engine, runner, links = self._engine, self._worker._runner, self._worker._links
+        engine, runner, links = self._engine, self._part("runner"), self._part("links")
         if engine is not None:
             found["preempted"] = engine.statistics().num_preemptions
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
-        if (failover := self._worker._failover) is not None:
-            found["part asked again"] = failover.num_redispatched
-            found["part asked twice"] = failover._client.hedging.num_hedged
+        if (failover := self._part("failover")) is not None:
+            found["part asked again"] = failover.client.num_redispatched
+            found["part asked twice"] = failover.client.hedging.num_hedged
         if links is not None:
             found["channel was full"] = sum(link.statistics().sends_waited for link in links.values())
             found["repeated message dropped"] = sum(link.statistics().messages_dropped for link in links.values())
@@ -187,7 +191,7 @@ class Inside:
     def leftovers(self) -> list[str]:
         """I8, when all requests have ended and no message is in flight: the state that should have been released."""
         worker, left = self._worker, []
-        engine, runner = self._engine, worker._runner
+        engine, runner = self._engine, self._part("runner")
         if engine is not None:
             counts = engine.statistics()
             if not engine.idle or counts.num_running or counts.num_waiting:
@@ -199,10 +203,10 @@ class Inside:
             if len(runner._table):
                 left.append(f"runner: {len(runner._table)} rows or held firings")
             left += [f"runner: {len(firings)} firings of {node} never fired" for node, firings in runner._ready.items()]
-        if worker._failover is not None:
-            left += [f"parts of {tag}" for tag in worker._failover._client.tags]
-        if worker._links is not None:
-            left += [f"outbox to {link.peer.name}: {len(link._outbox)} messages" for link in worker._links.values() if len(link._outbox)]
+        if (failover := self._part("failover")) is not None:
+            left += [f"parts of {tag}" for tag in failover.client.tags]
+        if (links := self._part("links")) is not None:
+            left += [f"outbox to {link.peer.name}: {len(link._outbox)} messages" for link in links.values() if len(link._outbox)]
         if worker._compute.running is not None:
             left.append(f"computing {worker._compute.running.label}")
         return [f"{self.name}: {line}" for line in left]
@@ -210,7 +214,7 @@ class Inside:
     def credits(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
         """I4, at the same moment. Outbound edges: name -> (free credits, all credits). Incoming edges: name -> (outstanding credits of
         consumed messages, messages present but not consumed)."""
-        runner = self._worker._runner
+        runner = self._part("runner")
         if runner is None:
             return {}, {}
         free = {each.edge.name: (each.free, each.size) for each in runner._outbound.edges.values() if each.size}

@@ -17,6 +17,7 @@ from flowrt.dataflow.runner import Runner
 from flowrt.dataflow.subgraph import OperatorError
 from flowrt.engine.decision import Decision, StartStep
 from flowrt.engine.engine import Engine
+from flowrt.exchange.expert_client import ExpertClient
 from flowrt.graph.model import Node
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.model_nodes import batch_payloads
@@ -25,7 +26,7 @@ MAX_LOSSES = 2  # servers that may be lost with one part before its step is susp
 
 
 class Group:
-    """Connects one engine to its runner. All methods are synchronous and pass their effects to the runner or `send`."""
+    """Connects one engine to its runner and the client of its expert servers. All methods are synchronous."""
 
     def __init__(
         self,
@@ -36,11 +37,8 @@ class Group:
         send: Callable[[Control], None],
         page_size: int,
         device: torch.device,
-        on_roll_back: Callable[[str, int], None] = lambda source, epoch: None,
-        take_degraded: Callable[[Tag], bool] = lambda step: False,
+        client: ExpertClient | None = None,
     ) -> None:
-        """`on_roll_back(source, epoch)`: what others hold of older epochs will never be whole. `take_degraded(step)`: whether something was
-        left out of a step that is over."""
         self._node = node.name
         self._source = f"{node.name}@{incarnation}"
         self._num_layers: int = node.options["num_layers"]
@@ -49,9 +47,8 @@ class Group:
         self._send = send
         self._page_size = page_size
         self._device = device
-        self._on_roll_back = on_roll_back
-        self._take_degraded = take_degraded
-        self._drain_asked = False
+        self._client = client
+        self._is_draining = False
         self._refusal: str | None = None
 
     @property
@@ -69,7 +66,7 @@ class Group:
                 self._carry_out(self._engine.cancel(request_id, attempt, choice))
             case Drain():
                 self._engine.drain()
-                self._drain_asked = True
+                self._is_draining = True
                 self._carry_out([])
 
     def roll_back(self) -> None:
@@ -103,7 +100,8 @@ class Group:
 
     def _begin_epoch(self, decisions: Sequence[Decision]) -> None:
         self._runner.roll_back(self._source, self._engine.epoch)
-        self._on_roll_back(self._source, self._engine.epoch)
+        if self._client is not None:
+            self._client.roll_back(self._source, self._engine.epoch)
         self._carry_out(decisions)
 
     def accept(self) -> None:
@@ -113,9 +111,10 @@ class Group:
         """Handle the tokens of a step. The runner has already dropped steps of an older epoch."""
         tag = firing.tag
         tokens, *logprobs = (tensor.tolist() for tensor in firing.inputs["tokens"].tensors)
-        told = [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in zip(*logprobs, strict=True)]
+        values = [Logprobs(own, tuple(zip(ids, top, strict=True))) for own, ids, top in zip(*logprobs, strict=True)]
         step = Tag(tag.source, tag.epoch, tag.micro_batch, tag.step - 1)
-        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, told, self._take_degraded(step)))
+        is_degraded = self._client is not None and self._client.omitted.take_degraded(step)
+        self._carry_out(self._engine.step_done(tag.micro_batch, step.step, tokens, values, is_degraded))
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         tokens = tuple(each for each in decisions if isinstance(each, Token))
@@ -126,8 +125,8 @@ class Group:
                 self._send(each)
         for start in self._engine.next_steps():
             self._emit(start)
-        if self._drain_asked and self._engine.drained:
-            self._drain_asked = False
+        if self._is_draining and self._engine.drained:
+            self._is_draining = False
             self._send(Drained())
 
     def _emit(self, start: StartStep) -> None:

@@ -11,46 +11,42 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from flowrt.actors.control import Control, ExpertsUnavailable, LateResponse, LinkLost, PeerJoined, PeerLeft
-from flowrt.actors.links import Links
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import ReliabilitySettings
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
+from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
-LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for what is late, or waits for a copy, while something is out; and while not
-REPORT_SECONDS = 1.0  # between two complaints about one server
+LOOK_SECONDS, IDLE_SECONDS = 5e-3, 20e-3  # between looks for late and waiting parts: with a tag outstanding, and without
+REPORT_SECONDS = 1.0  # between two reports about one server
 
 
 class Membership:
-    """Handles lost and joined peers. `failover` and `group` are None in workers without expert servers.
+    """Handles lost and joined peers.
 
     `tasks` owns the tasks started here. `incarnations` holds the initial incarnation of every process.
     """
 
     def __init__(
         self,
-        name: str,
-        links: Links,
+        data_path: DataPath,
         send: Callable[[Control], None],
         clock: Clock,
         tasks: asyncio.TaskGroup,
-        failover: Failover | None,
-        group: Group | None,
         settings: ReliabilitySettings,
         incarnations: Mapping[str, str],
     ) -> None:
-        self._name, self._links, self._send, self._clock, self._tasks = name, links, send, clock, tasks
-        self._failover, self._group = failover, group
+        self._links, self._send, self._clock, self._tasks = data_path.links, send, clock, tasks
+        self._failover, self._hedges = data_path.failover, data_path.hedges
         self._unavailable_expert_seconds, self._degrades = settings.unavailable_expert_seconds, settings.unavailable_expert == "degrade"
-        self._hedges = failover is not None and failover.can_hedge(settings)
-        self._incarnations = dict(incarnations)  # of the life of each process that is asked
+        self._incarnations = dict(incarnations)  # process -> its current incarnation
         self._ended: set[tuple[str, str]] = set()  # (process, incarnation)
-        self._lost_since = 0.0  # an expert has had no copy
+        self._lost_since = 0.0  # time since which an expert has had no replica
         self._latest_report = ExpertsUnavailable("")
         self._reported_at: dict[str, float] = {}  # process -> when last
-        if failover is not None and group is not None and failover.processes:
-            tasks.create_task(self._watch_parts(failover, group), name=f"looks of {name}")
+        if data_path.failover is not None and data_path.group is not None and data_path.failover.processes:
+            tasks.create_task(self._watch_parts(data_path.failover, data_path.group), name=f"parts of {data_path.name}")
 
     def on_lost(self, peer: Identity, reason: str) -> None:
         """Handle the end of the link to this incarnation."""
@@ -73,7 +69,7 @@ class Membership:
             was_whole = self._failover.unavailable_text() is None
             self._failover.mark_lost(process)
             if was_whole:
-                self._lost_since = self._clock.now()  # anew, however short a copy was back
+                self._lost_since = self._clock.now()  # restarted, however short a replica was back
         return True
 
     async def _join(self, joined: PeerJoined) -> None:
@@ -83,20 +79,20 @@ class Membership:
 
     async def _watch_parts(self, failover: Failover, group: Group) -> None:
         while True:
-            await self._clock.sleep(IDLE_SECONDS if failover.is_idle else LOOK_SECONDS)
+            await self._clock.sleep(IDLE_SECONDS if not failover.client.tags else LOOK_SECONDS)
             if self._hedges:
                 failover.hedge()
                 self._report_late_servers(failover)
-            if failover.has_waiting_parts:
+            if failover.client.has_waiting_parts:
                 failover.redispatch_waiting()
             text = failover.unavailable_text()
             if text is None:
                 group.accept()
                 self._report_unavailable(ExpertsUnavailable(""))
             elif self._degrades:
-                if failover.omit_unavailable(self._unavailable_expert_seconds):
-                    group.roll_back()  # steps that wait for them are computed again, without
-                self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.omits_experts else "wait"))
+                if failover.client.omitted.omit_unavailable(self._unavailable_expert_seconds):
+                    group.roll_back()  # steps that wait for these experts are computed again without them
+                self._report_unavailable(ExpertsUnavailable(text, "degrade" if failover.client.omitted.has_omitted else "wait"))
             elif self._clock.now() - self._lost_since >= self._unavailable_expert_seconds:
                 group.refuse(text)
                 self._report_unavailable(ExpertsUnavailable(text, "error"))

@@ -11,7 +11,6 @@ launcher's own Heartbeat (process `gateway`) shows whether the control connectio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -19,7 +18,6 @@ import msgspec
 
 from flowrt.actors.control import (
     Connected,
-    Control,
     DetectorReport,
     Heartbeat,
     LateResponse,
@@ -31,21 +29,19 @@ from flowrt.actors.control import (
     Statistics,
     StatisticsRequest,
     Stop,
-    as_message,
     from_message,
 )
-from flowrt.actors.links import Link, LinkLostError
 from flowrt.graph.model import GATEWAY, ReliabilitySettings
 from flowrt.process_status import ProcessTimes
 from flowrt.reliability.detector import Detector, Operation, ProcessSample, StateChange, Timeouts
 from flowrt.seams import Seams
 from flowrt.transports.contract import Channel
 from flowrt.transports.wire.message import Message
+from flowrt.workers.control_link import ControlLink, receive_start
 
 log = logging.getLogger("flowrt.monitor")
 
 TICK_SECONDS = 0.05
-FAREWELL_SECONDS = 2.0
 _MAX_REPORTS = 1 << 12  # messages that the launcher may be behind
 
 
@@ -57,15 +53,13 @@ class _Settings(msgspec.Struct):
 
 async def run_monitor(control: Channel, seams: Seams) -> None:
     """Serve until Stop, or until the control connection ends."""
-    start = from_message(await control.recv())
-    if not isinstance(start, Start):
-        raise msgspec.ValidationError(f"a monitor's first message is Start, not {start.kind!r}")
+    start = await receive_start(control)
     monitor = Monitor(start, control, seams)
     try:
         async with asyncio.TaskGroup() as group:
-            line = group.create_task(monitor.run_control(), name=f"control of {start.name}")
+            reading = group.create_task(monitor.run_control(), name=f"control of {start.name}")
             await monitor.run()
-            line.cancel()
+            reading.cancel()
     finally:
         await control.aclose()
 
@@ -77,29 +71,25 @@ class Monitor:
         settings = msgspec.json.decode(start.graph, type=_Settings).reliability
         self.detector = Detector(Timeouts(settings.suspect_seconds, settings.dead_seconds))
         self._name, self._seams = start.name, seams
-        self._line = Link(control, _MAX_REPORTS, self._on_message)
+        self._control = ControlLink(start.name, control, _MAX_REPORTS, self._on_message)
         self._stopped = asyncio.Event()
         self._pids: dict[str, int] = {}
 
     async def run_control(self) -> None:
         """Read and write the control connection. The monitor ends when the connection ends, for any reason."""
         try:
-            await self._line.run()
-        except LinkLostError:
-            log.info("%s: the launcher is gone", self._name)
+            await self._control.run()
         finally:
             self._stopped.set()
 
     async def run(self) -> None:
-        self._send(Listening({}, self._seams.resident_bytes()))
+        self._control.send(Listening({}, self._seams.resident_bytes()))
         async with asyncio.TaskGroup() as group:
             ticks = group.create_task(self._tick(), name=f"ticks of {self._name}")
             await self._stopped.wait()
             ticks.cancel()
-        self._send(Statistics(resident_bytes=self._seams.resident_bytes()))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_SECONDS):
-                await self._line.flush()
+        self._control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
+        await self._control.flush()
 
     async def _tick(self) -> None:
         clock = self._seams.clock
@@ -141,17 +131,14 @@ class Monitor:
                 detector.remove(now, process, incarnation)
             case Peers():  # also shows that the launcher runs
                 detector.record_launcher_heartbeat(now)
-                self._send(Connected())
+                self._control.send(Connected())
             case StatisticsRequest():
-                self._send(Statistics(resident_bytes=self._seams.resident_bytes()))
+                self._control.send(Statistics(resident_bytes=self._seams.resident_bytes()))
             case Stop():
                 self._stopped.set()
             case other:
-                log.warning("%s has no use for %s", self._name, other.kind)
+                log.warning("unexpected message %s at %s", other.kind, self._name)
 
     def _report(self, decisions: Sequence[StateChange]) -> None:
         for each in decisions:
-            self._send(DetectorReport(each.process, each.incarnation, each.state, each.why))
-
-    def _send(self, control: Control) -> None:
-        self._line.post(as_message(control))
+            self._control.send(DetectorReport(each.process, each.incarnation, each.state, each.why))

@@ -89,7 +89,7 @@ def test_response_that_is_not_finite_fails_the_step_with_its_sender(strict: bool
     assert "experts.1 returned NaN or infinity in layer 0" in str(error)
     assert not client.ends
     client.runner.roll_back("s@1", 1)
-    client.failover.roll_back("s@1", 1)
+    client.client.roll_back("s@1", 1)
     client.begin(3, epoch=1)
     client.serve_all()
     client.check((3,))

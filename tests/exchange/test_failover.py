@@ -83,7 +83,6 @@ class Client:
         self.strict = strict
         self.graph = graph()
         self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
-        self.failover = Failover(self.graph, "dispatch", self.client)
         self.asked = {server: deque() for server in SERVERS}
         self.ends, self.suspects, self.failures = [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
@@ -95,12 +94,13 @@ class Client:
             RealClock(),
             self.post,
             self.end,
-            on_unsent=self.failover.on_unsent,
-            on_response=self.failover.on_response,
+            on_unsent=lambda output: self.failover.on_unsent(output),
+            on_response=lambda edge, tag: self.failover.on_response(edge, tag),
             on_failed=lambda tag, error: self.failures.append((tag, error)),
             schemas=schemas(self),
         )
-        self.failover.begin(self.runner, *([self.fence] if fences else []))
+        may_redispatch = self.fence if fences else lambda tag, num_losses: True
+        self.failover = Failover(self.graph, "dispatch", self.client, self.runner, may_redispatch)
 
     def server(self, server):
         """The runner of an expert server, which only receives."""
@@ -147,7 +147,7 @@ class Client:
             return True
         self.suspects.append(tag)
         self.runner.roll_back(tag.source, tag.epoch + 1)
-        self.failover.roll_back(tag.source, tag.epoch + 1)
+        self.client.roll_back(tag.source, tag.epoch + 1)
         return False
 
     def die(self, server):
@@ -239,11 +239,11 @@ def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(c
     client.runner._send_early(outputs)
     client.serve_all()
     assert not client.ends
-    assert client.failover.has_waiting_parts
+    assert client.client.has_waiting_parts
     client.failover.redispatch_waiting()
     client.serve_all()
     client.check()
-    assert not client.failover.has_waiting_parts
+    assert not client.client.has_waiting_parts
 
 
 def test_part_without_a_replica_when_another_server_dies_before_its_retry(client):
@@ -267,9 +267,9 @@ def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
     client.die(1)
     client.client.replica_table(0)
     client.failover.mark_joined("experts.1")
-    assert client.failover.has_waiting_parts
+    assert client.client.has_waiting_parts
     client.client.add_tag(Tag("s@1"), X_TH, POSITIONS_T, ACTIVE, [])
-    assert not client.failover.has_waiting_parts
+    assert not client.client.has_waiting_parts
 
 
 def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
@@ -311,7 +311,7 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
 def test_rolled_back_tags_are_removed(client):
     client.begin()
     client.runner.roll_back("s@1", 1)
-    client.failover.roll_back("s@1", 1)
+    client.client.roll_back("s@1", 1)
     client.die(0)
     client.die(1)
     client.failover.mark_joined("experts.0")

@@ -132,7 +132,7 @@ BUGS: tuple[Bug, ...] = (
     bug("unpaused", "messages taken in one go are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
     bug("lost-link-untold", "a worker keeps a lost peer to itself", (
-        PROCESS, "Worker._run_links", "self._send(LinkLost(lost.peer, lost.reason))", "pass")),
+        PROCESS, "Worker._run_links", "self._control.send(LinkLost(lost.peer, lost.reason))", "pass")),
     bug("repeats-taken", "a message that arrives twice is taken twice", (
         CODEC, "is_repeat", "return True", "return False")),
     bug("window-off-by-one", "a sender sends one message more than the channel holds", (
@@ -145,9 +145,9 @@ BUGS: tuple[Bug, ...] = (
     bug("parts-not-cut-anew", "parts of a dead server are not asked of others", (
         FAILOVER, "Failover.mark_lost", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-the-dead", "a dead server stays in its client's map", (
-        FAILOVER, "Failover.mark_lost", "self._client.remove_server(server)", "pass")),
+        FAILOVER, "Failover.mark_lost", "self.client.remove_server(server)", "pass")),
     bug("map-never-regains", "a server that is back stays out of the map", (
-        FAILOVER, "Failover.mark_joined", "self._client.restore_server(server)", "pass")),
+        FAILOVER, "Failover.mark_joined", "self.client.restore_server(server)", "pass")),
     bug("edges-stay-open", "edges to a dead server are not closed: what is sent there is swallowed", (
         FAILOVER, "Failover.mark_lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
     bug("edges-stay-closed", "edges to a server that is back are not opened", (
@@ -182,7 +182,7 @@ BUGS: tuple[Bug, ...] = (
         CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self._map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
-        FAILOVER, "Failover.roll_back", "self._client.roll_back(source, epoch)", "pass")),
+        GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
     bug("asked-before-linked", "a new life is asked before its link is up", (
         MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)",
         "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),

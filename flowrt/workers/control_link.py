@@ -1,0 +1,50 @@
+"""A worker's end of its control connection to the launcher. No torch: the monitor uses it too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from flowrt.actors.control import Control, Start, as_message, from_message
+from flowrt.actors.links import Link, LinkLostError
+from flowrt.transports.contract import Channel
+from flowrt.transports.wire.message import Message
+
+log = logging.getLogger("flowrt.worker")
+
+FAREWELL_SECONDS = 2.0
+
+
+async def receive_start(channel: Channel) -> Start:
+    """The first message of a control connection."""
+    start = from_message(await channel.recv())
+    if not isinstance(start, Start):
+        raise msgspec.ValidationError(f"expected Start as a worker's first message, got {start.kind!r}")
+    return start
+
+
+class ControlLink:
+    """The link to the launcher. `on_message` must not wait. The launcher may be `capacity_messages` behind."""
+
+    def __init__(self, name: str, channel: Channel, capacity_messages: int, on_message: Callable[[Message], None]) -> None:
+        self._name, self._link = name, Link(channel, capacity_messages, on_message)
+
+    def send(self, control: Control) -> None:
+        self._link.post(as_message(control))
+
+    async def run(self) -> None:
+        """Read and write until the connection ends, for any reason."""
+        try:
+            await self._link.run()
+        except LinkLostError:
+            log.info("%s: the launcher is gone", self._name)
+
+    async def flush(self) -> None:
+        """Wait for the last messages to leave, at most FAREWELL_SECONDS."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self._link.flush()

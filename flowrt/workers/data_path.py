@@ -1,0 +1,147 @@
+"""The data path of a loaded worker: its runner, its links, and where the process has them its group and its failover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flowrt.actors.control import Control, EdgeStatistics, Start, Statistics
+from flowrt.actors.link_plan import plan_links
+from flowrt.actors.links import Links
+from flowrt.dataflow.matching import Firing
+from flowrt.dataflow.runner import Runner
+from flowrt.dataflow.subgraph import NodeFunction, OperatorError
+from flowrt.engine.engine import Engine
+from flowrt.exchange.expert_client import ExpertClient
+from flowrt.exchange.failover import Failover
+from flowrt.graph.builtin import SOURCE
+from flowrt.graph.model import Edge, Graph
+from flowrt.graph.recovery import may_die
+from flowrt.operators.families.registry import read_model_config
+from flowrt.seams import Compute, Seams
+from flowrt.transports.contract import Identity
+from flowrt.transports.wire.message import Message, Tag
+from flowrt.workers.emulated import EmulatedWorker
+from flowrt.workers.group import Group
+from flowrt.workers.message_schemas import edge_schemas
+
+
+@dataclass(frozen=True)
+class LoadedOperators:
+    """The functions of a process's nodes, and the clients of expert servers among them by dispatch node.
+
+    `strict_blocks`: the row blocks of strict numerics, as text.
+    """
+
+    functions: Mapping[str, NodeFunction]
+    clients: Mapping[str, ExpertClient]
+    strict_blocks: str = ""
+
+
+class DataPath:
+    """Complete once created. `on_sink` takes the firings of nodes without a function, in place of a group; `on_lost` the lost peers."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        start: Start,
+        seams: Seams,
+        compute: Compute,
+        emulated: EmulatedWorker | None,
+        operators: LoadedOperators,
+        send: Callable[[Control], None],
+        on_sink: Callable[[Firing], None] | None,
+        on_lost: Callable[[Identity, str], None],
+    ) -> None:
+        self.name = name = start.name
+        self._graph, self._seams, self._emulated, self._strict_blocks = graph, seams, emulated, operators.strict_blocks
+        process_of = {node.name: node.process for node in graph.nodes.values()}
+        self._link_of: dict[int, tuple[str, str]] = {}  # by edge to or from another process
+        for edge in graph.edges.values():
+            ends = {process_of[edge.source], process_of[edge.target]}
+            if name in ends and len(ends) == 2:
+                self._link_of[edge.id] = (ends - {name}).pop(), edge.transport
+        leaving = {edge.transport for edge in graph.edges.values() if edge.id in self._link_of}
+        abilities = {scheme: seams.transport(scheme).capabilities for scheme in leaving}
+        dispatch, client = next(iter(operators.clients.items()), ("", None))
+        self.hedges = client is not None and graph.reliability.hedge and client.has_replicas and {*client.processes} != {name}
+        device = torch.device(graph.devices.get(name, "cpu"))
+        group: Group  # the runner calls these two only after they are made below
+        failover: Failover
+        self.runner = Runner(
+            graph,
+            name,
+            operators.functions if emulated is None else emulated.charged(operators.functions),
+            compute,
+            seams.clock,
+            self._post,
+            on_sink or (lambda firing: group.on_step_end(firing)),
+            device,
+            {edge.id for edge in graph.edges.values() if edge.transport in abilities and not abilities[edge.transport].between_processes},
+            early=getattr(compute, "beside_loop", False),
+            on_unsent=(lambda output: failover.on_unsent(output)) if client is not None else None,
+            on_response=(lambda edge, tag: failover.on_response(edge, tag)) if self.hedges else None,
+            on_device={edge.id for edge in graph.edges.values() if edge.transport in abilities and abilities[edge.transport].device_memory},
+            on_failed=self._on_failed if graph.model is not None else None,
+            schemas=edge_schemas(graph),
+        )
+        wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}
+        self.links = Links(
+            Identity(name, start.incarnation),
+            start.key,
+            plan_links(graph, name),
+            seams.transport,
+            self.runner.accept,
+            self.runner.settle,
+            on_lost=on_lost,
+            tolerated=may_die(graph),
+            **wrap,
+        )
+        self.group: Group | None = None
+        self.failover: Failover | None = None
+        sources = [node for node in graph.nodes_of(name) if node.operator == SOURCE]
+        if sources and graph.model is not None:
+            config = read_model_config(Path(graph.model.path))
+            engine = Engine(
+                graph.limits_of(name),
+                graph.micro_batches,
+                config.max_position_embeddings,
+                config.vocab_size,
+                config.eos_token_ids,
+                chunk_tokens=graph.limits.chunk_tokens if graph.numerics == "strict" else 0,
+            )
+            group = self.group = Group(sources[0], start.incarnation, engine, self.runner, send, graph.limits.page_size, device, client)
+            if client is not None:
+                failover = self.failover = Failover(graph, dispatch, client, self.runner, group.may_redispatch)
+
+    def statistics(self) -> Statistics:
+        counters = self.runner.statistics
+        edges = tuple(
+            EdgeStatistics(edge.name, edge.transport, *counters.sent[edge.id])
+            for edge in self._graph.edges.values()
+            if edge.id in counters.sent
+        )
+        return Statistics(
+            edges=edges,
+            num_firings=counters.num_firings,
+            compute_seconds=counters.compute_seconds,
+            inline_seconds=counters.inline_seconds,
+            num_steps=self.group.num_steps if self.group is not None else 0,
+            late_wakeups=sum(link.statistics().late_wakeups for link in self.links.values()),
+            resident_bytes=self._seams.resident_bytes(),
+            strict_blocks=self._strict_blocks,
+            emulation=self._emulated.statistics() if self._emulated is not None else None,
+            fallbacks=self.links.fallbacks(),
+            num_redispatched=self.failover.client.num_redispatched if self.failover is not None else 0,
+        )
+
+    def _post(self, edge: Edge, message: Message) -> None:
+        self.links[self._link_of[edge.id]].post(message)
+
+    def _on_failed(self, tag: Tag, error: OperatorError) -> None:
+        if self.group is None:
+            raise error
+        self.group.fail_step(tag, error)
