@@ -22,7 +22,7 @@ from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.recovery import survivable_processes
 from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability.scenario import Scenario
 from flowrt.seams import Clock, Seams
@@ -102,7 +102,7 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
     if graph.model is None:
         raise UserError(f"{path}: this graph serves no model, and chaos needs one to send requests to")
     check_processes(graph, f"{path}: ")
-    if options.kills and not may_die(graph):
+    if options.kills and not survivable_processes(graph):
         hint = "use --set deploy.experts.servers=3" if graph.reliability.recovery == "fine" else "use --set reliability.recovery=fine"
         raise UserError(f"{path}: the run survives the death of none of its processes, so there is none to kill; {hint}")
     config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
@@ -200,7 +200,7 @@ class _Measurement:
                 await self.injector.run(scenario, found.begun)
             else:
                 found.not_back = not await self.injector.kill_randomly(
-                    sorted(may_die(found.graph)), options.kills, options.seed, options.apart
+                    sorted(survivable_processes(found.graph)), options.kills, options.seed, options.apart
                 )
             rest = max(found.begun + options.seconds - self.clock.now(), min(AFTER_SECONDS, options.seconds))
             if not found.observer.failed:

@@ -102,7 +102,7 @@ class InboundEdge:
         elif message.header is not None:
             raise BadMessageError(f"a header on {self.edge}, which takes none")
         if schema is not None:
-            if not self._brings(tag.layer):
+            if not self._carries_layer(tag.layer):
                 raise BadMessageError(f"a message on {self.edge} for layer {tag.layer}")
             fault = schema.fault_of_tag(tag) or (None if is_failed else schema.fault_of_tensors(message.tensors, sizes))
             if fault is not None:
@@ -120,7 +120,7 @@ class InboundEdge:
         """Convert a checked message to a payload."""
         return from_reference(message) if self._by_reference else from_message(message, self._device)
 
-    def _brings(self, layer: int) -> bool:
+    def _carries_layer(self, layer: int) -> bool:
         arrives = self._layers.get(layer)
         if arrives is None:
             arrives = arrives_at(self.edge, layer)

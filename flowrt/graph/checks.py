@@ -192,15 +192,15 @@ def _check_feeding(graph: Graph, flow: Flow) -> Iterator[Problem]:
 
 def _fed_twice(graph: Graph, flow: Flow, node: Node, port: str) -> Iterator[Problem]:
     for (later, layer), ids in sorted(flow.at(node.name, port).items()):
-        brought: dict[str, Edge] = {}  # whose tags an earlier edge brings here
+        edge_of_origin: dict[str, Edge] = {}  # whose tags an earlier edge brings here
         for edge in (edge for name, edge in graph.edges.items() if name in ids):
             for origin in sorted(flow.edge_origins.get(edge.name, ())):
-                if origin in brought:
-                    text = f"{brought[origin]} and {edge} both bring a message {_at(later, layer)}; "
+                if origin in edge_of_origin:
+                    text = f"{edge_of_origin[origin]} and {edge} both bring a message {_at(later, layer)}; "
                     text += "a port takes one per tag: give them layers that do not meet"
                     yield Problem(("edges", edge.name), text)
                     return
-                brought[origin] = edge
+                edge_of_origin[origin] = edge
 
 
 def _never(flow: Flow, node: Node) -> str:

@@ -36,8 +36,8 @@ MAX_PATH_CHARACTERS = 1000
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
-_WORDS |= {word: True for word in ("true", "True", "TRUE")} | {word: False for word in ("false", "False", "FALSE")}
+_LITERALS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_LITERALS |= {word: True for word in ("true", "True", "TRUE")} | {word: False for word in ("false", "False", "FALSE")}
 
 
 @dataclass
@@ -123,12 +123,12 @@ def parse_document(text: str, name: str) -> Document:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        raise GraphError(f"{name}:{line}", "", f"is not YAML: {_one_line(error.problem or str(error))}; correct this line") from None
+        raise GraphError(f"{name}:{line}", "", f"is not YAML: {_single_line(error.problem or str(error))}; correct this line") from None
     except ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise GraphError(f"{name}:{line}", "", f"holds the character {error.character!r}; remove it") from None
     except YAMLError as error:
-        raise GraphError(f"{name}:1", "", f"is not YAML: {_one_line(str(error))}; correct it") from None
+        raise GraphError(f"{name}:1", "", f"is not YAML: {_single_line(str(error))}; correct it") from None
     return document
 
 
@@ -200,8 +200,8 @@ class _Reader:
 
 def plain_value(text: str) -> Any:
     """The value of `text` without quotes: null, a truth value, a number, or the text. Raises ValueError for too many digits."""
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _LITERALS:
+        return _LITERALS[text]
     if _INT.fullmatch(text):
         digits = text.replace("_", "")
         if len(digits) > 18:
@@ -221,10 +221,10 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
     for override in overrides:
         where = f"--set {override}"
         name, equals, text = override.partition("=")
-        words = name.strip().split(".")
+        keys = name.strip().split(".")
         if len(name) > MAX_PATH_CHARACTERS:
             raise GraphError(where, "", f"the path has {len(name)} characters, at most {MAX_PATH_CHARACTERS} are possible; shorten it")
-        if not equals or "" in words:
+        if not equals or "" in keys:
             raise GraphError(where, "", "is not an override; write path=value, such as deploy.experts.servers=2")
         try:
             value = parse_document(text, where).value
@@ -232,18 +232,18 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
             raise GraphError(where, name, error.text) from None
         if result.value is None:
             result.value = {}
-        _set(result, words, value, override)
+        _set(result, keys, value, override)
     return result
 
 
-def _set(document: Document, words: list[str], value: Any, override: str) -> None:
-    parent, rest = document.value, list(words)
+def _set(document: Document, keys: list[str], value: Any, override: str) -> None:
+    parent, rest = document.value, list(keys)
     path: Path_ = ()
     while True:
         key, used = _match(parent, rest)
         if key is None:
             text = f"{dotted(path) or 'the file'} holds no keys to set {rest[0]!r} in; set {dotted(path) or 'it'} as a whole"
-            raise GraphError(f"--set {override}", ".".join(words), text)
+            raise GraphError(f"--set {override}", ".".join(keys), text)
         path, rest = (*path, key), rest[used:]
         if not rest:
             parent[key] = value
@@ -257,17 +257,17 @@ def _set(document: Document, words: list[str], value: Any, override: str) -> Non
         parent = parent[key]
 
 
-def _match(parent: Any, words: list[str]) -> tuple[str | int | None, int]:
-    """The key of `parent` that the first words name, and the number of these words."""
+def _match(parent: Any, keys: list[str]) -> tuple[str | int | None, int]:
+    """The key of `parent` that the first keys name, and the number of these keys."""
     if isinstance(parent, dict):
-        for used in range(len(words), 0, -1):
-            if ".".join(words[:used]) in parent:
-                return ".".join(words[:used]), used
-        return words[0], 1
-    if isinstance(parent, list) and words[0].isdigit() and int(words[0]) < len(parent):
-        return int(words[0]), 1
+        for used in range(len(keys), 0, -1):
+            if ".".join(keys[:used]) in parent:
+                return ".".join(keys[:used]), used
+        return keys[0], 1
+    if isinstance(parent, list) and keys[0].isdigit() and int(keys[0]) < len(parent):
+        return int(keys[0]), 1
     return None, 0
 
 
-def _one_line(text: str) -> str:
+def _single_line(text: str) -> str:
     return " ".join(text.split())

@@ -114,16 +114,16 @@ def _add_group(
 def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts, document: Document) -> None:
     attention, experts, link = deploy.attention, deploy.experts, deploy.links.attention_experts
     if attention.micro_batches > limits.max_num_seqs:
-        most = limits.max_num_seqs
-        text = f"{attention.micro_batches} micro-batches share {most} sequences; write at most {most}, or raise limits.max_num_seqs"
+        maximum = limits.max_num_seqs
+        text = f"{attention.micro_batches} micro-batches share {maximum} sequences; write at most {maximum}, or raise limits.max_num_seqs"
         document.fail(("deploy", "attention", "micro_batches"), text)
     if experts.replicas > max(experts.servers, 1):
-        most_replicas = f"replicas: {experts.servers} or less" if experts.servers else "replicas: 1"
+        possible = f"replicas: {experts.servers} or less" if experts.servers else "replicas: 1"
         text = f"{experts.replicas} replicas need as many servers, there are {experts.servers}; "
-        document.fail((*_EXPERTS, "replicas"), f"{text}write {most_replicas}, or servers: {experts.replicas}")
-    most = facts.num_experts * experts.replicas
-    if experts.placement is None and experts.servers > most:
-        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {most}"
+        document.fail((*_EXPERTS, "replicas"), f"{text}write {possible}, or servers: {experts.replicas}")
+    maximum = facts.num_experts * experts.replicas
+    if experts.placement is None and experts.servers > maximum:
+        text = f"{experts.servers} servers are more than {facts.num_experts} experts x {experts.replicas} replicas; write at most {maximum}"
         document.fail((*_EXPERTS, "servers"), text)
     if not experts.servers and link.transport != "auto":
         text = "servers: 0 leaves no link to the experts; write deploy.experts.servers: 1 or more, or remove the transport"

@@ -159,9 +159,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for errors: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
     from difflib import get_close_matches  # only errors need it
 
-    words = sorted(known)
-    close = get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words) or 'none'}"
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
 
 
 def shown_value(value: object) -> str:

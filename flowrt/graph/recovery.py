@@ -65,14 +65,14 @@ def survives(graph: Graph, process: str) -> bool:
     return rule.is_built and rule.recovery != Recovery.FATAL and (graph.reliability.recovery != "off" or process == MONITOR)
 
 
-def may_die(graph: Graph) -> frozenset[str]:
+def survivable_processes(graph: Graph) -> frozenset[str]:
     """The workers whose death the run survives."""
     return frozenset(process for process in graph.process_names() if survives(graph, process))
 
 
 def is_watched(graph: Graph) -> bool:
     """Whether a monitor watches the processes: those that can be restarted, and groups, whose requests can end without the run."""
-    return graph.reliability.detector and bool(may_die(graph) or graph.model is not None)
+    return graph.reliability.detector and bool(survivable_processes(graph) or graph.model is not None)
 
 
 def neighbours(graph: Graph) -> dict[str, tuple[str, ...]]:

@@ -66,16 +66,16 @@ class Parsed:
         return self.parse(value)
 
 
-def _word_or_number(words: tuple[str, ...], most: int) -> Parsed:
-    """One of `words`, or a whole number from 1 to `most`."""
-    what = f"possible; write {', '.join(words)}, or a number from 1 to {most}"
+def _choice_or_number(choices: tuple[str, ...], maximum: int) -> Parsed:
+    """One of `choices`, or a whole number from 1 to `maximum`."""
+    what = f"possible; write {', '.join(choices)}, or a number from 1 to {maximum}"
 
     def parse(value: str | int) -> str | int:
-        if value in words if isinstance(value, str) else 1 <= value <= most:
+        if value in choices if isinstance(value, str) else 1 <= value <= maximum:
             return value
         raise ValueError(f"{shown_value(value)} is not {what}")
 
-    return Parsed(parse, what, (str, int), {"anyOf": [{"enum": list(words)}, {"type": "integer", "minimum": 1, "maximum": most}]})
+    return Parsed(parse, what, (str, int), {"anyOf": [{"enum": list(choices)}, {"type": "integer", "minimum": 1, "maximum": maximum}]})
 
 
 def _layers(value: str | int) -> str:
@@ -145,8 +145,8 @@ _TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items
 _IDS = Parsed(_ids, "a set of ids; write ids as '0-5,7'", (str, int), _IDS_SCHEMA)
 _NAMED = _matching(is_name, "a name; use letters, digits, '_', '-', and single dots between them")
 
-Processes = Annotated[Any, _word_or_number(("one", "many"), 4096)]
-Threads = Annotated[Any, _word_or_number(("auto",), MAX_THREADS)]
+Processes = Annotated[Any, _choice_or_number(("one", "many"), 4096)]
+Threads = Annotated[Any, _choice_or_number(("auto",), MAX_THREADS)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Layers = Annotated[Any, Parsed(_layers, "a set of layers; write layers as '0-2,5'", (str, int), _IDS_SCHEMA)]
 Placement = Annotated[

@@ -17,7 +17,7 @@ from flowrt.actors.control import Control, LinkLost, PeerJoined, PeerLeft, Stati
 from flowrt.actors.mailbox import Mailbox
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
-from flowrt.graph.recovery import may_die, neighbours
+from flowrt.graph.recovery import neighbours, survivable_processes
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.hosts import Hosts, Placed
@@ -49,7 +49,7 @@ class Revival:
 
     def __init__(self, graph: Graph, run: Run, hosts: Hosts, introduction: Introduction) -> None:
         self._run, self._hosts, self._introduction = run, hosts, introduction
-        self._may_die = may_die(graph) | {MONITOR}
+        self._may_die = survivable_processes(graph) | {MONITOR}
         self._neighbours = neighbours(graph)
         self._restart_policy = RestartPolicy(graph.reliability.restarts, graph.reliability.restart_window_seconds)
         self._lives: asyncio.TaskGroup | None = None

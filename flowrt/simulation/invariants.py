@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import MONITOR, Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.recovery import survivable_processes
 from flowrt.launcher.transport_choice import pack
 from flowrt.reliability.scenario import AnyFault, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.errors import InvariantError
@@ -37,7 +37,7 @@ Reference = tuple[tuple[int, ...], ...]  # the token ids of each choice of a req
 
 def mortal(graph: Graph) -> frozenset[str]:
     """The workers whose OS process may die: every worker in that process may die."""
-    return frozenset(name for host in pack(graph) if may_die(graph).issuperset(host) for name in host)
+    return frozenset(name for host in pack(graph) if survivable_processes(graph).issuperset(host) for name in host)
 
 
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:

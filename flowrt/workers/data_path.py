@@ -19,7 +19,7 @@ from flowrt.exchange.expert_client import ExpertClient
 from flowrt.exchange.failover import Failover
 from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Edge, Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.recovery import survivable_processes
 from flowrt.operators.families.registry import read_model_config
 from flowrt.seams import Compute, Seams
 from flowrt.transports.contract import Identity
@@ -97,7 +97,7 @@ class DataPath:
             self.runner.accept,
             self.runner.settle,
             on_lost=on_lost,
-            tolerated=may_die(graph),
+            tolerated=survivable_processes(graph),
             **wrap,
         )
         self.group: Group | None = None

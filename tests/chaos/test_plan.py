@@ -11,7 +11,7 @@ from flowrt.api import read_graph
 from flowrt.chaos.plan import fault_text, load_plan, needs_fault_worker, parse_faults
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.recovery import survivable_processes
 from flowrt.reliability.scenario import Crash, Hang, Pause, Reset, Scenario, Slow, Stall
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_in_the_graphs_of_capacity_time_is_modelled_and_servers_have_it_to_spare
         seconds = graph.emulation.charges()
         assert (seconds["experts"] < seconds["attention"]) == (name == "with-spare.yaml")
         assert graph.numerics == "strict"
-        assert len(may_die(graph)) == 3
+        assert len(survivable_processes(graph)) == 3
 
 
 def test_only_self_inflicted_faults_need_fault_injecting_workers(graph: Graph) -> None:

@@ -25,8 +25,8 @@ def one(name):
     return PortSpec(name)
 
 
-def tag(step=0, layer=0, lane=0, source="s", epoch=0):
-    return Tag(source, epoch, lane, step, layer)
+def tag(step=0, layer=0, micro_batch=0, source="s", epoch=0):
+    return Tag(source, epoch, micro_batch, step, layer)
 
 
 JOIN = node("join", one("a"), one("b"))
@@ -56,12 +56,16 @@ def test_a_second_message_for_a_port_that_takes_one_is_a_fault():
         matching.arrive(A, tag(), 2)
 
 
-@given(st.permutations([(edge, step, lane) for edge in (A, B) for step in range(3) for lane in range(2)]))
+@given(st.permutations([(edge, step, batch) for edge in (A, B) for step in range(3) for batch in range(2)]))
 def test_any_order_of_arrival_gives_the_same_firings(arrivals):
     matching = table([JOIN], [A, B])
-    results = [fired(matching.arrive(edge, tag(step, 0, lane), (edge.id, step, lane))) for edge, step, lane in arrivals]
+    results = [fired(matching.arrive(edge, tag(step, 0, batch), (edge.id, step, batch))) for edge, step, batch in arrivals]
     done = {firing.tag: firing.inputs for firing in results if firing}
-    expected = {tag(step, 0, lane): {"a": (A.id, step, lane), "b": (B.id, step, lane)} for step in range(3) for lane in range(2)}
+    expected = {
+        tag(step, 0, micro_batch): {"a": (A.id, step, micro_batch), "b": (B.id, step, micro_batch)}
+        for step in range(3)
+        for micro_batch in range(2)
+    }
     assert done == expected
     assert len(matching) == 0
 
@@ -94,46 +98,46 @@ def test_where_an_edge_arrives(step, layers, reached):
 
 GATHER = node("combine", one("plan"), PortSpec("parts", takes="gather", count="plan"))
 PLAN = Edge("dispatch", "plan", "combine", "plan")
-ANSWERS = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch.server{s} -> e{s}.rows") for s in range(3)]
+RESPONSES = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch.server{s} -> e{s}.rows") for s in range(3)]
 
 
 @given(st.permutations([0, 1, 2]))
 def test_gather_takes_as_many_as_the_plan_says_in_its_order(order):
-    matching = table([GATHER], [PLAN, *ANSWERS])
+    matching = table([GATHER], [PLAN, *RESPONSES])
     assert fired(matching.arrive(PLAN, tag(), (0, 1, 2))) is None
-    firings = [fired(matching.arrive(ANSWERS[part], tag(), (part, f"v{part}"))) for part in order]
+    firings = [fired(matching.arrive(RESPONSES[part], tag(), (part, f"v{part}"))) for part in order]
     assert firings[:2] == [None, None]
     assert firings[2].inputs["parts"] == [(0, "v0"), (1, "v1"), (2, "v2")]
 
 
 def test_a_plan_without_parts_fires_at_once():
-    firing = fired(table([GATHER], [PLAN, *ANSWERS]).arrive(PLAN, tag(), ()))
+    firing = fired(table([GATHER], [PLAN, *RESPONSES]).arrive(PLAN, tag(), ()))
     assert firing is not None
     assert firing.inputs["parts"] == []
 
 
 def test_response_to_a_finished_tag_is_dropped_and_leaves_no_row():
-    matching = table([GATHER], [PLAN, *ANSWERS])
+    matching = table([GATHER], [PLAN, *RESPONSES])
     matching.arrive(PLAN, tag(), (0,))
-    assert fired(matching.arrive(ANSWERS[0], tag(), (0, "v"))) is not None
-    assert matching.arrive(ANSWERS[1], tag(), (0, "late")).dropped
+    assert fired(matching.arrive(RESPONSES[0], tag(), (0, "v"))) is not None
+    assert matching.arrive(RESPONSES[1], tag(), (0, "late")).dropped
     assert len(matching) == 0
 
 
 def test_replacements_complete_a_superseded_part():
-    matching = table([GATHER], [PLAN, *ANSWERS])
+    matching = table([GATHER], [PLAN, *RESPONSES])
     matching.arrive(PLAN, tag(), (0, 1))
-    matching.arrive(ANSWERS[0], tag(), (0, "v0"))
+    matching.arrive(RESPONSES[0], tag(), (0, "v0"))
     assert matching.supersede("combine", "parts", tag(), 1, (2,))
     assert not matching.supersede("combine", "parts", tag(5), 1, (2,))
-    firing = fired(matching.arrive(ANSWERS[2], tag(), (2, "v2")))
+    firing = fired(matching.arrive(RESPONSES[2], tag(), (2, "v2")))
     assert firing.inputs["parts"] == [(0, "v0"), (2, "v2")]
 
 
 def test_anonymous_parts_may_come_before_their_count():
-    matching = table([GATHER], [PLAN, *ANSWERS])
-    assert fired(matching.arrive(ANSWERS[0], tag(), "a")) is None
-    assert fired(matching.arrive(ANSWERS[1], tag(), "b")) is None
+    matching = table([GATHER], [PLAN, *RESPONSES])
+    assert fired(matching.arrive(RESPONSES[0], tag(), "a")) is None
+    assert fired(matching.arrive(RESPONSES[1], tag(), "b")) is None
     assert fired(matching.arrive(PLAN, tag(), 2)).inputs["parts"] == ["a", "b"]
 
 
@@ -145,7 +149,7 @@ def test_rollback_while_a_row_completes_fires_nothing():
         return plan
 
     dropped: list[int] = []
-    matching = MatchingTable([GATHER], [PLAN, *ANSWERS], plan_of, lambda response: None)
+    matching = MatchingTable([GATHER], [PLAN, *RESPONSES], plan_of, lambda response: None)
     assert fired(matching.arrive(PLAN, tag(), ())) is None
     assert dropped == [1]
     assert len(matching) == 0
@@ -175,16 +179,16 @@ def test_micro_batches_of_a_stateful_node_do_not_wait_for_each_other():
     state = node("state", one("a"), stateful=True)
     edge = Edge("x", "o", "state", "a")
     matching = table([state], [edge])
-    assert fired(matching.arrive(edge, tag(1, lane=0), None)) is None
-    assert fired(matching.arrive(edge, tag(0, lane=1), None)) is not None
+    assert fired(matching.arrive(edge, tag(1, micro_batch=0), None)) is None
+    assert fired(matching.arrive(edge, tag(0, micro_batch=1), None)) is not None
     assert len(matching) == 1
 
 
 def test_more_anonymous_parts_than_were_counted_open_no_new_row():
-    matching = table([GATHER], [PLAN, *ANSWERS])
+    matching = table([GATHER], [PLAN, *RESPONSES])
     matching.arrive(PLAN, tag(), 1)
-    assert fired(matching.arrive(ANSWERS[0], tag(), "a")) is not None
-    assert matching.arrive(ANSWERS[1], tag(), "late").dropped
+    assert fired(matching.arrive(RESPONSES[0], tag(), "a")) is not None
+    assert matching.arrive(RESPONSES[1], tag(), "late").dropped
     assert len(matching) == 0
 
 

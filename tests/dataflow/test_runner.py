@@ -459,11 +459,11 @@ def model_like_graph():
 
 
 def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed():
-    fired, left = [], []
+    fired, sent_early = [], []
 
     def noted(name):
         def run(firings):
-            fired.append((name, len(left)))
+            fired.append((name, len(sent_early)))
             return double(firings)
 
         return run
@@ -473,10 +473,10 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
     table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
     subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), functions, table)
     rest = subgraph.run(
-        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
+        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: sent_early.extend(output.edge.target for output in outputs)
     )
     assert fired == [("gate", 0), ("cut", 0), ("shared", 1)]
-    assert left == ["far"]
+    assert sent_early == ["far"]
     assert [output.edge.target for output in rest] == ["end"]
     assert [output.edge.target for output in subgraph.run([Firing("gate", tag(), {"x": number(1)}, (0,))])] == ["far", "end"]
 
@@ -488,11 +488,11 @@ def test_what_was_given_before_it_leaves_with_it():
     graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")
     table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
     subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
-    left = []
+    sent_early = []
     rest = subgraph.run(
-        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: left.extend(output.edge.target for output in outputs)
+        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: sent_early.extend(output.edge.target for output in outputs)
     )
-    assert left == ["sum", "far"]
+    assert sent_early == ["sum", "far"]
     assert [output.edge.target for output in rest] == ["end"]
 
 

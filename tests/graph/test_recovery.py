@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Edge, Graph, Node, ReliabilitySettings
-from flowrt.graph.recovery import RULES, Recovery, may_die, neighbours, rule_of, survives
+from flowrt.graph.recovery import RULES, Recovery, neighbours, rule_of, survivable_processes, survives
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
@@ -21,21 +21,21 @@ def test_a_process_recovers_as_its_operator_with_the_most_state() -> None:
     graph = graph_of(one=("experts",), two=("experts", "combine"), three=("experts", "ops:x"), experts=("source", "attention"))
     recoveries = {process: rule_of(graph, process).recovery for process in graph.process_names()}
     assert recoveries == {"one": "redispatch", "two": "replay", "three": "fatal", "experts": "replay"}
-    assert may_die(graph) == {"one"}
+    assert survivable_processes(graph) == {"one"}
 
 
 def test_no_name_of_a_process_or_node_makes_it_survivable() -> None:
     nodes = [Node("experts.0", "ops:experts", "experts.0"), Node("any", "experts", "left")]
-    assert may_die(Graph.of(nodes)) == {"left"}
+    assert survivable_processes(Graph.of(nodes)) == {"left"}
 
 
 def test_no_process_of_user_operators_is_survivable() -> None:
-    assert may_die(graph_of(left=("ops:scale",), right=("ops:experts",))) == frozenset()
+    assert survivable_processes(graph_of(left=("ops:scale",), right=("ops:experts",))) == frozenset()
 
 
 def test_no_process_is_survivable_with_recovery_off() -> None:
     graph = replace(graph_of(attention=("source",), one=("experts",)), reliability=ReliabilitySettings(recovery="off"))
-    assert may_die(graph) == frozenset()
+    assert survivable_processes(graph) == frozenset()
     assert survives(graph, MONITOR)
 
 

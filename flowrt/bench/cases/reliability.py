@@ -20,7 +20,7 @@ from flowrt.bench.report.figures import Target
 from flowrt.bench.report.report import say
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.graph.recovery import may_die
+from flowrt.graph.recovery import survivable_processes
 from flowrt.operators.families.registry import read_model_config
 
 KEYS = {"detector": ("true", "false"), "recovery": ("fine", "off"), "hedge": ("true", "false")}  # key -> on, off
@@ -33,7 +33,7 @@ def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) ->
     switched = [[*options.overrides, *(f"reliability.{key}={values[side]}" for key, values in KEYS.items())] for side in (0, 1)]
     on, off = (read_graph(graph_file, overrides, model) for overrides in switched)
     served_model(on)
-    if not may_die(on):
+    if not survivable_processes(on):
         raise UserError(f"{graph_file}: the death of any process ends this graph, so none is watched; use --set deploy.experts.servers=3")
     check_room(on, options.batch, options.prompt_tokens, options.new_tokens)
     return on, off
