@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.plots import check_plot
-from flowrt.bench.report.report import Machine, new_console, say
+from flowrt.bench.report.report import Machine, new_console, print_progress
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.options import ChaosOptions
 from flowrt.chaos.plot import plot_chaos
@@ -36,12 +36,12 @@ def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str |
             """The report so far is still printed; a second signal ends the rest at once."""
             nonlocal is_interrupted
             if not is_interrupted:
-                say("interrupted")
+                print_progress("interrupted")
             is_interrupted = True
             task.cancel()
 
         with ending_signals(on_signal):
-            return await measure(prepared, say)
+            return await measure(prepared, print_progress)
 
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

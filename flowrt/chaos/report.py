@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from flowrt.bench.report.figures import Target, Verdict, judge, median_interval, nearest_rank, quantile_interval
+from flowrt.bench.report.figures import Target, Verdict, median_interval, nearest_rank, quantile_interval, verdict_of
 from flowrt.bench.report.report import Machine, new_table
 from flowrt.chaos import compare
 from flowrt.chaos.compare import Difference, ReceivedAnswer
@@ -186,7 +186,7 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     target = f"p99 <= {duration_text(bound)}" if bound is not None else ""
     enough = (len(seconds) if num_faults is None else num_faults) >= MIN_FAULTS
     low, high = quantile_interval(seconds, 0.99) if enough else (-math.inf, math.inf)
-    verdict: Verdict | Literal[""] = judge(low, high, Target(bound)) if bound is not None and seconds else ""
+    verdict: Verdict | Literal[""] = verdict_of(low, high, Target(bound)) if bound is not None and seconds else ""
     if not finite:
         return ReportRow(
             name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)}
@@ -237,7 +237,7 @@ def _throughput(found: ChaosResult, done: Sequence[InjectedFault]) -> list[Repor
             held = ratios is to_before or not to_before  # a machine's other load changes less within seconds
             target = f">= {bound:.3f}, {why}" if held else ""
             void = found.emulation is not None and found.emulation.void
-            verdict: Verdict = "open" if void else judge(low, high, Target(bound, at_most=False))
+            verdict: Verdict = "open" if void else verdict_of(low, high, Target(bound, at_most=False))
             rows.append(ReportRow(name, shown, target, verdict if held else "", answer))
     return rows
 

@@ -18,7 +18,7 @@ from flowrt.bench.cases.decode import fastest, have_different_tokens, measure
 from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, first_difference, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_room
+from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_limits
 from flowrt.bench.measure.limits import MachineLimits
 from flowrt.bench.measure.memory import GraphMemory, checkpoint_elements, kv_bytes, resident_bytes, weights_bytes
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step
@@ -98,11 +98,11 @@ def test_fastest_implementation_is_chosen_for_each_phase() -> None:
 
 def test_graph_without_room_for_the_batch_is_refused_with_the_key_to_set(model: Path, tmp_path: Path) -> None:
     graph = flowrt.open(write_graph(model, tmp_path)).graph
-    check_room(graph, [1, 4], 64, 32)
+    check_limits(graph, [1, 4], 64, 32)
     with pytest.raises(UserError, match=r"limits.max_num_seqs is 4, and a batch of 32 needs 32; add --set limits.max_num_seqs=32"):
-        check_room(graph, [1, 32], 64, 32)
+        check_limits(graph, [1, 32], 64, 32)
     with pytest.raises(UserError, match=r"limits.kv_pages=1252"):
-        check_room(graph, [4], 5000 - 4, 8)
+        check_limits(graph, [4], 5000 - 4, 8)
 
 
 # --- memory and limits -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from flowrt.bench.report.figures import Figure, Target, judge, median_interval, median_ratio, nearest_rank, quantile_interval
+from flowrt.bench.report.figures import Figure, Target, median_interval, median_ratio, nearest_rank, quantile_interval, verdict_of
 
 
 def test_median_of_twenty_values_is_bounded_by_the_sixth_from_either_end() -> None:
@@ -76,13 +76,13 @@ def test_invalid_pairs_are_refused(ours: list[float], theirs: list[float]) -> No
 
 def test_target_is_met_only_by_the_whole_interval() -> None:
     at_most, at_least = Target(1.5), Target(0.5, at_most=False)
-    assert judge(1.0, 1.5, at_most) == "met"
-    assert judge(1.0, 1.6, at_most) == "open"
-    assert judge(1.6, 2.2, at_most) == "not met"
-    assert judge(0.5, 0.7, at_least) == "met"
-    assert judge(0.4, 0.6, at_least) == "open"
-    assert judge(0.2, 0.4, at_least) == "not met"
-    assert judge(-math.inf, math.inf, at_most) == "open"
+    assert verdict_of(1.0, 1.5, at_most) == "met"
+    assert verdict_of(1.0, 1.6, at_most) == "open"
+    assert verdict_of(1.6, 2.2, at_most) == "not met"
+    assert verdict_of(0.5, 0.7, at_least) == "met"
+    assert verdict_of(0.4, 0.6, at_least) == "open"
+    assert verdict_of(0.2, 0.4, at_least) == "not met"
+    assert verdict_of(-math.inf, math.inf, at_most) == "open"
 
 
 def test_figure_with_a_peer_is_judged_by_its_ratio_and_one_without_by_itself() -> None:

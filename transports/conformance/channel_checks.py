@@ -121,7 +121,7 @@ async def check_bounds(make_pair: MakePair) -> None:
             expect(not one.send_nowait(numbered(sent + 1)), "send_nowait does not overtake a waiting send")
             expect(one.statistics().sends_waited == 1, "a send that waits is counted")
             await receive_all(two, 0, 1, nbytes)
-            await within(waiting, "a waiting send goes on when there is room")
+            await within(waiting, "a waiting send completes when there is room")
             await receive_all(two, 1, sent + 1, nbytes)
             expect(two.recv_nowait() is None, "recv_nowait returns None when no message has arrived")
 

@@ -148,7 +148,7 @@ async def check_stopped_peer(scheme: str) -> None:
         expect(not sending.done(), "a stopped peer makes send wait")
         peer.send_signal(signal.SIGCONT)
         await receive_all(channel, 1, 30, 30_000)
-        await within(sending, "send goes on when the peer does")
+        await within(sending, "send continues when the peer does")
         pause(peer)
         await within(channel.aclose(), "aclose with a stopped peer")
         peer.send_signal(signal.SIGCONT)

@@ -77,7 +77,7 @@ class RegionSender:
             self.sent.append((self._link.send(array, self._tag), array))
 
 
-class Arrival:
+class MessageArrival:
     """A message that has arrived or is queued behind one that has not; complete when `missing_bytes` is 0. Without an envelope, it is the
     peer's CLOSE."""
 
@@ -88,7 +88,7 @@ class Arrival:
         self.missing_bytes = 0
 
 
-class RegionArrival(Arrival):
+class RegionArrival(MessageArrival):
     """A message whose tensors arrive as a region, in `block`. `slices`: of the block, one per tensor."""
 
     def __init__(self, envelope: Envelope, sizes: Sequence[int], pool: BlockPool) -> None:
@@ -112,10 +112,10 @@ class RegionReceiver:
         self._announced: deque[RegionArrival] = deque()  # regions with pieces that are not requested yet
         self._reads: deque[tuple[Any, RegionArrival, int]] = deque()  # request, region, bytes
 
-    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> Arrival:
+    def expect(self, envelope: Envelope, sizes: Sequence[int]) -> MessageArrival:
         """Allocates a block for an announced region, whose envelope is checked, and queues its pieces to be requested."""
         if not any(sizes):
-            return Arrival(0, envelope, [bytearray() for _ in sizes])
+            return MessageArrival(0, envelope, [bytearray() for _ in sizes])
         arrival = RegionArrival(envelope, sizes, self._pool)
         self._announced.append(arrival)
         return arrival

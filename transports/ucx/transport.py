@@ -29,7 +29,7 @@ from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.ucx.blocks import BlockPool
 from flowrt.transports.ucx.endpoint import IN_PROGRESS, LostError, UCXLink, check_status, unavailable_reason
-from flowrt.transports.ucx.regions import Arrival, RegionReceiver, RegionSender
+from flowrt.transports.ucx.regions import MessageArrival, RegionReceiver, RegionSender
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat
 
 FRAME_BYTES = 7936  # a whole frame: fits one slot of UCX's ring
@@ -61,7 +61,7 @@ class UCXChannel(GreetedChannel):
         self._pool = BlockPool(meeting.limits.capacity_bytes * 9 // 8)
         self._regions_out = RegionSender(link, bulk_tag)
         self._regions_in = RegionReceiver(link, self._pool, bulk_tag, meeting.sock)
-        self._arrivals: deque[Arrival] = deque()  # incomplete messages, and the messages behind them
+        self._arrivals: deque[MessageArrival] = deque()  # incomplete messages, and the messages behind them
         self._envelope = b""  # the parts of an envelope that arrived before its REGION frame
         self._outbox: deque[bytes] = deque()  # frames that wait for a slot; bounded by the credit window
         self._frames_sent = self._frames_confirmed = 0  # confirmed: reported as read by the peer
@@ -226,7 +226,7 @@ class UCXChannel(GreetedChannel):
         elif kind == _WAITING:
             self._on_waiting()
         elif kind == _CLOSE:
-            self._arrivals.append(Arrival())
+            self._arrivals.append(MessageArrival())
             self._deliver_complete()
         elif kind == _CLOSED:
             self._finish()
@@ -253,7 +253,7 @@ class UCXChannel(GreetedChannel):
         if not is_repeat(envelope.sequence, self._expected + len(self._arrivals)):
             self._receiving.arrived(payload_bytes)
         if self._arrivals:
-            self._arrivals.append(Arrival(payload_bytes, envelope, buffers))
+            self._arrivals.append(MessageArrival(payload_bytes, envelope, buffers))
         else:
             self._deliver(envelope, buffers, payload_bytes)
 

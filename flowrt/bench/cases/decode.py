@@ -18,14 +18,14 @@ from flowrt.api import open_graph, read_graph
 from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Measure, Result, Trial
 from flowrt.bench.measure.decoding import DecodeRun, Prompts, TokenAgreement, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_room
+from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.measure.limits import MachineLimits, measure_limits_apart
 from flowrt.bench.measure.memory import memory_of
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, split_of
 from flowrt.bench.peers import decode_vllm
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, say
+from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table, print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.launcher.transport_choice import usable_cores
@@ -35,7 +35,7 @@ PHASES = ("prefill", "decode")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 SETTLE_SECONDS = 0.05  # threads that have computed may spin for some milliseconds before they sleep
 MAX_GATHERED_BYTES = 2 << 30  # "batched_mm" copies an expert's weights for each pair of row and slot
-HOPELESS = 2.5  # an implementation so many times slower than another is not tried again
+MAX_SLOWDOWN = 2.5  # an implementation so many times slower than another is tried no more
 TRIES = 3
 
 
@@ -71,15 +71,15 @@ async def measure(
                 second = read_checked_graph(against, model, dtype, against_overrides, options)
                 peers.append(GraphSide(await stack.enter_async_context(open_graph(second)), against.stem))
             else:
-                say(f"{dtype}: loading transformers")
+                print_progress(f"{dtype}: loading transformers")
                 started = start_peer("transformers", TRANSFORMERS, model, dtype, usable_cores(), *IMPLEMENTATIONS)
                 peers.append(TransformersSide(*await stack.enter_async_context(started), options.prompt_tokens))
             if vllm is not None:
-                say(f"{dtype}: loading vLLM")
+                print_progress(f"{dtype}: loading vLLM")
                 length = options.prompt_tokens + options.new_tokens
                 started = start_peer("vllm", VLLM, model, dtype, usable_cores(), length, python=vllm)
                 peers.append(ProcessSide((await stack.enter_async_context(started))[0]))
-            say(f"{dtype}: loading the graph")
+            print_progress(f"{dtype}: loading the graph")
             ours = GraphSide(await stack.enter_async_context(open_graph(graph)))
             agreements: dict[str, TokenAgreement] = {}
             tried: dict[int, dict[str, dict[str, float]]] = {}
@@ -177,7 +177,7 @@ def target_of(phase: str, batch: int, options: DecodeOptions, ours: DecodeSide, 
 
 def read_checked_graph(path: Path, model: Path, dtype: str, overrides: Sequence[str], options: DecodeOptions) -> Graph:
     graph = read_graph(path, [f"model.dtype={dtype}", *overrides], model)
-    check_room(graph, options.batch, options.prompt_tokens, options.new_tokens)
+    check_limits(graph, options.batch, options.prompt_tokens, options.new_tokens)
     return graph
 
 
@@ -216,7 +216,7 @@ class TransformersSide(ProcessSide):
         if not facts["implementations"]:
             raise UserError("transformers has none of the expert implementations " + ", ".join(IMPLEMENTATIONS))
         self.chosen = dict.fromkeys(PHASES, facts["implementations"][0])
-        self._hopeless: set[str] = set()  # far behind at one batch size: not tried at the next, where it would take minutes
+        self._too_slow: set[str] = set()  # far behind at one batch size: not tried at the next, where it would take minutes
 
     async def choose_fastest(self, prompts: Prompts, new_tokens: int) -> dict[str, dict[str, float]]:
         """Tries each implementation on this batch, TRIES times unless it is far behind; returns the speeds, by implementation and phase."""
@@ -226,7 +226,7 @@ class TransformersSide(ProcessSide):
         for name in self._facts["implementations"]:
             tried = {"decode": name, "prefill": name}
             gathered = [self._facts["expert_bytes"] * self._facts["num_active"] * rows for rows in (len(prompts), num_prompt_tokens)]
-            if name in self._hopeless or (name == "batched_mm" and gathered[0] > MAX_GATHERED_BYTES):
+            if name in self._too_slow or (name == "batched_mm" and gathered[0] > MAX_GATHERED_BYTES):
                 continue
             if name == "batched_mm" and gathered[1] > MAX_GATHERED_BYTES:
                 tried["prefill"] = self.chosen["prefill"]
@@ -236,11 +236,13 @@ class TransformersSide(ProcessSide):
                 run = await self.run(prompts, new_tokens)
                 for phase in best:
                     best[phase] = max(best[phase], run.speed(phase, num_prompt_tokens))
-                if all(best[phase] * HOPELESS < max(each.get(phase, 0.0) for each in speeds.values()) for phase in best):
-                    self._hopeless.add(name)
+                if all(best[phase] * MAX_SLOWDOWN < max(each.get(phase, 0.0) for each in speeds.values()) for phase in best):
+                    self._too_slow.add(name)
                     break
             self.chosen = {phase: fastest(speeds, phase) for phase in PHASES}
-            say(f"transformers, batch {len(prompts)}, {name}: " + ", ".join(f"{phase} {value:.4g}" for phase, value in best.items()))
+            print_progress(
+                f"transformers, batch {len(prompts)}, {name}: " + ", ".join(f"{phase} {value:.4g}" for phase, value in best.items())
+            )
         return speeds
 
 

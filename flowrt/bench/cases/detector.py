@@ -23,8 +23,8 @@ from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.actors.links import LOST
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN, WorkHabits
-from flowrt.bench.report.figures import Figure, Target, judge, nearest_rank, quantile_interval
-from flowrt.bench.report.report import say
+from flowrt.bench.report.figures import Figure, Target, nearest_rank, quantile_interval, verdict_of
+from flowrt.bench.report.report import print_progress
 from flowrt.graph.model import GATEWAY
 from flowrt.launcher.transport_choice import usable_cores
 from flowrt.process_backend import ProcessSpec, WorkerProcess
@@ -76,7 +76,7 @@ class _OutputPrinter:
     on_exited = on_backend_lost = on_dying
 
     def on_output(self, name: str, line: str) -> None:
-        say(f"[{name}] {line}")
+        print_progress(f"[{name}] {line}")
 
 
 class Crowd:
@@ -204,7 +204,7 @@ async def detection_seconds(num_tries: int, num_workers: int = 4) -> dict[str, l
                 await crowd.kill(name)
                 await crowd.start(name)
             if (number + 1) % REPORT_EVERY_TRIES == 0:
-                say(f"{number + 1} of {num_tries} of each kind, the slowest {max(map(max, seconds.values())):.2f} s")
+                print_progress(f"{number + 1} of {num_tries} of each kind, the slowest {max(map(max, seconds.values())):.2f} s")
     return seconds
 
 
@@ -251,7 +251,7 @@ async def count_false_verdicts(seconds: float, num_workers: int) -> FalseVerdict
             found.seconds = (now := time.monotonic()) - begun
             if now - reported >= REPORT_EVERY_SECONDS:
                 reported = now
-                say(f"{found.seconds:.0f} s of {seconds:.0f} s, {found.num_stalls} stalls, {len(found.verdicts)} false verdicts")
+                print_progress(f"{found.seconds:.0f} s of {seconds:.0f} s, {found.num_stalls} stalls, {len(found.verdicts)} false verdicts")
         gaps = [now - worker.last_heartbeat_at for worker in crowd.workers.values()]  # no heartbeat since
         found.longest_gap_seconds = max(crowd.longest_gap_seconds, *gaps)
         found.num_suspected = crowd.num_suspected
@@ -276,5 +276,5 @@ def times_text(seconds: Sequence[float]) -> str:
     if len(seconds) >= MIN_VALUES_OF_P99:
         parts.append(f"p99 {nearest_rank(seconds, 0.99):.3f} s")
     low, high = quantile_interval(seconds, 0.99) if len(seconds) >= MIN_VALUES_OF_VERDICT else (-math.inf, math.inf)
-    verdict = judge(low, high, P99_TARGET)
+    verdict = verdict_of(low, high, P99_TARGET)
     return f"{', '.join(parts)}, worst {max(seconds):.3f} s of {len(seconds)} (target: p99 {P99_TARGET} s; {verdict})"

@@ -107,9 +107,9 @@ def _loop(
 
     first, last = nodes[0], nodes[-1]
     (go,), (out,) = first.inputs, last.outputs
-    again, done = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
+    repeats, last_layer = LayerSet(frozenset(range(num_layers - 1))), LayerSet(frozenset({num_layers - 1}))
     ends: list[End] = [(INPUT, go, first.name, go, {}), *(end(*pair) for pair in pairwise(nodes))]
-    ends += [end(last, first, layers=again, tag=TagStep("next_layer")), (last.name, out, OUTPUT, out, {"layers": done})]
+    ends += [end(last, first, layers=repeats, tag=TagStep("next_layer")), (last.name, out, OUTPUT, out, {"layers": last_layer})]
     return _graph(nodes, ends, transport, processes, limits or GraphLimits())
 
 

@@ -80,8 +80,8 @@ async def round_seconds(graph: RunningGraph, go: Sequence[int], num_rounds: int)
 
     rounds = []
     for _ in range(num_rounds):
-        answer = await graph(go=torch.tensor(go))
-        times = [each.tolist() for each in answer.values()] if isinstance(answer, dict) else [answer.tolist()]
+        outputs = await graph(go=torch.tensor(go))
+        times = [each.tolist() for each in outputs.values()] if isinstance(outputs, dict) else [outputs.tolist()]
         start = min(first for first, _ in times)
         rounds.append([end - start for _, end in times])
     return rounds

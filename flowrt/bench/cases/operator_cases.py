@@ -190,8 +190,8 @@ def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weight
     sent = sum(len(part.rows_R) for part in parts)
     pair_bytes = rows * num_active * (8 + model.itemsize)
     yield OperatorCase("dispatch", rows, 2 * sent * row_bytes + 4 * pair_bytes, 0, [dispatch])
-    answers = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
-    yield OperatorCase("combine", rows, (sent + 2 * rows) * row_bytes, sent * x_TH.shape[1], [partial(combine, x_TH, answers)])
+    outputs = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
+    yield OperatorCase("combine", rows, (sent + 2 * rows) * row_bytes, sent * x_TH.shape[1], [partial(combine, x_TH, outputs)])
 
 
 def _routing(model: ModelOperators, x_TH: Tensor, num_bytes: float, num_flops: float) -> Iterator[OperatorCase]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowrt.bench.cases.options import OperatorOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.limits import MachineLimits, better_of, clock_for, measure_limits
-from flowrt.bench.report.report import ReportSection, new_table, say
+from flowrt.bench.report.report import ReportSection, new_table, print_progress
 
 if TYPE_CHECKING:
     from flowrt.bench.cases.operator_cases import CasePart, OperatorCase
@@ -45,7 +45,7 @@ async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator
     limits = measure_limits(options.threads, (dtype,))
     for each in operator_times(model, options):
         if not times or times[-1].rows != each.rows:
-            say(f"{each.rows} rows")
+            print_progress(f"{each.rows} rows")
         times.append(each)
     limits = better_of(limits, measure_limits(options.threads, (dtype,)))  # other load may have started, or ended
     rates = f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read, {limits.flops_per_second[dtype] / 1e9:.0f} GFLOP/s"

@@ -14,10 +14,10 @@ from flowrt.bench.cases.decode import measure_batch
 from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.decoding import prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_room
+from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.measure.memory import served_model
 from flowrt.bench.report.figures import Target
-from flowrt.bench.report.report import say
+from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import survivable_processes
@@ -35,7 +35,7 @@ def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions) ->
     served_model(on)
     if not survivable_processes(on):
         raise UserError(f"{graph_file}: the death of any process ends this graph, so none is watched; use --set deploy.experts.servers=3")
-    check_room(on, options.batch, options.prompt_tokens, options.new_tokens)
+    check_limits(on, options.batch, options.prompt_tokens, options.new_tokens)
     return on, off
 
 
@@ -44,7 +44,7 @@ async def measure(graphs: tuple[Graph, Graph], options: DecodeOptions) -> AsyncI
     (batch,) = options.batch
     model = served_model(graphs[0])
     prompts = prompts_of(batch, options.prompt_tokens, read_model_config(Path(model.path)).vocab_size)
-    say("loading two graphs")
+    print_progress("loading two graphs")
     async with AsyncExitStack() as stack:
         sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
         async for result in measure_batch(sides, prompts, f"{model.dtype}, {graphs[0].numerics}", options, {}, {"throughput": TARGET}):

@@ -17,9 +17,9 @@ from flowrt.bench.cases.decode import agreement_record, measure_batch
 from flowrt.bench.cases.options import DecodeOptions
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_room
+from flowrt.bench.measure.graph_side import GraphSide, check_limits
 from flowrt.bench.peers.process import start_peer
-from flowrt.bench.report.report import ReportSection, say
+from flowrt.bench.report.report import ReportSection, print_progress
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 
@@ -41,7 +41,7 @@ def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: Decod
             path = Path(folder) / "graph.yaml"
             path.write_text(json.dumps({**document, "limits": limits}))
             strict = read_graph(path, overrides)
-    check_room(strict, options.batch, options.prompt_tokens, options.new_tokens)
+    check_limits(strict, options.batch, options.prompt_tokens, options.new_tokens)
     return strict, replace(strict, numerics="fast")
 
 
@@ -54,7 +54,7 @@ async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) 
             seconds: list[float] = facts["seconds"]
         agreements: dict[str, TokenAgreement] = {}
         async with AsyncExitStack() as stack:
-            say(f"{dtype}: loading two graphs")
+            print_progress(f"{dtype}: loading two graphs")
             sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), graph.numerics) for graph in graphs]
             for batch in options.batch:
                 prompts = prompts_of(batch, options.prompt_tokens, vocab_size)

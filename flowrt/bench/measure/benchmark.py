@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.figures import MAX_PAIRS, MIN_PAIRS, Figure, Target
-from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_report, say
+from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection, new_console, print_progress, print_report
 from flowrt.output_file import json_text, write_file
 
 BLOCK_SECONDS = 0.05  # of one measurement of something short: long beside a wake-up, short beside the drift of a machine's load
@@ -55,14 +55,16 @@ def run_benchmark(
         async for result in results:
             if isinstance(result, str):
                 notes.append(result)
-                say(result)
+                print_progress(result)
             elif isinstance(result, ReportSection):
                 sections.append(result)
             else:
                 new = [result] if isinstance(result, Figure) else await measure_trial(result, num_pairs)
                 figures.extend(new)
                 for each in new:
-                    say(f"{each.name}: {each.ours.text(each.unit)}" + (f", {each.ratio.text()} of {each.peer}" if each.ratio else ""))
+                    print_progress(
+                        f"{each.name}: {each.ours.text(each.unit)}" + (f", {each.ratio.text()} of {each.peer}" if each.ratio else "")
+                    )
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(collect())
@@ -81,7 +83,7 @@ async def measure_trial(trial: Trial[V], num_pairs: int) -> Sequence[Figure]:
     await _take_turns(trial, range(num_pairs))
     figures = trial.figures(trial.values)
     if MIN_PAIRS <= num_pairs < MAX_PAIRS and any(figure.verdict == "open" for figure in figures):
-        say(f"{figures[0].name}: open after {num_pairs} pairs, measuring {MAX_PAIRS}")
+        print_progress(f"{figures[0].name}: open after {num_pairs} pairs, measuring {MAX_PAIRS}")
         await _take_turns(trial, range(num_pairs, MAX_PAIRS))
         figures = trial.figures(trial.values)
     return figures

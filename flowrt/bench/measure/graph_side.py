@@ -83,7 +83,7 @@ class GraphSide:
         return run
 
 
-def check_room(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:
+def check_limits(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:
     """Raises UserError when the graph's limits would queue or refuse a batch."""
     limits = graph.group_limits()
     groups = sum(node.operator == "source" for node in graph.nodes.values())

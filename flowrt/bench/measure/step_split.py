@@ -114,5 +114,5 @@ def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
     touched = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch if config.num_experts and config.moe_layers else 0.0
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = num_other_elements - table + touched * num_expert_elements
-    kept = batch * context * config.num_layers * config.kv_width
-    return (weights + kept) * DTYPE_BYTES[config.dtype]
+    kv_elements = batch * context * config.num_layers * config.kv_width
+    return (weights + kv_elements) * DTYPE_BYTES[config.dtype]

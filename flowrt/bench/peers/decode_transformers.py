@@ -34,7 +34,7 @@ def open_peer(
         tokens: list[Any] = []
         distances: list[Any] = []
 
-        def choose(logits: Any) -> Any:
+        def select_tokens(logits: Any) -> Any:
             """Ids [S, 1] of the likeliest tokens, which are recorded."""
             logits = logits[:, -1]
             chosen = logits.argmax(-1, keepdim=True)
@@ -48,13 +48,13 @@ def open_peer(
             _set_experts(model, prefill)
             start = time.perf_counter()
             out = model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-            chosen = choose(out.logits)
+            chosen = select_tokens(out.logits)
             prefill_seconds = time.perf_counter() - start
             _set_experts(model, decode)
             start = time.perf_counter()
             for _ in range(new_tokens - 1):
                 out = model(chosen, past_key_values=out.past_key_values, use_cache=True)
-                chosen = choose(out.logits)
+                chosen = select_tokens(out.logits)
             decode_seconds = time.perf_counter() - start
         return {
             "prefill_seconds": prefill_seconds,

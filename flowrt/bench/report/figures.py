@@ -73,8 +73,8 @@ class Figure:
     @property
     def verdict(self) -> Verdict | None:
         """None without a target."""
-        judged = self.ratio or self.ours
-        return judge(judged.low, judged.high, self.target) if self.target is not None else None
+        spread = self.ratio or self.ours
+        return verdict_of(spread.low, spread.high, self.target) if self.target is not None else None
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "verdict": self.verdict}
@@ -117,7 +117,7 @@ def nearest_rank(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def judge(low: float, high: float, target: Target) -> Verdict:
+def verdict_of(low: float, high: float, target: Target) -> Verdict:
     """Met when the whole interval is inside the target, not met when it is outside, open when it straddles the bound."""
     inside = high <= target.bound if target.at_most else low >= target.bound
     outside = low > target.bound if target.at_most else high < target.bound

@@ -9,7 +9,7 @@ from flowrt.bench.report.report import BenchmarkReport
 from flowrt.errors import UserError
 
 FORMATS = (".svg", ".png", ".pdf")
-COPIES = 2  # of a round trip: one each way is the minimum
+COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "open": "#c9a227", None: "#5b7083"}
 
@@ -62,10 +62,12 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
         ours = any(figure.about.get("scheme") == name for figure in report.figures)
         style: dict[str, Any] = {"label": name, "marker": "o", "markersize": 3, "linestyle": "-" if ours else "--"}
         left.plot([size for size, _ in points], [microseconds for _, microseconds in points], **style)
-        right.plot([size for size, _ in points], [COPIES * size / (1e3 * microseconds) for size, microseconds in points], **style)
+        right.plot(
+            [size for size, _ in points], [COPIES_PER_ROUND_TRIP * size / (1e3 * microseconds) for size, microseconds in points], **style
+        )
     if limit:
         style = {"label": "memcpy, one core", "color": "black", "linestyle": ":"}
-        left.plot(list(limit), [COPIES * size / (1e3 * rate) for size, rate in limit.items()], **style)
+        left.plot(list(limit), [COPIES_PER_ROUND_TRIP * size / (1e3 * rate) for size, rate in limit.items()], **style)
         right.plot(list(limit), list(limit.values()), **style)
     for axes, title, unit in ((left, "round trip", "us"), (right, "bandwidth, both ways", "GB/s")):
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=unit, title=title)

@@ -130,7 +130,7 @@ def new_console(json: str | None) -> Console:
     return Console(file=out, width=None if out.isatty() else 160, highlight=False)
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Progress, on standard error."""
     print(f"flowrt: {text}", file=sys.stderr, flush=True)
 
