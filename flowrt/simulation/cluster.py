@@ -33,7 +33,7 @@ from flowrt.seams import Seams
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside, credit_faults
-from flowrt.simulation.invariants import fastest_clock
+from flowrt.simulation.invariants import falls_back, fastest_clock
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
@@ -51,6 +51,7 @@ SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
 LOOKS_APART_SECONDS = 0.1  # between looks of a client that reads late
 STATISTICS_READS = 4
+PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
 
 
@@ -131,7 +132,8 @@ class _Run:
             max_requests=max_requests,
         )
         self._requests = Requests(self._gateway, self._send, self._launcher.standing.progress, self._seams.clock)
-        self._faults = Faults(world, scenario, self._living_inside)
+        harmless = [fault for fault in scenario.faults if falls_back(self._launcher.graph, scenario, fault)]
+        self._faults = Faults(world, scenario, self._living_inside, harmless)
         self._outages = Outages(holders_of(self._launcher.graph, config))
         self._checks = ServerChecks(world, self._launcher.graph, self._launcher, self._outages, self._faults, fastest_clock(scenario))
         self._clients: list[ClientRecord] = []
@@ -276,7 +278,7 @@ class _Run:
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process stands still or dies."""
         kinds = {fault.kind for fault in self._scenario.faults}
-        patience = NEWS_SECONDS + (0.0 if kinds <= PROMPT_KINDS else STATISTICS_SECONDS)
+        patience = PROMPT_SECONDS if kinds <= PROMPT_KINDS else STATISTICS_SECONDS + NEWS_SECONDS
         paused = any(GATEWAY in fault.processes for fault in self._scenario.faults)
         for _ in range(STATISTICS_READS):
             await self._seams.clock.sleep(self._seams.random.uniform(0.0, 0.1))

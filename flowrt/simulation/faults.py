@@ -6,7 +6,7 @@ The kinds of fault are in flowrt/reliability/scenario.py; cases.py draws scenari
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY
@@ -40,11 +40,13 @@ _End = Callable[[], None]
 class Faults:
     """Injects one scenario: `begin` starts its clock; `heal` ends all active faults and cancels the rest."""
 
-    def __init__(self, world: World, scenario: Scenario, inside_of: Callable[[str], Inside | None]) -> None:
-        """`inside_of` returns the worker of a process name, or None if it has none."""
+    def __init__(
+        self, world: World, scenario: Scenario, inside_of: Callable[[str], Inside | None], harmless: Collection[AnyFault] = ()
+    ) -> None:
+        """`inside_of` returns the worker of a process name, or None if it has none. `harmless`: faults that permit no loss."""
         self._world = world
         self._inside_of = inside_of
-        self._scenario = scenario
+        self._scenario, self._harmless = scenario, harmless
         self._parks: Counter[str] = Counter()
         self._ends: dict[int, _End] = {}  # the ends of active faults, by fault number
         self._begun: list[tuple[float, AnyFault]] = []
@@ -65,7 +67,7 @@ class Faults:
         Processes that share an OS process share faults."""
         processes = self._world.processes
         together = {name for name in processes if processes[name] is processes.get(process)} | {process}
-        return next((at for at, fault in self._begun if _silences(fault) and not together.isdisjoint(fault.processes)), None)
+        return next((at for at, fault in self._begun if self._silences(fault) and not together.isdisjoint(fault.processes)), None)
 
     def begin(self) -> None:
         loop = self._world.loop
@@ -193,6 +195,7 @@ class Faults:
         process = self._world.processes.get(name)
         return name if process is None else process.node
 
-
-def _silences(fault: AnyFault) -> bool:
-    return isinstance(fault, Crash | Pause | Stall | Hang | Reset) or (isinstance(fault, Cut | SlowLink) and GATEWAY in fault.between)
+    def _silences(self, fault: AnyFault) -> bool:
+        if isinstance(fault, Cut | SlowLink):
+            return GATEWAY in fault.between
+        return isinstance(fault, Crash | Pause | Stall | Hang | Reset) and fault not in self._harmless

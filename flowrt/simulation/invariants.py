@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrt.gateway.completion import Completion
-from flowrt.graph.model import MONITOR, Graph
+from flowrt.graph.model import GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import survivable_processes
 from flowrt.launcher.transport_choice import pack
-from flowrt.reliability.scenario import AnyFault, Hang, Pause, Scenario, Skew, Stall
+from flowrt.reliability.scenario import AnyFault, Duplicate, Hang, Pause, Reset, RollBack, Scenario, Skew, Stall, TinyQueues
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 
@@ -43,7 +43,7 @@ def mortal(graph: Graph) -> frozenset[str]:
 def may_fail(graph: Graph, scenario: Scenario) -> frozenset[str]:
     """The processes whose failure may end the run: those hit by a fault that neither heals nor is survived, and the workers in the same
     OS process."""
-    return with_cohosted(graph, {name for fault in scenario.faults if _is_fatal(graph, fault) for name in fault.processes})
+    return with_cohosted(graph, {name for fault in scenario.faults if _is_fatal(graph, scenario, fault) for name in fault.processes})
 
 
 def with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
@@ -51,9 +51,20 @@ def with_cohosted(graph: Graph, names: set[str]) -> frozenset[str]:
     return frozenset(names.union(*(host for host in pack(graph) if names & set(host))))
 
 
-def _is_fatal(graph: Graph, fault: AnyFault) -> bool:
+def _is_fatal(graph: Graph, scenario: Scenario, fault: AnyFault) -> bool:
     """Whether the fault may end the run. A standstill never does: a group is fenced. A lost connection does if neither end may die."""
-    return not (fault.heals or isinstance(fault, Pause | Stall | Hang)) and (mortal(graph) | {MONITOR}).isdisjoint(fault.processes)
+    if fault.heals or isinstance(fault, Pause | Stall | Hang) or falls_back(graph, scenario, fault):
+        return False
+    return (mortal(graph) | {MONITOR}).isdisjoint(fault.processes)
+
+
+def falls_back(graph: Graph, scenario: Scenario, fault: AnyFault) -> bool:
+    """Whether the workers on both sides of a lost connection must go on over another transport: they are in different OS processes, and
+    no other fault keeps them from meeting there in time."""
+    if not isinstance(fault, Reset) or GATEWAY in fault.between or any(set(fault.between) <= set(host) for host in pack(graph)):
+        return False
+    others = [other for other in scenario.faults if other is not fault]
+    return all(isinstance(other, Duplicate | RollBack | TinyQueues) for other in others)
 
 
 def check(
