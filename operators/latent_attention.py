@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from flowrt.operators.model_config import LatentConfig
 from flowrt.operators.products import Product, lay_out
 from flowrt.operators.rotary import pairs_to_halves_, rotate
 from flowrt.operators.step_layout import StepLayout
-
-Form = Literal["cheaper", "absorbed", "expanded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +36,6 @@ class _LatentWeights(BlockWeights):
 
 class LatentAttention(AttentionBlock[_LatentWeights]):
     """Attention whose pages hold latents and rotary keys."""
-
-    chunk_form: Form = "cheaper"  # tests fix the form of chunks
 
     @cached_property
     def _latent(self) -> LatentConfig:
@@ -64,9 +59,7 @@ class LatentAttention(AttentionBlock[_LatentWeights]):
         for chunk in plan.chunks:
             rows = slice(chunk.start, chunk.stop)
             entries = (entries_T1D[rows] if chunk.slots_L is None else pages.read(layer, chunk.slots_L)[0]).squeeze(1)
-            expanded = self.chunk_form == "expanded" or (
-                self.chunk_form == "cheaper" and expanding_pays(self._latent, chunk.stop - chunk.start)
-            )
+            expanded = expanding_pays(self._latent, chunk.stop - chunk.start)
             q_rows = self._blocks.settled(q_nope[rows]), self._blocks.settled(q_rope[rows])
             out[rows] = (self._expanded if expanded else self._absorbed)(*q_rows, self._blocks.settled(entries), chunk, up)
         return out.flatten(1)

@@ -8,7 +8,6 @@ pages count as resident until they are unmapped, so a loading server would use t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -236,16 +235,12 @@ def _read_bytes(path: Path, offset_bytes: int, destination: Tensor) -> None:
         return
     left = destination.reshape(-1).view(torch.uint8).numpy().data
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset_bytes)
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise ModelError(f"{path} ends early; copy it again")
+                left = left[count:]
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        while left:
-            count = os.preadv(descriptor, [left], offset_bytes)
-            if count == 0:
-                raise ModelError(f"{path} ends early; copy it again")
-            left, offset_bytes = left[count:], offset_bytes + count
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)

@@ -9,9 +9,10 @@ import torch
 from checkpoints import random_prompts, truth_logits
 from fast_model import FastModel
 
+from flowrt.operators import latent_attention
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.latent_attention import Form, LatentAttention, expanding_pays
+from flowrt.operators.latent_attention import LatentAttention, expanding_pays
 from flowrt.operators.model_config import LatentConfig, ModelError
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
@@ -20,11 +21,10 @@ NAMES = ["deepseek_v3", "deepseek_v3 yarn", "deepseek_v3 other", "deepseek_v2 li
 
 
 @torch.inference_mode()
-def attend(directory: Any, form: Form, cuts: list[list[int]]) -> list[torch.Tensor]:
+def attend(directory: Any, cuts: list[list[int]]) -> list[torch.Tensor]:
     """Residuals and normed rows of steps in which several sequences bring rows, in float64."""
     config = read_model_config(directory, "float64")
     block = LatentAttention(config, Checkpoint(directory), [0])
-    block.chunk_form = form
     pages = KvPages.for_model(config, 64, 4)
     generator = torch.Generator().manual_seed(5)
     lengths, results = [0] * len(cuts), []
@@ -40,19 +40,23 @@ def attend(directory: Any, form: Form, cuts: list[list[int]]) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_absorbed_and_expanded_chunks_agree(models: Any, name: str) -> None:
+def test_absorbed_and_expanded_chunks_agree(models: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = [[40, 1, 9], [2, 3, 1], [1, 30, 2]]
-    absorbed, expanded = attend(models[name], "absorbed", cuts), attend(models[name], "expanded", cuts)
+    cheaper = attend(models[name], cuts)
+    monkeypatch.setattr(latent_attention, "expanding_pays", lambda *_: False)
+    absorbed = attend(models[name], cuts)
+    monkeypatch.setattr(latent_attention, "expanding_pays", lambda *_: True)
+    expanded = attend(models[name], cuts)
     torch.testing.assert_close(absorbed, expanded, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(attend(models[name], "cheaper", cuts), expanded, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(cheaper, expanded, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str) -> None:
+def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows, one per step, always absorbed, or in one expanded chunk."""
     config = read_model_config(models[name], "float64")
     block = LatentAttention(config, Checkpoint(models[name]), [0])
-    block.chunk_form = "expanded"
+    monkeypatch.setattr(latent_attention, "expanding_pays", lambda *_: True)
     x_TH = torch.randn(12, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     with torch.inference_mode():
         whole, _ = block.forward(0, x_TH, StepLayout.from_lists([12], [12], [[3, 1, 2]], 4), KvPages.for_model(config, 4, 4))
