@@ -20,7 +20,7 @@ from flowrt.graph.scenario_file import load_scenario
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.reliability.scenario import KINDS, AnyFault
-from flowrt.simulation.campaign import Failure, Tally, campaign, digest_line, fails
+from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line, fails
 from flowrt.simulation.cases import Case, Kept, draw
 from flowrt.simulation.served import Served
 from flowrt.simulation.shrink import shrink
@@ -43,29 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
-    again = "python -m flowrt.simulation " + " ".join([*given.graphs, *([f"--scenario {given.scenario}"] if given.scenario else [])])
-    again += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
+    replay = "python -m flowrt.simulation " + " ".join([*given.graphs, *([f"--scenario {given.scenario}"] if given.scenario else [])])
+    replay += (" --weights" if given.weights else "") + (f" --cancel {given.cancel}" if given.cancel else "")
 
-    def on_run(case: Case, came: Outcome[Served] | Failure, tally: Tally) -> bool:
-        if isinstance(came, Failure):
-            print(f"seed {case.seed}: {came.text}", file=sys.stderr)
-            _tell_smallest(draw(case.seed, graphs, scenario, case.exact, given.cancel), kept, again, shrinks=not given.no_shrink)
+    def on_run(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
+        if isinstance(outcome, Failure):
+            print(f"seed {case.seed}: {outcome.text}", file=sys.stderr)
+            _print_smallest(draw(case.seed, graphs, scenario, case.exact, given.cancel), kept, replay, shrinks=not given.no_shrink)
         elif given.digests:
-            print(digest_line(case, came), flush=True)
-        if tally.num_seeds % REPORT_EVERY == 0 or tally.num_seeds == given.seeds:
-            print(f"{tally.num_seeds} seeds, {len(tally.failures)} failed, {tally.num_steps} steps", flush=True)
-        return len(tally.failures) < MAX_FAILURES
+            print(digest_line(case, outcome), flush=True)
+        if counts.num_seeds % REPORT_EVERY == 0 or counts.num_seeds == given.seeds:
+            print(f"{counts.num_seeds} seeds, {len(counts.failures)} failed, {counts.num_steps} steps", flush=True)
+        return len(counts.failures) < MAX_FAILURES
 
     seeds = range(given.first, given.first + given.seeds)
-    tally = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, num_cancelled=given.cancel, on_run=on_run)
-    print(f"outcomes: {_counts(tally.outcomes)}; virtual time {tally.virtual_seconds:.0f} s")
-    print(f"faults: {_counts(tally.faults)}")
-    print(f"rare: {_counts(tally.branches)}")
-    unmet = [kind for kind in KINDS if not tally.faults[kind]]
-    if unmet and tally.num_seeds >= ALL_KINDS_FROM and scenario is None:
+    counts = campaign(seeds, graphs, scenario=scenario, exact=not given.weights, kept=kept, num_cancelled=given.cancel, on_run=on_run)
+    print(f"outcomes: {_counts(counts.outcomes)}; virtual time {counts.virtual_seconds:.0f} s")
+    print(f"faults: {_counts(counts.faults)}")
+    print(f"rare: {_counts(counts.branches)}")
+    unmet = [kind for kind in KINDS if not counts.faults[kind]]
+    if unmet and counts.num_seeds >= ALL_KINDS_FROM and scenario is None:
         print(f"no seed met {', '.join(unmet)}: the draw of faults is wrong", file=sys.stderr)
         return 1
-    return 1 if tally.failures else 0
+    return 1 if counts.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--digests", action="store_true", help="print each seed's digest and number of steps")
     parser.add_argument("--keep-faults", metavar="N,N", help="of the drawn faults only these; - for none")
     parser.add_argument("--keep-requests", metavar="N,N", help="of the drawn requests only these")
-    parser.add_argument("--calm", action="store_true", help="no weather but the faults")
+    parser.add_argument("--calm", action="store_true", help="calm network: no delays or duplicates but those of the faults")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest part of a case that fails")
     return parser
 
@@ -97,7 +97,7 @@ def _files(names: Sequence[str]) -> list[Path]:
 def _load(path: Path) -> Graph:
     graph = load_graph(path, facts_of=lambda directory: ModelFacts.of(read_model_config(directory)))
     if graph.model is None:
-        raise UserError(f"{path}: no model, so nothing to ask of it; give a graph file with model:")
+        raise UserError(f"{path}: no model, so it serves no requests; give a graph file with model:")
     return graph
 
 
@@ -107,10 +107,10 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     try:
         return () if text == "-" else tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise UserError(f"{text!r} is no list of numbers; write 0,2 or -") from None
+        raise UserError(f"{text!r} is not a list of numbers; write 0,2 or -") from None
 
 
-def _tell_smallest(case: Case, kept: Kept, again: str, shrinks: bool) -> None:
+def _print_smallest(case: Case, kept: Kept, replay: str, shrinks: bool) -> None:
     """Prints the smallest part of a failing case, and the command that replays it."""
     if shrinks and kept == Kept():
         kept = shrink(case, fails)
@@ -121,9 +121,9 @@ def _tell_smallest(case: Case, kept: Kept, again: str, shrinks: bool) -> None:
     if kept.requests is not None and len(kept.requests) < len(case.requests):
         options.append(f"--keep-requests {','.join(map(str, kept.requests))}")
     options += ["--calm"] * kept.calm
-    weather = "calm" if kept.calm else "its weather"
-    print(f"  with {len(left.requests)} requests, {weather}, {_faults_text(left.scenario.faults)}", file=sys.stderr)
-    print(f"  again: {again} {' '.join(options)}", file=sys.stderr, flush=True)
+    network = "a calm network" if kept.calm else "its network conditions"
+    print(f"  with {len(left.requests)} requests, {network}, {_faults_text(left.scenario.faults)}", file=sys.stderr)
+    print(f"  again: {replay} {' '.join(options)}", file=sys.stderr, flush=True)
 
 
 def _faults_text(faults: Sequence[AnyFault]) -> str:

@@ -31,7 +31,7 @@ class Failure:
 
 
 @dataclass
-class Tally:
+class CampaignCounts:
     """Counts over all seeds so far. `faults`: by kind, faults that hit a living target. `outcomes`: runs by how they ended."""
 
     num_seeds: int = 0
@@ -51,30 +51,30 @@ def campaign(
     exact: bool = True,
     kept: Kept = Kept(),
     num_cancelled: int = 0,
-    on_run: Callable[[Case, Outcome[Served] | Failure, Tally], bool] = lambda case, came, tally: True,
-) -> Tally:
+    on_run: Callable[[Case, Outcome[Served] | Failure, CampaignCounts], bool] = lambda case, outcome, counts: True,
+) -> CampaignCounts:
     """Run each seed. Calls `on_run` after each; False from it ends the campaign."""
-    tally = Tally()
+    counts = CampaignCounts()
     for seed in seeds:
         case = kept.of(draw(seed, graphs, scenario, exact, num_cancelled))
-        came: Outcome[Served] | Failure
+        outcome: Outcome[Served] | Failure
         try:
-            came = run_case(case)
+            outcome = run_case(case)
         except Exception as error:
-            came = failure_of(seed, error)
-            tally.failures.append(came)
-            tally.outcomes["failed"] += 1
+            outcome = failure_of(seed, error)
+            counts.failures.append(outcome)
+            counts.outcomes["failed"] += 1
         else:
-            tally.num_steps += came.num_steps
-            tally.virtual_seconds += came.virtual_seconds
-            tally.faults.update({kind: count for kind, count in came.num_faults.items() if kind in KINDS})
-            tally.branches.update({name: count for name, count in came.num_faults.items() if name not in KINDS})
-            tally.branches["client left"] += sum(client.has_left for client in came.result.clients)
-            tally.outcomes["named error" if came.result.failure is not None else "tokens"] += 1
-        tally.num_seeds += 1
-        if not on_run(case, came, tally):
+            counts.num_steps += outcome.num_steps
+            counts.virtual_seconds += outcome.virtual_seconds
+            counts.faults.update({kind: count for kind, count in outcome.num_faults.items() if kind in KINDS})
+            counts.branches.update({name: count for name, count in outcome.num_faults.items() if name not in KINDS})
+            counts.branches["client left"] += sum(client.has_left for client in outcome.result.clients)
+            counts.outcomes["named error" if outcome.result.failure is not None else "tokens"] += 1
+        counts.num_seeds += 1
+        if not on_run(case, outcome, counts):
             break
-    return tally
+    return counts
 
 
 def digest_line(case: Case, outcome: Outcome[Served]) -> str:

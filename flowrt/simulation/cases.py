@@ -40,10 +40,10 @@ from flowrt.simulation.cluster import serve
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check, with_cohosted
 from flowrt.simulation.invariants import mortal as mortal_workers
+from flowrt.simulation.network_conditions import CALM, NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
-from flowrt.simulation.weather import CALM, NetworkConditions
 from flowrt.simulation.world import Outcome, run
 
 GRACE_SECONDS = 60.0  # virtual time beyond the last fault and its deadline; a longer run is stuck

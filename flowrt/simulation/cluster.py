@@ -34,11 +34,11 @@ from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside, credit_faults
 from flowrt.simulation.invariants import falls_back, fastest_clock
+from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.outages import Outages, holders_of
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
 from flowrt.simulation.served import UNREADABLE_TEXT, ClientRecord, Served, SimulatedRequest
 from flowrt.simulation.server_checks import ServerChecks
-from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World
 from flowrt.transports.contract import Channel
 
@@ -73,7 +73,7 @@ async def serve(
     faults_from_launch: the scenario's times count from the launch instead of the first request. Raises InvariantError for what is wrong
     inside of workers (I3, I4) or left behind (I8).
     """
-    run = _Run(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch, max_requests)
+    run = _SimulatedRun(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch, max_requests)
     await run.serve(requests)
     if left := world.leftovers():
         raise InvariantError("I8", f"left behind: {', '.join(left)}")
@@ -85,10 +85,10 @@ def _config_of(path: str) -> ModelConfig:
     return read_model_config(Path(path))
 
 
-_latest_run: ContextVar[_Run] = ContextVar("_latest_run")
+_latest_run: ContextVar[_SimulatedRun] = ContextVar("_latest_run")
 
 
-class _Run:
+class _SimulatedRun:
     def __init__(
         self,
         world: World,

@@ -83,7 +83,7 @@ class Faults:
         if self._over:
             return
         self._begun.append((self._world.loop.time(), fault))
-        end = self._befall(fault)
+        end = self._inject(fault)
         if end is not None:
             self._ends[number] = end
             loop = self._world.loop
@@ -93,7 +93,7 @@ class Faults:
         if (end := self._ends.pop(number, None)) is not None:
             end()
 
-    def _befall(self, fault: AnyFault) -> _End | None:
+    def _inject(self, fault: AnyFault) -> _End | None:
         """Inject the fault. Returns the function that reverts it, or None. Counts the fault if it hits a living target."""
         world, network = self._world, self._world.network
         nodes = [self._node(name) for name in fault.processes]
@@ -118,11 +118,11 @@ class Faults:
                 for compute in computes:
                     compute.slow_factors.append(factor)
 
-                def slow_down_no_more() -> None:
+                def end_slowdown() -> None:
                     for compute in computes:
                         compute.slow_factors.remove(factor)
 
-                return slow_down_no_more
+                return end_slowdown
             case SlowLink(factor=factor):
                 links = [network.link(*nodes), network.link(*reversed(nodes))]
                 for link in links:

@@ -109,7 +109,7 @@ class Inside:
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
         return peers == {incarnation} and not any(number in failover.client._lost for number in numbers)
 
-    def unasked(self) -> set[tuple[Any, int]]:
+    def undispatched(self) -> set[tuple[Any, int]]:
         """Parts, by tag and number, that wait for a replica of their experts although the worker knows an available one."""
         failover, runner = self._part("failover"), self._part("runner")
         if failover is None or runner is None:

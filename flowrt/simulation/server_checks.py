@@ -17,7 +17,7 @@ from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
 from flowrt.simulation.world import Process, World
 
-UNASKED_SECONDS = 0.5  # a part waits at most so long for a replica that is there: looks are some milliseconds apart, by any clock
+UNDISPATCHED_SECONDS = 0.5  # a part waits at most so long for a replica that is there: looks are some milliseconds apart, by any clock
 LOOKS_APART_SECONDS = 0.1  # between looks for such parts
 _COUNTED = {
     events.WorkerRestarted: "restarted",
@@ -43,7 +43,7 @@ class ServerChecks:
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
         self._looked_at = 0.0
-        self._unasked: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a replica that is there
+        self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a replica that is there
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
@@ -89,7 +89,7 @@ class ServerChecks:
             raise InvariantError("I7", self._wrong[0])
         if now >= self._looked_at + LOOKS_APART_SECONDS:
             self._looked_at = now
-            self._look_for_unasked(insides, now)
+            self._look_for_undispatched(insides, now)
 
     def unused(self, insides: Iterable[Inside]) -> str | None:
         """A group that does not use a living server in its latest incarnation, or None. When all has settled there is none (I8)."""
@@ -101,12 +101,12 @@ class ServerChecks:
 
     # Inside.
 
-    def _look_for_unasked(self, insides: Sequence[Inside], now: float) -> None:
+    def _look_for_undispatched(self, insides: Sequence[Inside], now: float) -> None:
         """Check that no part waits for a replica while one is available (I5)."""
-        unasked = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.unasked()}
-        self._unasked = {part: self._unasked.get(part, now) for part in unasked}
-        for (name, tag, part), since in self._unasked.items():
-            if now > since + UNASKED_SECONDS:
+        undispatched = {(inside.name, *part) for inside in insides if not self._is_faulty(inside.name) for part in inside.undispatched()}
+        self._undispatched = {part: self._undispatched.get(part, now) for part in undispatched}
+        for (name, tag, part), since in self._undispatched.items():
+            if now > since + UNDISPATCHED_SECONDS:
                 raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for a replica that is there")
 
     def _on_death(self, process: Process) -> None:

@@ -18,8 +18,8 @@ from typing import ClassVar, Literal
 import msgspec
 
 from flowrt.simulation.loop import VirtualLoop
+from flowrt.simulation.network_conditions import LinkState, NetworkConditions
 from flowrt.simulation.waitables import current_node
-from flowrt.simulation.weather import LinkState, NetworkConditions
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedListener

@@ -16,10 +16,10 @@ from flowrt.process_status import Activity, ProcessTimes
 from flowrt.seams import Seams
 from flowrt.simulation.errors import SimulationError, UnhandledError
 from flowrt.simulation.loop import START_SECONDS, VirtualLoop
+from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.simulated_seams import ComputeCost, SimulatedClock, SimulatedCompute, thread_of
 from flowrt.simulation.transport import SimulatedNetwork
 from flowrt.simulation.waitables import OUTSIDE, current_node
-from flowrt.simulation.weather import NetworkConditions
 from flowrt.timer import LoopTimer
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class World:
         self._cost = cost
         self._by_pid: dict[int, Process] = {}
         self._num_incarnations = 0
-        self._num_lives: Counter[str] = Counter()
+        self._num_starts: Counter[str] = Counter()
         self._random = random.Random(f"world {seed}")
 
     def seams(self, node: str) -> Seams:
@@ -112,14 +112,14 @@ class World:
 
     def next_node(self, name: str) -> str:
         """The node of the next process of this name, for what must be known before it is started."""
-        lives = self._num_lives[name]
-        return name if not lives else f"{name}~{lives + 1}"
+        starts = self._num_starts[name]
+        return name if not starts else f"{name}~{starts + 1}"
 
     def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]], aliases: Iterable[str] = ()) -> Process:
         """Run `main` as a process, found in `processes` by its aliases too. Its end is reported through `exit`; no task awaits it, so
         that it can be cut off."""
         node, here = self.next_node(name), current_node.get()
-        self._num_lives[name] += 1
+        self._num_starts[name] += 1
         process = Process(name, node, here, self.loop.create_future())
         process.pid = len(self._by_pid) + 1
         self._by_pid[process.pid] = process
@@ -130,7 +130,7 @@ class World:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 self.errors.append(f"{node}: {_text_of(error)}")
-            self._tell_exit(process, f"exited with status {int(error is not None)}")
+            self._report_exit(process, f"exited with status {int(error is not None)}")
 
         task.add_done_callback(ended, context=self.context(node))
         return process
@@ -142,9 +142,9 @@ class World:
         for node in process.nodes:
             self.loop.kill(node)
         self.network.lose(process.node)
-        for hear in self.deaths:
-            hear(process)
-        self._tell_exit(process, how)
+        for on_death in self.deaths:
+            on_death(process)
+        self._report_exit(process, how)
         return True
 
     def process_times(self, pid: int) -> ProcessTimes | None:
@@ -173,7 +173,7 @@ class World:
     def _is_alive(self, process: Process) -> bool:
         return not process.exit.done() and not self.loop.is_dead(process.node)
 
-    def _tell_exit(self, process: Process, how: str) -> None:
+    def _report_exit(self, process: Process, how: str) -> None:
         when = self.loop.time() + self._random.uniform(20e-6, 500e-6)
         node = OUTSIDE if self.loop.is_dead(process.parent) else process.parent
         self.loop.call_at_node(when, node, _set_how, process.exit, how)
@@ -238,7 +238,7 @@ def _run(
             result = loop.run_until_complete(main(world))
         except BaseException as error:
             error.add_note(f"in the simulated run of seed {seed}")
-            with contextlib.suppress(SimulationError):  # the first error is the one to tell
+            with contextlib.suppress(SimulationError):  # the first error is the one to report
                 loop.finish()
             raise
         outcome = Outcome(result, loop.digest(), loop.time() - START_SECONDS, loop.num_steps, world.network.num_frames, world.num_faults)
@@ -249,6 +249,6 @@ def _run(
             raise UnhandledError(f"seed {seed}: tasks left running at the end: {', '.join(left)}")
         return outcome
     finally:
-        with contextlib.suppress(Exception):  # the tasks of the dead may end as they like: nothing hears them
+        with contextlib.suppress(Exception):  # the tasks of the dead may end in any way
             loop.bury()
         loop.close()

@@ -43,10 +43,10 @@ def search(bug: Bug | None, graphs: Sequence[Path], seeds: int) -> dict[str, Any
 
     files = [file for path in graphs for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
     loaded = [load_graph(file, facts_of=lambda directory: ModelFacts.of(read_model_config(directory))) for file in files]
-    tally = campaign(range(seeds), loaded, on_run=lambda case, outcome, tally: not tally.failures)
-    if not tally.failures:
+    counts = campaign(range(seeds), loaded, on_run=lambda case, outcome, counts: not counts.failures)
+    if not counts.failures:
         return {"seed": None, "invariant": "", "text": ""}
-    failure = tally.failures[0]
+    failure = counts.failures[0]
     return {"seed": failure.seed, "invariant": failure.invariant, "text": failure.text}
 
 

@@ -29,7 +29,7 @@ def test_a_bad_graph_is_one_line(tmp_path: Path) -> None:
         (["{empty}"], "no *.yaml in it"),
         (["{graph}", "--scenario", "{empty}/none.yaml"], "no such file; give the path of a scenario file"),
         (["{graph}", "--scenario", "{scenario}"], "scenario.yaml:3: faults.0: no process is called 'experts.9'"),
-        (["{graph}", "--keep-faults", "one"], "'one' is no list of numbers"),
+        (["{graph}", "--keep-faults", "one"], "'one' is not a list of numbers"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,15 +37,15 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path, 
     (tmp_path / "scenario.yaml").write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
     places = {"empty": tmp_path / "empty", "graph": GRAPHS / "2x3.yaml", "scenario": tmp_path / "scenario.yaml"}
     assert main([argument.format(**places) for argument in arguments]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert len(told.strip().splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert says in printed
+    assert len(printed.strip().splitlines()) == 1
 
 
 def test_a_scenario_file_takes_the_place_of_drawn_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text("scenario: 1\nfaults:\n  - {fault: pause, process: attention.0, at_seconds: 0.001, for_seconds: 0.5}\n")
     assert main([str(GRAPHS / "2x3.yaml"), "--scenario", str(file), "--seeds", "2"]) == 0
-    told = capsys.readouterr().out
-    assert "faults: pause 2\n" in told
-    assert "outcomes: tokens 2;" in told
+    printed = capsys.readouterr().out
+    assert "faults: pause 2\n" in printed
+    assert "outcomes: tokens 2;" in printed

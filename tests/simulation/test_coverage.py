@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 import pytest
 from simulation.graph_files import GRAPHS, load
 
-from flowrt.simulation.campaign import Failure, Tally, campaign, digest_line
+from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line
 from flowrt.simulation.cases import Case
 from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
@@ -82,14 +82,14 @@ def run() -> Campaign:
     def note_call(frame: FrameType, event: str, argument: object) -> None:
         called.add(frame.f_code)
 
-    def note_digest(case: Case, outcome: Outcome[Served] | Failure, tally: Tally) -> bool:
+    def note_digest(case: Case, outcome: Outcome[Served] | Failure, counts: CampaignCounts) -> bool:
         if not isinstance(outcome, Failure):
             digests.append(digest_line(case, outcome))
         return True
 
     sys.settrace(note_call)  # returns no tracer of lines, so that only calls cost time
     try:
-        tally = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))], on_run=note_digest)
+        counts = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))], on_run=note_digest)
     finally:
         sys.settrace(None)
     printed, _ = elsewhere.communicate()
@@ -99,7 +99,7 @@ def run() -> Campaign:
         if path.is_relative_to(REPOSITORY):
             names.add(f"{path.relative_to(REPOSITORY)}:{code.co_qualname}")
     lines = [line for line in printed.splitlines() if line[0].isdigit() and "seeds" not in line]
-    return Campaign(names, digests, lines, tally.failures)
+    return Campaign(names, digests, lines, counts.failures)
 
 
 @pytest.mark.timeout(600)

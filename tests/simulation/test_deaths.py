@@ -22,9 +22,9 @@ from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.invariants import check, may_fail
+from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.processes import ProcessConditions
 from flowrt.simulation.served import Served, SimulatedRequest
-from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import Outcome, run
 
 GRAPHS = Path(__file__).resolve().parent / "graphs"

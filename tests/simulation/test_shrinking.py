@@ -15,8 +15,8 @@ from flowrt.reliability.scenario import RollBack
 from flowrt.simulation.__main__ import main
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import Case, Kept, draw
+from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.shrink import shrink
-from flowrt.simulation.weather import CALM
 
 GRAPH = Path(__file__).resolve().parent / "graphs" / "2x3.yaml"
 
@@ -68,9 +68,9 @@ def test_a_failing_seed_prints_a_command_that_replays_what_is_left(
     monkeypatch.setattr(Runner, "roll_back", lambda self, source, epoch: 0)
     graph = load_graph(GRAPH, facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     rolled = [seed for seed in range(400) if any(isinstance(fault, RollBack) for fault in draw(seed, [graph]).scenario.faults)]
-    tally = campaign(rolled, [graph], on_run=lambda case, came, tally: not tally.failures)
-    assert tally.failures
-    seed = tally.failures[0].seed
+    counts = campaign(rolled, [graph], on_run=lambda case, came, counts: not counts.failures)
+    assert counts.failures
+    seed = counts.failures[0].seed
     assert main([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1
     told = capsys.readouterr().err.splitlines()
     again = next(line for line in told if line.strip().startswith("again: "))

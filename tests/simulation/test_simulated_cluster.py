@@ -43,10 +43,10 @@ from flowrt.simulation.cases import draw, reference_of, run_case
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.invariants import check
+from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.served import Served, SimulatedRequest
 from flowrt.simulation.transport import SimulatedChannel
 from flowrt.simulation.waitables import OUTSIDE
-from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from flowrt.transports.contract import Identity
 
@@ -88,9 +88,9 @@ ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick
 
 def test_requests_cancelled_at_random_moments_leave_nothing_behind() -> None:
     """Some in `submit`, some in a queue, some between two tokens. `make cancel` cancels more than 10,000."""
-    tally = campaign(range(20), [load(path) for path in sorted(GRAPHS.glob("*.yaml"))], num_cancelled=30)
-    assert not tally.failures
-    assert tally.branches["client left"] > 300
+    counts = campaign(range(20), [load(path) for path in sorted(GRAPHS.glob("*.yaml"))], num_cancelled=30)
+    assert not counts.failures
+    assert counts.branches["client left"] > 300
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -17,9 +17,9 @@ from flowrt.seams import Seams
 from flowrt.simulation.cases import draw, reference_of
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.faults import Faults
+from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.served import SimulatedRequest
 from flowrt.simulation.simulated_seams import ComputeCost
-from flowrt.simulation.weather import CALM
 from flowrt.simulation.world import World, run
 
 SEEDS = range(20)

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
+from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.transport import SimulatedChannel
-from flowrt.simulation.weather import NetworkConditions
 from flowrt.simulation.world import World, run
 from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance import connection_checks
