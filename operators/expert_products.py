@@ -123,7 +123,7 @@ class PanelExperts(GroupedExperts):
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
         gate_up, down = self._matrices
-        return _into_place(down, gated_silu(_into_place(gate_up, x_PH, counts)), counts)
+        return _multiply_groups(down, gated_silu(_multiply_groups(gate_up, x_PH, counts)), counts)
 
 
 class StackedExperts(LayerExperts):
@@ -201,10 +201,10 @@ def take_profile(gate_up: Tensor, down: Tensor, now: Callable[[], float]) -> For
             seconds[kind].append(_fastest(partial(run, x_PH, [load] * number), now) / number)
         if now() > deadline:
             break
-    return choose(LOADS[: len(seconds["dense"])], seconds["grouped"], seconds["dense"], {form: seconds[form] for form in laid_out})
+    return choose_form(LOADS[: len(seconds["dense"])], seconds["grouped"], seconds["dense"], {form: seconds[form] for form in laid_out})
 
 
-def choose(
+def choose_form(
     loads: Sequence[int], grouped_seconds: Sequence[float], dense_seconds: Sequence[float], laid_out_seconds: Mapping[Form, Sequence[float]]
 ) -> Form | Profile:
     """The form whose products are faster than those of stacks over MEAN_LOADS, with equal weights; else the profile for stacks. Pure.
@@ -234,7 +234,7 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
     return [(stack.shape[1], stack.shape[2]) for stack in stacks]
 
 
-def _into_place(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
+def _multiply_groups(matrices: Sequence[Panels], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
     """y_PN: the rows of each matrix multiplied by it."""
     assert sum(counts) == len(x_PK)
     x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()

@@ -90,8 +90,8 @@ class StrictBlocks(RowBlocks):
         num_rows = rows[0].shape[0]
         if not num_rows:
             return function(*rows)
-        found = [_as_tuple(function(*(_block(x, start, size) for x in rows))) for start, size in _cuts(num_rows, sizes)]
-        joined = tuple(_joined(pieces, num_rows) for pieces in zip(*found, strict=True))
+        found = [_as_tuple(function(*(_block(x, start, size) for x in rows))) for start, size in _block_ranges(num_rows, sizes)]
+        joined = tuple(_concatenated(pieces, num_rows) for pieces in zip(*found, strict=True))
         return cast("Result", joined if len(joined) > 1 else joined[0])
 
     def settled(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _range(sizes: tuple[int, ...]) -> str:
     return f"{sizes[0]}, {sizes[1]} to {sizes[-1]}" if doubling else " or ".join(map(str, sizes))
 
 
-def _cuts(num_rows: int, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+def _block_ranges(num_rows: int, sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
     """(start, size) of each block: the largest size while blocks are full, then the smallest size that holds the rest."""
     start = 0
     while start < num_rows:
@@ -130,7 +130,7 @@ def _block(x: Tensor, start: int, size: int) -> Tensor:
     return block
 
 
-def _joined(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
+def _concatenated(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     return (pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))[:num_rows].contiguous()
 
 
@@ -185,7 +185,7 @@ def _proven_sizes(name: str, function: Function, rows: Sequence[Tensor]) -> tupl
     classes: list[tuple[Tensor, list[int]]] = []
     for size in SIZES:
         bits = _bits_in_blocks(function, rows, size, max(num_compared, size))
-        if not _place_does_not_matter(function, rows, size, bits):
+        if not _is_independent_of_place(function, rows, size, bits):
             continue
         for known, members in classes:
             if torch.equal(known, bits[:num_compared]):
@@ -218,9 +218,9 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
         half = num_inputs // 2
         exponents = torch.randint(-8, 9, (num_outputs, half), generator=generator)
         weights = torch.ldexp(torch.randn((num_outputs, half), generator=generator).to(dtype), exponents).to(dtype)
-        signs = torch.randn((PROOF_ROWS, half), generator=generator).sign().to(dtype)
+        plus_or_minus_one = torch.randn((PROOF_ROWS, half), generator=generator).sign().to(dtype)
         odd = torch.zeros((1, num_inputs - 2 * half), dtype=dtype)
-        x = torch.cat((signs, signs, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(device)
+        x = torch.cat((plus_or_minus_one, plus_or_minus_one, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(device)
         weight = torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(device)
         made.append((x, lay_out(weight, "panels" if in_panels else form_for(dtype, device.type))))
 
@@ -231,7 +231,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
     return extended, [*rows, *(x for x, _ in made)]
 
 
-def _place_does_not_matter(function: Function, rows: Sequence[Tensor], size: int, bits: Tensor) -> bool:
+def _is_independent_of_place(function: Function, rows: Sequence[Tensor], size: int, bits: Tensor) -> bool:
     """Whether rows keep their bits when computed in another order, beside other rows, or alone among zeros."""
     generator = torch.Generator().manual_seed(size)
     orders = [torch.arange(size).flip(0), torch.arange(size).roll(size // 2 + 1)]

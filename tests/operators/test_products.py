@@ -19,7 +19,7 @@ from flowrt.operators.expert_products import (
     PanelExperts,
     Profile,
     StackedExperts,
-    choose,
+    choose_form,
     has_grouped_product,
     one_by_one,
     take_profile,
@@ -215,12 +215,12 @@ def test_the_profile_chooses_by_load() -> None:
 def test_how_experts_are_held_follows_from_all_decode_loads() -> None:
     flat = [1.0] * len(LOADS)
     stacked = Profile(LOADS, tuple(flat), tuple(flat))
-    assert choose(LOADS, flat, flat, {}) == stacked
-    assert choose(LOADS, flat, flat, {"packed": [0.9] * len(LOADS)}) == "packed"
-    assert choose(LOADS, flat, flat, {"packed": [1.1] * len(LOADS)}) == stacked
-    assert choose(LOADS, flat, flat, {"packed": [0.9] * len(LOADS), "panels": [0.8] * len(LOADS)}) == "panels"
-    assert isinstance(choose(LOADS, [9.0] * len(LOADS), flat, {"packed": [1.7] * len(LOADS)}), Profile)  # dense is faster than either
-    assert choose(LOADS, [1.0, 1.0, 3.0, 4.0, 9.0], [9.0] * len(LOADS), {"packed": [1.1, 1.1, 1.1, 1.1, 1.2]}) == "packed"
+    assert choose_form(LOADS, flat, flat, {}) == stacked
+    assert choose_form(LOADS, flat, flat, {"packed": [0.9] * len(LOADS)}) == "packed"
+    assert choose_form(LOADS, flat, flat, {"packed": [1.1] * len(LOADS)}) == stacked
+    assert choose_form(LOADS, flat, flat, {"packed": [0.9] * len(LOADS), "panels": [0.8] * len(LOADS)}) == "panels"
+    assert isinstance(choose_form(LOADS, [9.0] * len(LOADS), flat, {"packed": [1.7] * len(LOADS)}), Profile)  # dense is faster than either
+    assert choose_form(LOADS, [1.0, 1.0, 3.0, 4.0, 9.0], [9.0] * len(LOADS), {"packed": [1.1, 1.1, 1.1, 1.1, 1.2]}) == "packed"
 
 
 @pytest.mark.parametrize(("seconds_per_look", "num_loads"), [(0.0, len(LOADS)), (0.1, 1)])
