@@ -37,7 +37,7 @@ class Header(msgspec.Struct, frozen=True):
     """The message header that the checks send."""
 
     number: int
-    words: list[str]
+    texts: list[str]
 
 
 def expect(condition: object, requirement: str) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from flowrt.actors.control import Statistics
 from flowrt.bench.measure.decoding import Prompts
 from flowrt.bench.measure.graph_side import GraphSide
 from flowrt.bench.measure.memory import checkpoint_elements, served_model
-from flowrt.graph.builtin import SOURCE
 from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.process_status import ProcessTimes, process_times
 from flowrt.transports.wire.message import DTYPE_BYTES
-
-NOT_REPORTED = ProcessTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,58 +47,52 @@ class StepSplit:
         return {**vars(self), "python": self.python, "waiting": self.waiting}
 
 
-@dataclass(frozen=True)
-class _Snapshot:
+class _Totals(NamedTuple):
+    """Totals of one process: the fields of StepSplit in their order, and steps."""
+
     seconds: float
-    statistics: Mapping[str, Statistics]
-    times: Mapping[int, ProcessTimes]
+    operators: float
+    inline: float
+    loop_cpu: float
+    other_cpu: float
+    queued: float
+    num_steps: int
 
 
 async def split_of(side: GraphSide, prompts: Prompts, new_tokens: int) -> list[StepSplit]:
     """The split of one more run. A process that several workers share is one row."""
-    begin: list[_Snapshot] = []
+    begin: dict[str, _Totals] = {}
 
     async def on_prefilled() -> None:
-        begin.append(await _snapshot(side))
+        begin.update(await _totals_of(side))
 
     await side.run(prompts, new_tokens, on_prefilled=on_prefilled)
-    return splits_between(begin[0], await _snapshot(side), side.graph.pids, side.graph.graph)
-
-
-def splits_between(begin: _Snapshot, end: _Snapshot, pids: Mapping[str, int], graph: Graph) -> list[StepSplit]:
-    """The differences of two snapshots, per step; empty when no step lies between."""
-    sources = [node.process for node in graph.nodes.values() if node.operator == SOURCE]
-    steps = [end.statistics[name].num_steps - begin.statistics[name].num_steps for name in dict.fromkeys(sources)]
-    num_steps = max(steps, default=0)
+    end = await _totals_of(side)
+    num_steps = max((end[name].num_steps - begin[name].num_steps for name in begin.keys() & end), default=0)
     if num_steps < 1:
         return []
-    names: dict[int, list[str]] = {}
-    for name, pid in pids.items():
-        if name in end.statistics:  # the monitor has no statistics
-            names.setdefault(pid, []).append(name)
-    splits = []
-    for pid, workers in names.items():
-        before, after = (snapshot.times.get(pid, NOT_REPORTED) for snapshot in (begin, end))
-        operators, inline = (
-            sum(getattr(end.statistics[name], key) - getattr(begin.statistics[name], key) for name in workers)
-            for key in ("compute_seconds", "inline_seconds")
-        )
-        totals = (
-            end.seconds - begin.seconds,
-            operators,
-            inline,
-            loop_cpu := after.loop_cpu_seconds - before.loop_cpu_seconds,
-            max(0.0, after.cpu_seconds - before.cpu_seconds - loop_cpu),
-            after.queued_seconds - before.queued_seconds,
-        )
-        splits.append(StepSplit(", ".join(workers), *(total / num_steps for total in totals)))
-    return splits
+    return [
+        StepSplit(name, *((after - before) / num_steps for before, after in zip(begin[name][:6], end[name][:6], strict=True)))
+        for name in begin
+        if name in end
+    ]
 
 
-async def _snapshot(side: GraphSide) -> _Snapshot:
-    statistics = await side.graph.statistics()
-    times = {pid: process_times(pid) or NOT_REPORTED for pid in set(side.graph.pids.values())}
-    return _Snapshot(time.perf_counter(), statistics, times)
+async def _totals_of(side: GraphSide) -> dict[str, _Totals]:
+    """By process, which is named by its workers."""
+    statistics, now = await side.graph.statistics(), time.perf_counter()
+    workers: dict[int, list[str]] = {}
+    for name, pid in side.graph.pids.items():
+        if name in statistics:  # the monitor has no statistics
+            workers.setdefault(pid, []).append(name)
+    totals = {}
+    for pid, names in workers.items():
+        times = process_times(pid) or ProcessTimes(0.0, 0.0, 0.0)
+        operators, inline = (sum(getattr(statistics[name], key) for name in names) for key in ("compute_seconds", "inline_seconds"))
+        other_cpu = times.cpu_seconds - times.loop_cpu_seconds
+        num_steps = max(statistics[name].num_steps for name in names)
+        totals[", ".join(names)] = _Totals(now, operators, inline, times.loop_cpu_seconds, other_cpu, times.queued_seconds, num_steps)
+    return totals
 
 
 def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
