@@ -63,6 +63,9 @@ def falls_back(graph: Graph, scenario: Scenario, fault: AnyFault) -> bool:
     no other fault keeps them from meeting there in time."""
     if not isinstance(fault, Reset) or GATEWAY in fault.between or any(set(fault.between) <= set(host) for host in pack(graph)):
         return False
+    ends = [(graph.nodes[edge.source].process, graph.nodes[edge.target].process, edge) for edge in graph.edges.values()]
+    if not all(edge.transport == "auto" or edge.fallbacks for source, target, edge in ends if {source, target} == set(fault.between)):
+        return False
     others = [other for other in scenario.faults if other is not fault]
     return all(isinstance(other, Duplicate | RollBack | TinyQueues) for other in others)
 
