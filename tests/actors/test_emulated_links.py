@@ -47,12 +47,12 @@ async def test_channels_of_one_worker_share_its_nic_and_others_stay_as_they_are(
     plans = {plan.peer: plan for plan in plan_links(GRAPH, "left")}
     pairs = [InprocChannel.pair(Limits(), Identity("left"), Identity(name)) for name in ("right", "right", "third")]
     wrapped = [links.wrap(plans[name], one) for (one, _), name in zip(pairs, ("right", "third"), strict=False)]
-    again = links.wrap(plans["right"], pairs[2][0])
+    repeated = links.wrap(plans["right"], pairs[2][0])
     assert isinstance(wrapped[0], EmulatedChannel)
     assert wrapped[1] is pairs[1][0]
-    assert isinstance(again, EmulatedChannel)
-    assert wrapped[0]._nic is again._nic
-    for channel in (*wrapped, again, *(channel for pair in pairs for channel in pair)):
+    assert isinstance(repeated, EmulatedChannel)
+    assert wrapped[0]._nic is repeated._nic
+    for channel in (*wrapped, repeated, *(channel for pair in pairs for channel in pair)):
         await channel.aclose()
     links.close()
 

@@ -225,7 +225,7 @@ def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, b
     delivered: list[int] = []
     on_the_way: list[Message] = []
     num_sent = 0
-    for count, arriving, tell, breaks in [*rounds, (0, 0, False, True), (0, 10**6, True, False)]:
+    for count, arriving, reports, breaks in [*rounds, (0, 0, False, True), (0, 10**6, True, False)]:
         for _ in range(count):
             message = numbered(num_sent)
             num_sent += 1
@@ -233,7 +233,7 @@ def test_resend_buffer_delivers_each_message_once(rounds: list[tuple[int, int, b
             on_the_way.append(message)
         delivered += carry(sender, receiver, on_the_way[:arriving])
         del on_the_way[:arriving]
-        if tell:
+        if reports:
             sender.acknowledge(receiver.received)
         if breaks:
             receiver.resume(sender.first)

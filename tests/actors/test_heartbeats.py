@@ -31,32 +31,32 @@ def beats_of(seconds: float, *faults: object, block: tuple[float, float] = (0.0,
     """(time, heartbeat) pairs of a process in virtual time."""
 
     async def main(world: World) -> list[tuple[float, Heartbeat]]:
-        said: list[tuple[float, Heartbeat]] = []
+        sent: list[tuple[float, Heartbeat]] = []
         began = world.loop.time()
 
-        def say(control: Control) -> None:
+        def send(control: Control) -> None:
             assert isinstance(control, Heartbeat)
-            said.append((round(world.loop.time() - began, 6), control))
+            sent.append((round(world.loop.time() - began, 6), control))
 
         async def work(seams: Seams) -> None:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(send_heartbeats(Sources(), seams.clock, say))
+                task = group.create_task(send_heartbeats(Sources(), seams.clock, send))
                 await seams.clock.sleep(seconds)
                 task.cancel()
 
         process = world.start("x", work)
         Faults(world, Scenario(faults=faults), lambda name: None).begin()
         await process.exit
-        return said
+        return sent
 
     return run(0, main).result
 
 
 def test_heartbeat_reports_its_sources_at_even_intervals() -> None:
-    said = beats_of(1.05)
-    assert [at for at, _ in said] == [pytest.approx(HEARTBEAT_SECONDS * i, abs=1e-5) for i in range(11)]
-    assert [heartbeat.sequence for _, heartbeat in said] == list(range(11))
-    assert said[4][1] == Heartbeat(4, 0.0, 3, incarnation="a")
+    sent = beats_of(1.05)
+    assert [at for at, _ in sent] == [pytest.approx(HEARTBEAT_SECONDS * i, abs=1e-5) for i in range(11)]
+    assert [heartbeat.sequence for _, heartbeat in sent] == list(range(11))
+    assert sent[4][1] == Heartbeat(4, 0.0, 3, incarnation="a")
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_heartbeat_reports_its_sources_at_even_intervals() -> None:
 )
 def test_late_heartbeat_reports_its_delay(stalled: float, lag: float, then: float) -> None:
     """The loop is blocked from 0.01 s until `stalled`."""
-    said = beats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
-    assert said[1][0] == pytest.approx(stalled, abs=2e-3)
-    assert said[1][1].lag_seconds == pytest.approx(lag, abs=2e-3)
-    assert said[2][0] == pytest.approx(then, abs=2e-3)
-    assert said[2][1].lag_seconds == 0.0
+    sent = beats_of(2.0, Stall(process="x", at_seconds=0.01, for_seconds=stalled - 0.01))
+    assert sent[1][0] == pytest.approx(stalled, abs=2e-3)
+    assert sent[1][1].lag_seconds == pytest.approx(lag, abs=2e-3)
+    assert sent[2][0] == pytest.approx(then, abs=2e-3)
+    assert sent[2][1].lag_seconds == 0.0
 
 
 Look = tuple[float, float | None]  # when, processor time

@@ -57,7 +57,7 @@ class World:
         self.scheme, self.calls, self._rest = scheme, calls, (fallbacks, is_lazy)
         self.lost: list[tuple[str, str]] = []
         self.received: list[Message] = []  # by the client
-        self.heard: dict[str, list[Message]] = {}  # by each identity of each server
+        self.per_incarnation: dict[str, list[Message]] = {}  # by each identity of each server
         self.wrap: Callable[[LinkPlan, Channel], Channel] = lambda plan, channel: channel
         self.servers: dict[str, Links] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -77,13 +77,13 @@ class World:
 
     async def serve(self, incarnation: str) -> dict[str, str]:
         """A new identity, called by its first letter. It listens, and opens its link as soon as the client does its part."""
-        heard = self.heard[incarnation] = []
+        per_incarnation = self.per_incarnation[incarnation] = []
         links = self.servers[incarnation] = Links(
             Identity(incarnation[0], incarnation),
             KEY,
             [plan("a", self.scheme, not self.calls, *self._rest)],
             get_transport,
-            lambda _, message: heard.append(message),
+            lambda _, message: per_incarnation.append(message),
             wrap=lambda plan, channel: self.wrap(plan, channel),
         )
         addresses = await links.listen()
@@ -115,14 +115,14 @@ class World:
 
     async def exchange(self, incarnation: str, count: int = 20) -> None:
         """Both ways, in order, and nothing of anybody else's between."""
-        self.heard[incarnation].clear()
+        self.per_incarnation[incarnation].clear()
         self.received.clear()
         await until(lambda: ("a", self.scheme) in self.servers[incarnation]._links)
         self.post(incarnation, *range(count))
         self.answer(incarnation, *range(count))
-        await until(lambda: len(self.heard[incarnation]) >= count and len(self.received) >= count)
-        assert steps(self.heard[incarnation]) == steps(self.received) == list(range(count))
-        self.heard[incarnation].clear()
+        await until(lambda: len(self.per_incarnation[incarnation]) >= count and len(self.received) >= count)
+        assert steps(self.per_incarnation[incarnation]) == steps(self.received) == list(range(count))
+        self.per_incarnation[incarnation].clear()
         self.received.clear()
 
 
@@ -202,9 +202,9 @@ async def test_a_link_is_dropped_with_messages_waiting(scheme: str, loop_kind: s
         w.post("b1", *range(count, 5 * count))
         await until(lambda: link._channel.closed)
         await asyncio.wait([w.tasks["b1"]], timeout=60)  # its link ends in order
-        heard = steps(w.heard["b1"])
-        assert heard == list(range(len(heard)))
-        assert len(heard) < count
+        per_incarnation = steps(w.per_incarnation["b1"])
+        assert per_incarnation == list(range(len(per_incarnation)))
+        assert len(per_incarnation) < count
         await w.exchange("c1")
         assert w.lost == []
         assert await w.client.join("b", "b2", await w.serve("b2"))
@@ -349,7 +349,7 @@ async def test_one_that_would_fall_back_is_dropped_at_once(monkeypatch: pytest.M
             assert await w.client.join("b", "b2", await w.serve("b2"))
         await until(lambda: ("a", w.scheme) in w.servers["b2"]._links)
         w.post("b2", 0, 1)
-        await until(lambda: steps(w.heard["b2"]) == [0, 1])
+        await until(lambda: steps(w.per_incarnation["b2"]) == [0, 1])
         assert not w.client["b", w.scheme].fallback_text()
 
 
@@ -419,16 +419,16 @@ async def test_bad_message_ends_the_link_of_its_sender(tolerated: str) -> None:
 
 
 def test_incarnation_ends_once_and_never_returns() -> None:
-    lives, one, two = Incarnations(), Identity("b", "b1"), Identity("b", "b2")
-    assert lives.begin(one)
-    assert lives.current("b") == one
-    assert not lives.end(two)  # it had not begun, and never will
-    assert not lives.begin(two)
-    assert lives.current("b") == one
+    incarnations, one, two = Incarnations(), Identity("b", "b1"), Identity("b", "b2")
+    assert incarnations.begin(one)
+    assert incarnations.current("b") == one
+    assert not incarnations.end(two)  # it had not begun, and never will
+    assert not incarnations.begin(two)
+    assert incarnations.current("b") == one
     three = Identity("b", "b3")
-    assert lives.begin(three)
-    assert lives.has_ended(one)
-    assert not lives.begin(one)
-    assert lives.end(three)
-    assert not lives.end(three)
-    assert lives.current("b") is None
+    assert incarnations.begin(three)
+    assert incarnations.has_ended(one)
+    assert not incarnations.begin(one)
+    assert incarnations.end(three)
+    assert not incarnations.end(three)
+    assert incarnations.current("b") is None

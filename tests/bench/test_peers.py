@@ -105,12 +105,12 @@ async def test_transformers_decodes_as_a_peer(tmp_path: Path) -> None:
         assert facts["expert_bytes"] > 0
         side = TransformersSide(peer, facts, 8)
         run = await side.run(prompts_of(2, 8, 512), 5, margins=True)
-        again = await ProcessSide.run(side, prompts_of(2, 8, 512), 5)
+        repeated = await ProcessSide.run(side, prompts_of(2, 8, 512), 5)
     assert (side.label("prefill"), side.label("decode")) == ("eager", "eager")
     assert [len(tokens) for tokens in run.tokens] == [5, 5]
     assert run.margins is not None
     assert [len(margins) for margins in run.margins] == [5, 5]
-    assert (again.tokens, again.margins) == (run.tokens, None)
+    assert (repeated.tokens, repeated.margins) == (run.tokens, None)
     assert run.decode_tokens == 8
     assert min(run.prefill_seconds, run.decode_seconds) > 0
 

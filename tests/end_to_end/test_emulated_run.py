@@ -51,9 +51,9 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
     there_and_back = 2 * (LINK["latency_seconds"] + LINK["message_seconds"]) if servers else 0.0
     assert seconds >= 10 * NUM_TOKENS * NUM_LAYERS * (1e-3 + 5e-4 + there_and_back)
 
-    told = {name: each.emulation for name, each in running.final_statistics.items() if each.emulation is not None}
-    assert set(told) == {"attention.0", *(f"experts.{server}" for server in range(servers))}
-    attention = told["attention.0"]
+    emulations = {name: each.emulation for name, each in running.final_statistics.items() if each.emulation is not None}
+    assert set(emulations) == {"attention.0", *(f"experts.{server}" for server in range(servers))}
+    attention = emulations["attention.0"]
     charged = 1e-3 + (0.0 if servers else 5e-4)
     assert attention.computed.modelled_seconds == pytest.approx(10 * NUM_TOKENS * NUM_LAYERS * charged)
     for name, statistics in running.final_statistics.items():
@@ -63,7 +63,7 @@ async def test_the_tokens_are_the_same_and_no_step_is_faster_than_its_model(
             for edge in other.edges
             if running.graph.nodes[running.graph.edges[edge.edge].target].process == name
         )
-        assert told[name].delivered.num >= received, statistics  # and the credits that came back
+        assert emulations[name].delivered.num >= received, statistics  # and the credits that came back
 
 
 async def test_result_is_void_when_reality_is_slower_than_the_model(served: Served, tmp_path: Path) -> None:

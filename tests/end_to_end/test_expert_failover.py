@@ -31,7 +31,7 @@ class Story:
         self.back: list[str] = []
         self.news: list[str] = []
         self._changed = asyncio.Condition()
-        self._told = asyncio.Event()
+        self._notified = asyncio.Event()
 
     def note(self, event: events.Event) -> None:
         if isinstance(event, events.WorkerLost):
@@ -39,13 +39,13 @@ class Story:
         elif isinstance(event, events.WorkerRestarted):
             self.back.append(event.name)
         self.news.append(events.news(event) or "")
-        self._told.set()
+        self._notified.set()
 
     async def until(self, holds: Callable[[Story], bool]) -> None:
         async with asyncio.timeout(60):
             while not holds(self):
-                self._told.clear()
-                await self._told.wait()
+                self._notified.clear()
+                await self._notified.wait()
 
 
 def write(served: Served, folder: Path, deploy: dict[str, object], **more: object) -> Path:
@@ -158,8 +158,8 @@ async def test_degraded_output_is_marked_until_the_last_replica_rejoins(served: 
         assert marked.token_ids[:first] == expected.token_ids[:first]
         await story.until(lambda story: story.back == ["experts.1"] and not running.health().warnings)
         assert any("it goes on without, and marks what it answers as degraded" in line for line in story.news)
-        again = await running.complete(served.prompts[0], ASKED)
-        assert (again.degraded, again.token_ids) == (False, expected.token_ids)
+        repeated = await running.complete(served.prompts[0], ASKED)
+        assert (repeated.degraded, repeated.token_ids) == (False, expected.token_ids)
 
 
 async def test_server_killed_while_loading_weights_fails_no_request(served: Served, tmp_path: Path) -> None:

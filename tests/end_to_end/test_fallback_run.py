@@ -33,7 +33,7 @@ async def test_tokens_are_the_same_when_every_channel_breaks(served: Served, tmp
         done = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in served.prompts))
         statistics = await running.statistics()
     assert [list(each.token_ids) for each in done] == [tokens[:NEW_TOKENS] for tokens in served.expected]
-    told = report_of(running.graph, {}, statistics, {}, None, None)
-    assert len(told.fallbacks) >= 4  # two links, both ends
-    assert all("faulty+shm" in text and "zmq carried on" in text for text in told.fallbacks)
-    assert told.why == ("shm, the fastest that both ends have; when it breaks, zmq carries on",)
+    report = report_of(running.graph, {}, statistics, {}, None, None)
+    assert len(report.fallbacks) >= 4  # two links, both ends
+    assert all("faulty+shm" in text and "zmq carried on" in text for text in report.fallbacks)
+    assert report.why == ("shm, the fastest that both ends have; when it breaks, zmq carries on",)

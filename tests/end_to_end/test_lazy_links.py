@@ -104,9 +104,9 @@ async def test_server_that_dies_before_its_first_request(served: Served, tmp_pat
         os.kill(running.pids["experts.1"], signal.SIGKILL)
         done = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
         await back.wait()
-        again = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
+        repeated = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts[:4]))
     expected = [tokens[:NEW_TOKENS] for tokens in served.expected[:4]]
-    assert [list(each.token_ids) for each in done] == [list(each.token_ids) for each in again] == expected
+    assert [list(each.token_ids) for each in done] == [list(each.token_ids) for each in repeated] == expected
     assert lost == ["experts.1"]
 
 

@@ -62,12 +62,12 @@ def fail_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return write
 
 
-async def run(served: Served, tmp_path: Path, poison: tuple[Path, list[int]], told: list[events.Event]) -> flowrt.Completion:
+async def run(served: Served, tmp_path: Path, poison: tuple[Path, list[int]], seen_events: list[events.Event]) -> flowrt.Completion:
     """The poisoned request among good ones, which must be answered exactly, and one more when it has ended. Returns its completion."""
     directory, prompt = poison
     deploy = {"attention": {"groups": 1, "micro_batches": 2}, "experts": {"servers": 3, "replicas": 2}}
     graph = served.write(tmp_path, deploy, limits={"max_tokens": 64}, numerics="strict")
-    async with asyncio.timeout(100), flowrt.open(graph, model=directory, on_event=told.append) as running:
+    async with asyncio.timeout(100), flowrt.open(graph, model=directory, on_event=seen_events.append) as running:
         good = [asyncio.create_task(running.complete(each, PARAMETERS)) for each in served.prompts[:4]]
         bad = await running.complete(prompt, PARAMETERS)
         done = [*await asyncio.gather(*good), await running.complete(served.prompts[0], PARAMETERS)]
@@ -83,19 +83,19 @@ async def test_a_part_that_cannot_be_computed_ends_its_request_and_no_process(
     served: Served, tmp_path: Path, poison: tuple[Path, list[int]], fail_with: Callable[[str], None]
 ) -> None:
     fail_with("raise")
-    told: list[events.Event] = []
-    bad = await run(served, tmp_path, poison, told)
+    seen_events: list[events.Event] = []
+    bad = await run(served, tmp_path, poison, seen_events)
     assert "a step of this request failed twice: experts." in (bad.error or "")
     assert "MemoryError: no room for this part" in (bad.error or "")
-    assert not [event for event in told if isinstance(event, events.WorkerLost)]
+    assert not [event for event in seen_events if isinstance(event, events.WorkerLost)]
 
 
 async def test_a_request_whose_parts_kill_servers_is_ended(
     served: Served, tmp_path: Path, poison: tuple[Path, list[int]], fail_with: Callable[[str], None]
 ) -> None:
     fail_with("die")
-    told: list[events.Event] = []
-    bad = await run(served, tmp_path, poison, told)
+    seen_events: list[events.Event] = []
+    bad = await run(served, tmp_path, poison, seen_events)
     assert bad.error == "expert servers died or hung again and again while they computed a part of this request"
-    lost = [event.name for event in told if isinstance(event, events.WorkerLost)]
+    lost = [event.name for event in seen_events if isinstance(event, events.WorkerLost)]
     assert 2 <= len(lost) <= 6, "in a batch it kills two, or as many as its parts went to; alone as many as these again"

@@ -27,12 +27,12 @@ def truth(served: Served) -> Any:
     return load_truth(served.directory)
 
 
-async def complete(graph: Path, *asked: tuple[list[int], dict[str, Any]]) -> list[flowrt.Completion]:
+async def complete(graph: Path, *requests: tuple[list[int], dict[str, Any]]) -> list[flowrt.Completion]:
     """Serve all prompts at the same time."""
     async with flowrt.open(graph) as running:
         requests = (
             running.complete(prompt, flowrt.SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | more))
-            for prompt, more in asked
+            for prompt, more in requests
         )
         return list(await asyncio.gather(*requests))
 
@@ -63,11 +63,11 @@ def generated(truth: Any, prompt: list[int], **settings: Any) -> list[int]:
 async def test_logprobs_and_penalties_are_those_of_transformers(served: Served, truth: Any, tmp_path: Path) -> None:
     prompts = served.prompts[:5]
     alike = {"presence_penalty": 1.5, "frequency_penalty": -0.7}
-    asked = [(prompt, {"logprobs": number}) for number, prompt in zip((0, 1, 5, 20, 3), prompts, strict=True)]
-    asked += [(prompt, {"repetition_penalty": 1.4}) for prompt in prompts[1:4]]
-    asked += [(prompts[2], alike), (prompts[3], alike | {"logprobs": 2, "temperature": 0.8, "seed": 5})]
-    results = await complete(served.write(tmp_path, DEPLOY), *asked)
-    for (prompt, more), result in zip(asked, results, strict=True):
+    requests = [(prompt, {"logprobs": number}) for number, prompt in zip((0, 1, 5, 20, 3), prompts, strict=True)]
+    requests += [(prompt, {"repetition_penalty": 1.4}) for prompt in prompts[1:4]]
+    requests += [(prompts[2], alike), (prompts[3], alike | {"logprobs": 2, "temperature": 0.8, "seed": 5})]
+    results = await complete(served.write(tmp_path, DEPLOY), *requests)
+    for (prompt, more), result in zip(requests, results, strict=True):
         assert result.finish_reason == "length"
         if (number := more.get("logprobs")) is None:
             assert result.logprobs == result.top_logprobs == ()
@@ -78,9 +78,9 @@ async def test_logprobs_and_penalties_are_those_of_transformers(served: Served, 
         torch.testing.assert_close(torch.tensor(result.logprobs), own, atol=1e-4, rtol=0)
         assert [len(top) for top in result.top_logprobs] == [number] * NUM_TOKENS
         if number:
-            ids, told = torch.tensor(result.top_logprobs, dtype=torch.float64).unbind(-1)
-            torch.testing.assert_close(told.float(), expected.topk(number).values, atol=1e-4, rtol=0)
-            torch.testing.assert_close(told.float(), expected.gather(1, ids.long()), atol=1e-4, rtol=0)
+            ids, reported = torch.tensor(result.top_logprobs, dtype=torch.float64).unbind(-1)
+            torch.testing.assert_close(reported.float(), expected.topk(number).values, atol=1e-4, rtol=0)
+            torch.testing.assert_close(reported.float(), expected.gather(1, ids.long()), atol=1e-4, rtol=0)
     for result, expected in zip(results[:5], served.expected, strict=False):
         assert list(result.token_ids) == expected[:NUM_TOKENS]
     for result, prompt in zip(results[5:8], prompts[1:4], strict=True):
@@ -100,16 +100,16 @@ async def test_logprobs_and_penalties_are_those_of_transformers(served: Served, 
 async def test_choices_sample_independently_with_shared_pages(served: Served, truth: Any, tmp_path: Path) -> None:
     """Prompts of 33 and 64 tokens: two full pages and one token; four full pages."""
     settings = {"temperature": 0.9, "top_k": 40, "seed": 7, "logprobs": 0}
-    asked = [(served.prompts[3], settings | {"n": 3}), (served.prompts[4], settings | {"n": 5}), (served.prompts[3], settings)]
+    requests = [(served.prompts[3], settings | {"n": 3}), (served.prompts[4], settings | {"n": 5}), (served.prompts[3], settings)]
     expected = [
         [
             continued(truth, prompt, NUM_TOKENS, lambda output, c=choice: Draw(0, 0.9, 40, seed=7, choice=c, token_index=len(output)))
             for choice in range(more.get("n", 1))
         ]
-        for prompt, more in asked
+        for prompt, more in requests
     ]
     for limits in ({}, {"kv_pages": 8, "max_num_batched_tokens": 24, "max_num_seqs": 6}):
-        results = await complete(served.write(tmp_path, DEPLOY, limits=limits), *asked)
+        results = await complete(served.write(tmp_path, DEPLOY, limits=limits), *requests)
         assert [[list(choice.token_ids) for choice in result.choices] for result in results] == expected
         assert all(len(choice.logprobs) == NUM_TOKENS for result in results for choice in result.choices)
         assert all(choice.finish_reason == "length" for result in results for choice in result.choices)
@@ -118,12 +118,12 @@ async def test_choices_sample_independently_with_shared_pages(served: Served, tr
 
 async def test_min_tokens_and_stop_ids(served: Served, truth: Any, tmp_path: Path) -> None:
     stops = [tokens[3] for tokens in served.expected[:3]]
-    asked: list[tuple[list[int], dict[str, Any]]] = []
+    requests: list[tuple[list[int], dict[str, Any]]] = []
     for prompt, stop in zip(served.prompts, stops, strict=False):
-        asked += [(prompt, {"stop_token_ids": (stop,), "min_tokens": least}) for least in (0, 10)]
-    asked.append((served.prompts[4], {"stop_token_ids": (served.expected[4][2],), "n": 2, "temperature": 1.0, "min_tokens": NUM_TOKENS}))
-    *results, both = await complete(served.write(tmp_path, DEPLOY), *asked)
-    for (prompt, more), result in zip(asked, results, strict=False):
+        requests += [(prompt, {"stop_token_ids": (stop,), "min_tokens": least}) for least in (0, 10)]
+    requests.append((served.prompts[4], {"stop_token_ids": (served.expected[4][2],), "n": 2, "temperature": 1.0, "min_tokens": NUM_TOKENS}))
+    *results, both = await complete(served.write(tmp_path, DEPLOY), *requests)
+    for (prompt, more), result in zip(requests, results, strict=False):
         (stop,) = more["stop_token_ids"]
         assert list(result.token_ids) == generated(truth, prompt, eos_token_id=stop, min_new_tokens=more["min_tokens"])
         assert result.finish_reason == ("stop" if result.token_ids[-1] == stop else "length")

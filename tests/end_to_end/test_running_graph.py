@@ -18,9 +18,9 @@ from flowrt.launcher import events
 async def test_stopped_group_does_not_stop_the_other(served: Served, tmp_path: Path) -> None:
     """While one group is stopped, the other commits 50 more tokens; the stopped one then completes exactly."""
     graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 3, "replicas": 2}}, limits={"max_tokens": 200})
-    asked = flowrt.SamplingParams(max_tokens=200, ignore_eos=True)
+    params = flowrt.SamplingParams(max_tokens=200, ignore_eos=True)
     async with flowrt.open(graph) as running:
-        requests = [await running.submit(prompt, asked) for prompt in served.prompts[:2]]
+        requests = [await running.submit(prompt, params) for prompt in served.prompts[:2]]
         tokens: dict[int, list[int]] = {request: [] for request in requests}
         grown = asyncio.Condition()
 
@@ -110,11 +110,11 @@ async def test_closing_the_graph_ends_every_open_stream(served: Served, tmp_path
 
 
 async def test_seeded_sampling_does_not_depend_on_shape(served: Served, tmp_path: Path) -> None:
-    asked = [flowrt.SamplingParams(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
+    params = [flowrt.SamplingParams(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
     outcomes = []
     for deploy in ({"processes": "one"}, {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 2}, "processes": "one"}):
         async with flowrt.open(served.write(tmp_path, deploy)) as running:
-            results = await asyncio.gather(*(running.complete(served.prompts[3], parameters) for parameters in asked))
+            results = await asyncio.gather(*(running.complete(served.prompts[3], parameters) for parameters in params))
             outcomes.append([each.token_ids for each in results])
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == outcomes[0][2]

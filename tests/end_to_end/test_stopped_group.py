@@ -45,8 +45,8 @@ async def test_a_stopped_group_is_fenced_and_readmitted(served: Served, tmp_path
         finally:
             os.kill(pid, signal.SIGCONT)
         await cleared.wait()
-        again = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts))
-        assert {each.finish_reason for each in again} == {"length"}
+        repeated = await asyncio.gather(*(running.complete(prompt, ASKED) for prompt in served.prompts))
+        assert {each.finish_reason for each in repeated} == {"length"}
         assert not running.health().warnings
         statistics = await running.statistics()
         assert statistics["attention.1"].num_steps > 0

@@ -64,11 +64,11 @@ def write(family: Served, folder: Path, deploy: dict[str, Any], dtype: str = "fl
 async def serve(graph: Path, prompts: Sequence[Sequence[int]], numbers: Sequence[int], **settings: Any) -> list[flowrt.Completion]:
     """Serve all prompts at the same time. The index of a prompt is its seed, which identifies its logits."""
 
-    def asked(number: int) -> flowrt.SamplingParams:
+    def params_of(number: int) -> flowrt.SamplingParams:
         return flowrt.SamplingParams(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number, "logprobs": 5} | settings)
 
     async with flowrt.open(graph) as running:
-        return list(await asyncio.gather(*(running.complete(list(prompts[each]), asked(each)) for each in numbers)))
+        return list(await asyncio.gather(*(running.complete(list(prompts[each]), params_of(each)) for each in numbers)))
 
 
 async def each_alone(family: Served, folder: Path, hashes: Hashes, dtype: str) -> Hashes:
@@ -110,7 +110,7 @@ async def test_logprobs_and_drawn_tokens_are_the_same_between_real_processes(fam
     """Logprobs hold the sum over the whole vocabulary. They are compared exactly, without a tolerance."""
     drawn = {"temperature": 1.5, "n": 2}
     inside = write(family, tmp_path, {}, "bfloat16")
-    alone = [told for number in (2, 6) for told in await serve(inside, family.prompts, [number], **drawn)]
+    alone = [output for number in (2, 6) for output in await serve(inside, family.prompts, [number], **drawn)]
     apart = write(family, tmp_path, {"attention": {"groups": 1}, "experts": {"servers": 2}, "processes": "many"}, "bfloat16")
     together = await serve(apart, family.prompts, range(len(LENGTHS)), **drawn)
     assert [each.choices for each in alone] == [together[2].choices, together[6].choices]

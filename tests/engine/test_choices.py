@@ -186,9 +186,9 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     assert group.engine.statistics().num_preemptions > 0
     for each in requests:
         assert group.tokens[(each.id, 0)] == expected_output(each)
-    again = request("r1", (1, 2), max_tokens=15, seed=1, attempt=1, committed_token_ids=((3, 1, 3),), **penalties)
+    resumed = request("r1", (1, 2), max_tokens=15, seed=1, attempt=1, committed_token_ids=((3, 1, 3),), **penalties)
     engine = Engine(limits, 1, 100, VOCABULARY)
-    engine.submit(again)
+    engine.submit(resumed)
     (step,) = engine.next_steps()
     assert step.batch.samples[0].output_counts == {1: 1, 2: 0, 3: 2}
 
@@ -199,8 +199,8 @@ def test_logprobs_are_sent_as_requested() -> None:
     group.submit(request("b", max_tokens=2))
     group.submit(request("c", max_tokens=2, logprobs=0))
     group.next_step(0)
-    told = [Logprobs(-0.5, ((7, -0.5), (8, -1.5)))] * 2
-    decisions = group.step_done(0, 0, [7, 7, 7], told)
+    expected = [Logprobs(-0.5, ((7, -0.5), (8, -1.5)))] * 2
+    decisions = group.step_done(0, 0, [7, 7, 7], expected)
     assert [each.logprobs for each in decisions if isinstance(each, Token)] == [
         (Logprobs(-0.5, ((7, -0.5),)),),
         (),

@@ -57,9 +57,9 @@ def test_sequence_recomputed_from_the_first_token_is_not_marked() -> None:
     """Four pages of two tokens: b gives its pages to a, and comes back when a has ended."""
     limits = GraphLimits(max_num_seqs=4, kv_pages=4, page_size=2, max_tokens=8, max_num_batched_tokens=16)
     engine = engine_of(request("a", (1, 2), max_tokens=7), request("b", (3, 4), max_tokens=7), limits=limits)
-    told = step(engine, degraded=True)
-    assert ("b", 0, True) in told
-    while any(name == "a" for name, _, _ in told):
-        told = step(engine)
+    output = step(engine, degraded=True)
+    assert ("b", 0, True) in output
+    while any(name == "a" for name, _, _ in output):
+        output = step(engine)
     assert engine.statistics().num_preemptions > 0
-    assert told == [("b", 0, False)]
+    assert output == [("b", 0, False)]

@@ -169,9 +169,9 @@ def test_stop_tokens_end_the_output_and_belong_to_it(more: dict[str, object], gi
 def test_committed_tokens_are_replayed_and_not_sent_again() -> None:
     whole = request("a", max_tokens=6, seed=4)
     output = expected_output(whole)
-    again = msgspec.structs.replace(whole, attempt=1, committed_token_ids=(tuple(output[:4]),))
+    resumed = msgspec.structs.replace(whole, attempt=1, committed_token_ids=(tuple(output[:4]),))
     group = ToyGroup(SMALL)
-    group.submit(again)
+    group.submit(resumed)
     group.run()
     assert group.first_index[("a", 1)] == 4
     assert group.tokens[("a", 1)] == output[4:]

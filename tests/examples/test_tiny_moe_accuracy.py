@@ -51,8 +51,8 @@ def test_prompt_file_is_answered_right(model: PreTrainedModel, tokenizer: PreTra
     for prompt, answer in answers.items():
         words = prompt.rstrip("?.").split()
         if words[0] == "What":
-            left, sign, right = int(words[2]), words[3], int(words[4])
-            assert answer == f" {left + right if sign == '+' else left - right}"
+            left, operator, right = int(words[2]), words[3], int(words[4])
+            assert answer == f" {left + right if operator == '+' else left - right}"
         elif words[0] == "Sort":
             assert answer == "".join(f" {number}" for number in sorted(map(int, words[1:])))
         elif words[:2] == ["Count", "from"]:

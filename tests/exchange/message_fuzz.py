@@ -94,8 +94,8 @@ class Fuzz:
     def _message_of(self, server: int) -> Message:
         """The response to the oldest request of a server, or credits, or a failure; an invented one when there is no request."""
         client, random = self.client, self.random
-        if client.asked[server] and random.random() < 0.9:
-            request = random.choice(client.asked[server])
+        if client.requested[server] and random.random() < 0.9:
+            request = random.choice(client.requested[server])
             payload = from_message(request)
             y = answer(*payload.tensors, client.strict)
             message = to_message(Payload((y,), payload.header), client.response_edge(server), request.tag)

@@ -53,7 +53,7 @@ BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
 def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     client = Client(schemas=schemas_of)
     client.begin(7)
-    request = client.asked[1][0]
+    request = client.requested[1][0]
     payload = from_message(request)
     response = to_message(Payload((answer(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
     peer, bad, text = "experts.1", response, "no outstanding request"
@@ -78,7 +78,7 @@ def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
 def test_response_that_is_not_finite_fails_the_step_with_its_sender(strict: bool, value: float) -> None:
     client = Client(strict, schemas=schemas_of)
     client.begin(3)
-    request = client.asked[1].popleft()
+    request = client.requested[1].popleft()
     payload = from_message(request)
     y = answer(*payload.tensors, strict)
     y[-1, 2] = value
@@ -110,7 +110,7 @@ def test_more_requests_than_credits_are_refused() -> None:
     """At the server: a client sends more messages than its edge has credits."""
     client = Client(schemas=schemas_of)
     client.begin()
-    request = client.asked[0][0]
+    request = client.requested[0][0]
     server = client.server(0)
     for step in range(2):
         server.accept("a", with_tag(step=step)(request))

@@ -11,16 +11,16 @@ from flowrt.sampling_params import SamplingParams
 
 def answer(*degraded: bool) -> Completion:
     """To a request whose tokens are marked so."""
-    door = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
-    placed = door.admit((1, 2), SamplingParams(max_tokens=len(degraded)))
+    gateway = Gateway(["g"], GraphLimits(), 64, 512, draw_seed=lambda: 1)
+    placed = gateway.admit((1, 2), SamplingParams(max_tokens=len(degraded)))
     assert isinstance(placed, Placed)
     request = placed.request
     for index, marked in enumerate(degraded):
-        door.on_token(Token(request.id, 0, index, (5,), degraded=marked))
-    door.on_ended(Ended(request.id, 0, "length", num_tokens=len(degraded)))
-    told = door.events(placed.index)
-    assert [event.degraded for event in told if isinstance(event, TokenEvent)] == list(degraded)
-    return Completion.of((1, 2), told)
+        gateway.on_token(Token(request.id, 0, index, (5,), degraded=marked))
+    gateway.on_ended(Ended(request.id, 0, "length", num_tokens=len(degraded)))
+    events = gateway.events(placed.index)
+    assert [event.degraded for event in events if isinstance(event, TokenEvent)] == list(degraded)
+    return Completion.of((1, 2), events)
 
 
 def test_a_completion_says_which_of_its_tokens_are_degraded() -> None:

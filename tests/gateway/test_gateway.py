@@ -36,7 +36,7 @@ class Letters:
         return held
 
 
-def gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
+def new_gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int) -> Gateway:
     seeds = iter(range(1000, 2000))
     return Gateway(
         groups,
@@ -50,8 +50,8 @@ def gateway(groups: Sequence[str] = ("g0", "g1"), text: bool = True, **more: int
     )
 
 
-def place(door: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
-    placed = door.admit(prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
+def place(gateway: Gateway, prompt: Sequence[int] = (1, 2), **parameters: object) -> Placed:
+    placed = gateway.admit(prompt, SamplingParams(**parameters))  # type: ignore[arg-type]
     assert isinstance(placed, Placed)
     return placed
 
@@ -60,13 +60,13 @@ def letters(text: str) -> tuple[int, ...]:
     return tuple(ord(letter) - ord("a") for letter in text)
 
 
-def tell(placed: Placed, text: str, index: int = 0) -> Token:
+def token_of(placed: Placed, text: str, index: int = 0) -> Token:
     return Token(placed.request.id, placed.request.attempt, index, letters(text))
 
 
 def test_a_request_is_placed_with_its_parameters() -> None:
-    door = gateway()
-    placed = place(door, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+    gateway = new_gateway()
+    placed = place(gateway, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
     request = placed.request
     assert (placed.group, placed.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
     params = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
@@ -74,77 +74,77 @@ def test_a_request_is_placed_with_its_parameters() -> None:
 
 
 def test_without_a_seed_one_is_drawn_and_kept() -> None:
-    door = gateway()
-    placed = place(door)
+    gateway = new_gateway()
+    placed = place(gateway)
     assert placed.request.seed == 1000
-    again = door.place_again(placed.index)
-    assert isinstance(again, Placed)
-    assert again.request.seed == 1000
-    assert place(door).request.seed == 1001
-    assert place(door, seed=0).request.seed == 0
+    placed_again = gateway.place_again(placed.index)
+    assert isinstance(placed_again, Placed)
+    assert placed_again.request.seed == 1000
+    assert place(gateway).request.seed == 1001
+    assert place(gateway, seed=0).request.seed == 0
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(2, 20), (60, 5), (64, 1)])
 def test_without_max_tokens_there_are_as_many_as_fit(num_prompt_tokens: int, max_tokens: int) -> None:
-    assert place(gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
+    assert place(new_gateway(), [1] * num_prompt_tokens).request.max_tokens == max_tokens
 
 
 def test_tokens_become_events_and_the_end_comes_once() -> None:
-    door = gateway()
-    placed = place(door)
-    assert door.on_token(tell(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
-    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
-    assert door.on_ended(Ended(placed.request.id, 0, "length")) == door.on_token(tell(placed, "x", 2)) == door.cancel(0) == []
-    assert door.log(0).token_ids == [7, 8]
-    assert door.log(0).text == "hi"
-    assert door.events(0, 2) == [EndEvent(0, "length")]
-    assert door.num_unfinished == 0
-    door.forget(0)
+    gateway = new_gateway()
+    placed = place(gateway)
+    assert gateway.on_token(token_of(placed, "hi")) == [TokenEvent(0, 0, 7, "h"), TokenEvent(0, 1, 8, "i")]
+    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
+    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == gateway.on_token(token_of(placed, "x", 2)) == gateway.cancel(0) == []
+    assert gateway.log(0).token_ids == [7, 8]
+    assert gateway.log(0).text == "hi"
+    assert gateway.events(0, 2) == [EndEvent(0, "length")]
+    assert gateway.num_unfinished == 0
+    gateway.forget(0)
     with pytest.raises(KeyError):
-        door.log(0)
+        gateway.log(0)
 
 
 def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
-    door = gateway()
-    placed = place(door)
-    door.on_token(tell(placed, "abc"))
-    assert door.on_token(tell(placed, "abc")) == []
-    assert door.on_token(tell(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
-    again = door.place_again(0)
-    assert isinstance(again, Placed)
-    assert (again.request.attempt, again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
-    assert door.on_token(tell(placed, "z", 4)) == [], "the older attempt"
-    assert door.on_ended(Ended(placed.request.id, 0, "abort")) == []
-    assert door.on_token(tell(again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
-    assert door.on_ended(Ended(again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
+    gateway = new_gateway()
+    placed = place(gateway)
+    gateway.on_token(token_of(placed, "abc"))
+    assert gateway.on_token(token_of(placed, "abc")) == []
+    assert gateway.on_token(token_of(placed, "cd", 2)) == [TokenEvent(0, 3, 3, "d")], "what is new of a repeated message"
+    placed_again = gateway.place_again(0)
+    assert isinstance(placed_again, Placed)
+    assert (placed_again.request.attempt, placed_again.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
+    assert gateway.on_token(token_of(placed, "z", 4)) == [], "the older attempt"
+    assert gateway.on_ended(Ended(placed.request.id, 0, "abort")) == []
+    assert gateway.on_token(token_of(placed_again, "e", 4)) == [TokenEvent(0, 4, 4, "e")]
+    assert gateway.on_ended(Ended(placed_again.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
 
 def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
-    door = gateway()
-    placed = place(door)
-    event, cancel = door.on_token(tell(placed, "x", 1))
+    gateway = new_gateway()
+    placed = place(gateway)
+    event, cancel = gateway.on_token(token_of(placed, "x", 1))
     assert isinstance(event, EndEvent)
     assert (event.finish_reason, event.error) == ("error", "g0 sent token 1 of request-0 where 0 of 20 were committed")
     assert cancel == SendCancel("g0", Cancel("request-0", 0))
 
 
 def test_the_log_is_bounded_by_max_tokens() -> None:
-    door = gateway()
-    placed = place(door, max_tokens=2)
-    *_, event, _ = door.on_token(tell(placed, "abc"))
+    gateway = new_gateway()
+    placed = place(gateway, max_tokens=2)
+    *_, event, _ = gateway.on_token(token_of(placed, "abc"))
     assert isinstance(event, EndEvent)
     assert event.finish_reason == "error"
-    assert len(door.log(0).events) == 3
+    assert len(gateway.log(0).events) == 3
 
 
 def test_a_failed_request_says_why() -> None:
-    door = gateway()
-    placed = place(door)
-    assert door.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
+    gateway = new_gateway()
+    placed = place(gateway)
+    assert gateway.on_ended(Ended(placed.request.id, 0, "error", "too long")) == [EndEvent(0, "error", "", "too long")]
 
 
 @pytest.mark.parametrize(
-    ("stop", "told", "texts", "text"),
+    ("stop", "expected", "texts", "text"),
     [
         (("lo",), "helloworld", ["h", "e", "", "l", ""], "hel"),
         (("xyz",), "axyb", ["a", "", "", "xyb"], "axyb"),
@@ -154,209 +154,209 @@ def test_a_failed_request_says_why() -> None:
         (("q",), "abq", ["a", "b", ""], "ab"),
     ],
 )
-def test_stop_strings(stop: tuple[str, ...], told: str, texts: list[str], text: str) -> None:
-    door = gateway()
-    placed = place(door, stop=stop)
+def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], text: str) -> None:
+    gateway = new_gateway()
+    placed = place(gateway, stop=stop)
     events: list[TokenEvent] = []
     ends: list[EndEvent] = []
     cancels: list[SendCancel] = []
-    for index, letter in enumerate(told):
-        for decision in door.on_token(tell(placed, letter, index)):
+    for index, letter in enumerate(expected):
+        for decision in gateway.on_token(token_of(placed, letter, index)):
             {TokenEvent: events, EndEvent: ends, SendCancel: cancels}[type(decision)].append(decision)  # type: ignore[index, arg-type]
     if not ends:
-        ends = [event for event in door.on_ended(Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
+        ends = [event for event in gateway.on_ended(Ended(placed.request.id, 0, "length")) if isinstance(event, EndEvent)]
         assert ends[0].finish_reason == "length"
         assert not cancels
     else:
         assert ends[0].finish_reason == "stop"
         assert cancels == [SendCancel("g0", Cancel(placed.request.id, 0))]
     assert len(ends) == 1
-    assert door.log(0).text == text
+    assert gateway.log(0).text == text
     assert [event.text for event in events] == texts
-    assert door.log(0).token_ids == list(letters(told[: len(events)]))
+    assert gateway.log(0).token_ids == list(letters(expected[: len(events)]))
 
 
 def test_text_held_back_comes_with_the_end() -> None:
-    door = gateway()
-    placed = place(door, stop=("bcd",))
-    events = door.on_token(Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
+    gateway = new_gateway()
+    placed = place(gateway, stop=("bcd",))
+    events = gateway.on_token(Token(placed.request.id, 0, 0, (0, 1, 2, 26)))
     assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a", "", "", ""]
-    assert door.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
+    assert gateway.on_ended(Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length", "bcé")]
 
 
 @pytest.mark.parametrize(("parameters", "text"), [({}, "a"), ({"ignore_eos": True}, "az"), ({"stop_token_ids": (0,)}, "")])
 def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, object], text: str) -> None:
-    door = gateway()
-    placed = place(door, **parameters)
-    told = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
-    door.on_token(tell(placed, told))
-    door.on_ended(Ended(placed.request.id, 0, "stop"))
-    assert door.log(0).text == text
-    assert door.log(0).token_ids == list(letters(told))
+    gateway = new_gateway()
+    placed = place(gateway, **parameters)
+    expected = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
+    gateway.on_token(token_of(placed, expected))
+    gateway.on_ended(Ended(placed.request.id, 0, "stop"))
+    assert gateway.log(0).text == text
+    assert gateway.log(0).token_ids == list(letters(expected))
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_stop_strings() -> None:
-    door = gateway(text=False)
-    placed = place(door)
-    assert door.on_token(tell(placed, "a")) == [TokenEvent(0, 0, 0, "")]
-    refused = door.admit((1,), SamplingParams(stop=("x",)))
+    gateway = new_gateway(text=False)
+    placed = place(gateway)
+    assert gateway.on_token(token_of(placed, "a")) == [TokenEvent(0, 0, 0, "")]
+    refused = gateway.admit((1,), SamplingParams(stop=("x",)))
     assert isinstance(refused, EndEvent)
     assert refused.error == "stop strings need a tokenizer, and the model's directory has none; use stop_token_ids"
 
 
 def test_refused_requests_have_their_one_end_too() -> None:
-    door = gateway(max_requests=2)
-    empty = door.admit((1,), SamplingParams(stop=("",)))
+    gateway = new_gateway(max_requests=2)
+    empty = gateway.admit((1,), SamplingParams(stop=("",)))
     assert isinstance(empty, EndEvent)
     assert (empty.error or "").startswith("stop is ('',), it must be a text or a list of at most 64 texts, each of 1 to 1024 characters")
-    reserved = door.reserve(SamplingParams(n=3))
-    assert door.num_unfinished == 1, "a place is taken before anything is done for the request"
-    assert door.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
-    placed = place(door)
-    place(door)
-    assert door.is_full
-    assert door.admit((1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
-    assert [len(door.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
-    door.cancel(placed.index)
-    assert not door.is_full
+    reserved = gateway.reserve(SamplingParams(n=3))
+    assert gateway.num_unfinished == 1, "a place is taken before anything is done for the request"
+    assert gateway.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
+    placed = place(gateway)
+    place(gateway)
+    assert gateway.is_full
+    assert gateway.admit((1,)) == EndEvent(4, "error", "", "too many active requests (2, limit 2)")
+    assert [len(gateway.events(index)) for index in (0, 1, 4)] == [1, 1, 1]
+    gateway.cancel(placed.index)
+    assert not gateway.is_full
     with pytest.raises(ValueError, match="request 3 has not ended"):
-        door.forget(3)
+        gateway.forget(3)
     with pytest.raises(ValueError, match="request 0 is not placed, or has ended"):
-        door.place_again(0)
+        gateway.place_again(0)
 
 
 def test_cancelling_tells_client_and_worker_once() -> None:
-    door = gateway()
-    placed = place(door)
-    assert door.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]
-    assert door.cancel(0) == door.cancel(99) == door.on_ended(Ended(placed.request.id, 0, "abort")) == []
+    gateway = new_gateway()
+    placed = place(gateway)
+    assert gateway.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]
+    assert gateway.cancel(0) == gateway.cancel(99) == gateway.on_ended(Ended(placed.request.id, 0, "abort")) == []
 
 
 def test_all_parameters_reach_the_group() -> None:
     parameters = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    request = place(gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
+    request = place(new_gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
     assert request.params == SamplingParams(min_tokens=2, n=3, logprobs=5, seed=1, **parameters)
 
 
 def test_each_choice_has_its_tokens_text_and_end() -> None:
-    door = gateway()
-    placed = place(door, n=2, stop=("lo",))
+    gateway = new_gateway()
+    placed = place(gateway, n=2, stop=("lo",))
     name = placed.request.id
-    assert door.on_token(Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
-    assert door.on_token(Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
-    assert door.on_token(Token(name, 0, 1, letters("ox"))) == [
+    assert gateway.on_token(Token(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, 7, "h", 1), TokenEvent(0, 1, 8, "i", 1)]
+    assert gateway.on_token(Token(name, 0, 0, letters("l"))) == [TokenEvent(0, 0, 11, "")]
+    assert gateway.on_token(Token(name, 0, 1, letters("ox"))) == [
         TokenEvent(0, 1, 14, ""),
         ChoiceEvent(0, 0, "stop"),
         SendCancel("g0", Cancel(name, 0, 0)),
     ], "a stop string ends its choice, and what came behind it is dropped"
-    assert door.on_ended(Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
-    again = door.place_again(0)
-    assert isinstance(again, Placed)
-    assert (again.request.committed_token_ids, again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
-    assert door.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
-    assert door.log(0).text == ""
-    assert [choice.finish_reason for choice in door.log(0).choices] == ["stop", "length"]
-    assert door.num_unfinished == 0
+    assert gateway.on_ended(Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
+    placed_again = gateway.place_again(0)
+    assert isinstance(placed_again, Placed)
+    assert (placed_again.request.committed_token_ids, placed_again.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
+    assert gateway.on_ended(Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
+    assert gateway.log(0).text == ""
+    assert [choice.finish_reason for choice in gateway.log(0).choices] == ["stop", "length"]
+    assert gateway.num_unfinished == 0
 
 
 def test_cancelling_ends_every_choice_that_goes_on() -> None:
-    door = gateway()
-    placed = place(door, n=3)
-    door.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
+    gateway = new_gateway()
+    placed = place(gateway, n=3)
+    gateway.on_ended(Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
     ends = [ChoiceEvent(0, 0, "abort"), ChoiceEvent(0, 2, "abort"), EndEvent(0, "abort")]
-    assert door.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
-    failed = place(door, n=2)
-    assert door.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
+    assert gateway.cancel(0) == [*ends, SendCancel("g0", Cancel(placed.request.id, 0))]
+    failed = place(gateway, n=2)
+    assert gateway.on_ended(Ended(failed.request.id, 0, "error", "too long")) == [
         ChoiceEvent(1, 0, "error"),
         ChoiceEvent(1, 1, "error"),
         EndEvent(1, "error", "", "too long"),
     ]
-    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
 
 
 def test_a_lost_last_token_is_an_error() -> None:
-    door = gateway()
-    placed = place(door)
-    door.on_token(tell(placed, "ab"))
-    event, cancel = door.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
+    gateway = new_gateway()
+    placed = place(gateway)
+    gateway.on_token(token_of(placed, "ab"))
+    event, cancel = gateway.on_ended(Ended(placed.request.id, 0, "length", num_tokens=3))
     assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
     assert isinstance(cancel, SendCancel)
 
 
 @pytest.mark.parametrize("num_choices", [0, 129, 10**9])
 def test_impossible_numbers_of_choices_end_at_the_gateway(num_choices: int) -> None:
-    assert gateway().admit((1,), SamplingParams(n=num_choices)) == EndEvent(
+    assert new_gateway().admit((1,), SamplingParams(n=num_choices)) == EndEvent(
         0, "error", "", f"n is {num_choices}, it must be a whole number from 1 to 128"
     )
 
 
 def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
-    door = gateway()
-    placed = place(door, stop=("b",), min_tokens=2)
-    events = door.on_token(tell(placed, "abab"))
-    assert door.log(0).text == "aba"
+    gateway = new_gateway()
+    placed = place(gateway, stop=("b",), min_tokens=2)
+    events = gateway.on_token(token_of(placed, "abab"))
+    assert gateway.log(0).text == "aba"
     assert isinstance(events[-2], EndEvent)
 
 
 def test_logprobs_come_with_their_tokens() -> None:
-    door = gateway()
-    placed = place(door, logprobs=2)
-    told = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
-    assert door.on_token(Token(placed.request.id, 0, 0, (1,), 0, (told,))) == [
+    gateway = new_gateway()
+    placed = place(gateway, logprobs=2)
+    expected = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
+    assert gateway.on_token(Token(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
         TokenEvent(0, 0, 1, "b", 0, -0.25, ((1, -0.25), (2, -2.0))),
     ]
 
 
 def test_requests_go_to_the_least_loaded_group() -> None:
-    door = gateway(("g0", "g1", "g2"))
-    placed = [place(door, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
+    gateway = new_gateway(("g0", "g1", "g2"))
+    placed = [place(gateway, [1] * length, max_tokens=5) for length in (3, 2, 2, 1, 1)]
     assert [each.group for each in placed] == ["g0", "g1", "g2", "g1", "g2"]
-    door.on_ended(Ended(placed[1].request.id, 0, "stop"))
-    assert place(door, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
-    again = door.place_again(placed[0].index, avoid=("g0", "g2"))
-    assert isinstance(again, Placed)
-    assert again.group == "g1"
-    door.end_all("abort")
-    assert {(load.num_sequences, load.num_tokens) for load in door.loads.values()} == {(0, 0)}
+    gateway.on_ended(Ended(placed[1].request.id, 0, "stop"))
+    assert place(gateway, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
+    placed_again = gateway.place_again(placed[0].index, avoid=("g0", "g2"))
+    assert isinstance(placed_again, Placed)
+    assert placed_again.group == "g1"
+    gateway.end_all("abort")
+    assert {(load.num_sequences, load.num_tokens) for load in gateway.loads.values()} == {(0, 0)}
 
 
 def test_when_no_group_is_left_the_request_ends() -> None:
-    assert gateway(()).admit((1,)) == EndEvent(0, "error", "", "no attention group is left to serve the request")
-    door = gateway()
-    placed = place(door, stop=("bc",))
-    door.on_token(tell(placed, "ab"))
-    ended = door.place_again(0, avoid=("g0", "g1"))
+    assert new_gateway(()).admit((1,)) == EndEvent(0, "error", "", "no attention group is left to serve the request")
+    gateway = new_gateway()
+    placed = place(gateway, stop=("bc",))
+    gateway.on_token(token_of(placed, "ab"))
+    ended = gateway.place_again(0, avoid=("g0", "g1"))
     assert ended == EndEvent(0, "error", "b", "no attention group is left to serve the request")
-    assert door.events(0)[-1] == ended
-    assert door.num_unfinished == 0
+    assert gateway.events(0)[-1] == ended
+    assert gateway.num_unfinished == 0
 
 
 def test_requests_of_a_fenced_group_end_and_new_ones_go_elsewhere() -> None:
-    door = gateway()
-    lost, kept = place(door), place(door)
+    gateway = new_gateway()
+    lost, kept = place(gateway), place(gateway)
     assert (lost.group, kept.group) == ("g0", "g1")
-    assert door.fence_group("g0", "stopped") == [
+    assert gateway.fence_group("g0", "stopped") == [
         EndEvent(lost.index, "error", "", "g0 was marked dead: stopped"),
         SendCancel("g0", Cancel(lost.request.id, 0)),
     ]
-    assert door.on_token(tell(lost, "a")) == []  # it wakes up
-    assert [place(door).group for _ in range(3)] == ["g1"] * 3
-    assert isinstance(door.on_token(tell(kept, "a"))[0], TokenEvent)
-    door.fence_group("g1", "asleep")
-    refused = door.admit((1, 2))
+    assert gateway.on_token(token_of(lost, "a")) == []  # it wakes up
+    assert [place(gateway).group for _ in range(3)] == ["g1"] * 3
+    assert isinstance(gateway.on_token(token_of(kept, "a"))[0], TokenEvent)
+    gateway.fence_group("g1", "asleep")
+    refused = gateway.admit((1, 2))
     assert isinstance(refused, EndEvent)
     assert refused.error == "no attention group is left to serve the request; g0 was marked dead: stopped; g1 was marked dead: asleep"
-    door.readmit_group("g0")
-    assert place(door).group == "g0"
+    gateway.readmit_group("g0")
+    assert place(gateway).group == "g0"
 
 
 def test_the_end_of_the_run_ends_every_request() -> None:
-    door = gateway()
+    gateway = new_gateway()
     for _ in range(3):
-        place(door)
-    door.cancel(1)
-    assert door.end_all("error", "attention.0 died") == [EndEvent(index, "error", "", "attention.0 died") for index in (0, 2)]
-    assert door.end_all("error") == []
+        place(gateway)
+    gateway.cancel(1)
+    assert gateway.end_all("error", "attention.0 died") == [EndEvent(index, "error", "", "attention.0 died") for index in (0, 2)]
+    assert gateway.end_all("error") == []
 
 
 @settings(max_examples=100, deadline=None)
@@ -385,7 +385,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pie
 def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:
     """Requests that are routed again, cancelled and reported twice still have indexes 0..n-1, one end, and leave nothing behind."""
     names = [f"g{number}" for number in range(num_groups)]
-    door = gateway(names, max_requests=50)
+    gateway = new_gateway(names, max_requests=50)
     engines = {name: Engine(LIMITS, 2, 64, 26) for name in names}
     running: dict[str, list[tuple[int, int, list[int]]]] = {name: [] for name in names}
     indexes: list[int] = []
@@ -395,9 +395,9 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
             for _ in range(data.draw(st.integers(1, 2))):  # a line that repeats
                 match decision:
                     case Token() as token:
-                        answers = door.on_token(token)
+                        answers = gateway.on_token(token)
                     case Ended() as ended:
-                        answers = door.on_ended(ended)
+                        answers = gateway.on_ended(ended)
                 for answer in answers:
                     if isinstance(answer, SendCancel):
                         cancel = answer.cancel
@@ -411,31 +411,31 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         if running[name]:
             carry_out(engines[name].step_done(*running[name].pop(0)))
 
-    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "again", "cancel"]), max_size=50)):
-        alive = [index for index in indexes if door.log(index).end is None]
+    for event in data.draw(st.lists(st.sampled_from(["admit", "admit", "step", "step", "step", "placed_again", "cancel"]), max_size=50)):
+        alive = [index for index in indexes if gateway.log(index).end is None]
         if event == "admit":
             num_choices = data.draw(st.sampled_from([1, 1, 3]))
-            placed = place(door, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)), n=num_choices)
+            placed = place(gateway, [1] * data.draw(st.integers(1, 12)), max_tokens=data.draw(st.integers(1, 20)), n=num_choices)
             indexes.append(placed.index)
             carry_out(engines[placed.group].submit(placed.request))
         elif event == "step":
             step(data.draw(st.sampled_from(names)))
         elif alive and event == "cancel":
-            for decision in door.cancel(data.draw(st.sampled_from(alive))):
+            for decision in gateway.cancel(data.draw(st.sampled_from(alive))):
                 if isinstance(decision, SendCancel):
                     carry_out(engines[decision.group].cancel(decision.cancel.request_id, decision.cancel.attempt))
         elif alive:
-            again = door.place_again(data.draw(st.sampled_from(alive)))
-            assert isinstance(again, Placed)
-            carry_out(engines[again.group].submit(again.request))
+            placed_again = gateway.place_again(data.draw(st.sampled_from(alive)))
+            assert isinstance(placed_again, Placed)
+            carry_out(engines[placed_again.group].submit(placed_again.request))
     for _ in range(2000):
         if all(engine.idle for engine in engines.values()):
             break
         for name in names:
             step(name)
-    assert door.num_unfinished == 0
+    assert gateway.num_unfinished == 0
     for index in indexes:
-        log = door.log(index)
+        log = gateway.log(index)
         for choice in log.choices:
             tokens = [each for each in log.events if isinstance(each, TokenEvent) and each.choice == choice.index]
             assert [each.index for each in tokens] == list(range(len(choice.token_ids)))
@@ -446,11 +446,11 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
         assert log.end is not None
         assert log.end.finish_reason in ("length", "abort")
     assert {engine.statistics().num_free_pages for engine in engines.values()} == {LIMITS.kv_pages}
-    assert {load.num_sequences for load in door.loads.values()} <= {0}
+    assert {load.num_sequences for load in gateway.loads.values()} <= {0}
 
 
 def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
-    door = gateway()
+    gateway = new_gateway()
     for prompt, parameters in (
         ([1, 1 << 63], SamplingParams()),
         ([-(1 << 63) - 1], SamplingParams()),
@@ -459,10 +459,10 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
         ([1], SamplingParams(stop_token_ids=(1 << 70,))),
         ([1] * ((1 << 20) + 1), SamplingParams()),
     ):
-        ended = door.admit(prompt, parameters)
+        ended = gateway.admit(prompt, parameters)
         assert isinstance(ended, EndEvent)
         assert ended.finish_reason == "error"
-    assert door.num_unfinished == 0
+    assert gateway.num_unfinished == 0
 
 
 @pytest.mark.parametrize(
@@ -486,16 +486,16 @@ def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
     ],
 )
 def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], text: str) -> None:
-    door = gateway()
-    event = door.admit((1, 2), SamplingParams(**parameters))  # type: ignore[arg-type]
+    gateway = new_gateway()
+    event = gateway.admit((1, 2), SamplingParams(**parameters))  # type: ignore[arg-type]
     assert isinstance(event, EndEvent)
     assert event.finish_reason == "error"
     assert event.error is not None
     assert event.error.startswith(text)
     assert len(event.error) < 160
     assert "\n" not in event.error
-    assert door.num_unfinished == 0
-    assert place(door).index == 1, "the next one is served"
+    assert gateway.num_unfinished == 0
+    assert place(gateway).index == 1, "the next one is served"
 
 
 @pytest.mark.parametrize(
@@ -511,16 +511,16 @@ def test_badly_typed_parameters_end_that_request(parameters: dict[str, object], 
     ],
 )
 def test_prompt_of_invalid_token_ids_ends_that_request(prompt: object, text: str) -> None:
-    event = gateway().admit(prompt, SamplingParams())  # type: ignore[arg-type]
+    event = new_gateway().admit(prompt, SamplingParams())  # type: ignore[arg-type]
     assert isinstance(event, EndEvent)
     assert event.error is not None
     assert event.error.startswith(text)
 
 
 def test_parameters_of_another_type_and_lists_for_tuples() -> None:
-    door = gateway()
-    refused = door.admit((1,), {"n": 2})  # type: ignore[arg-type]
+    gateway = new_gateway()
+    refused = gateway.admit((1,), {"n": 2})  # type: ignore[arg-type]
     assert refused == EndEvent(0, "error", "", "the parameters are {'n': 2}, they must be of type SamplingParams")
-    placed = place(door, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
+    placed = place(gateway, [1], stop_token_ids=iter([3]), stop="cd", temperature=1)
     assert placed.request.params.stop_token_ids == (3,)
-    assert door.log(placed.index).params.stop == ("cd",)
+    assert gateway.log(placed.index).params.stop == ("cd",)

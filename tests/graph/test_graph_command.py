@@ -64,8 +64,8 @@ def test_expand_prints_what_loads_back(capsys: pytest.CaptureFixture[str], tmp_p
     assert call("expand", str(QUICKSTART), "--set", "deploy.attention.groups=3") == 0
     (tmp_path / "expanded.yaml").write_text(capsys.readouterr().out)
     assert call("expand", str(tmp_path / "expanded.yaml")) == 0
-    again = capsys.readouterr().out
-    assert again.split("\n")[1:] == (tmp_path / "expanded.yaml").read_text().split("\n")[1:]
+    repeated = capsys.readouterr().out
+    assert repeated.split("\n")[1:] == (tmp_path / "expanded.yaml").read_text().split("\n")[1:]
 
 
 def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_pages_of_another_sequence_do_not_leak_in(models: Any) -> None:
                 dirty.pages.values_GCKD[layer][page] = float("nan")
     for model in (clean, dirty):
         model.step(ids, [10, 21], used)
-    again = [model.step([[5], [6]], [11, 22], used) for model in (clean, dirty)]
+    repeated = [model.step([[5], [6]], [11, 22], used) for model in (clean, dirty)]
     assert PAGE_TOKENS == 4
-    assert torch.equal(*again)
+    assert torch.equal(*repeated)
 
 
 @pytest.mark.gpu

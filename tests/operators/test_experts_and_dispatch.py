@@ -64,9 +64,9 @@ def test_pairs_of_an_unavailable_expert_form_a_part_without_server_and_are_parti
     nowhere, there = partition(expert_ids_TA, weights_TA, positions_T, ReplicaTable.from_lists([[0], [], [0]], 2))
     assert (nowhere.server, nowhere.pair_P.tolist(), nowhere.expert_P.tolist()) == (UNAVAILABLE, [1, 2], [1, 1])
     assert (there.server, there.pair_P.tolist()) == (0, [0, 3])
-    (again,) = repartition(nowhere, positions_T, 2, ReplicaTable.from_lists([[0], [1], [0]], 2))
-    assert (again.server, again.pair_P.tolist(), again.rows_R.tolist(), again.row_P.tolist()) == (1, [1, 2], [0, 1], [0, 1])
-    assert torch.equal(again.weight_P, torch.tensor([0.2, 0.3]))
+    (repeated,) = repartition(nowhere, positions_T, 2, ReplicaTable.from_lists([[0], [1], [0]], 2))
+    assert (repeated.server, repeated.pair_P.tolist(), repeated.rows_R.tolist(), repeated.row_P.tolist()) == (1, [1, 2], [0, 1], [0, 1])
+    assert torch.equal(repeated.weight_P, torch.tensor([0.2, 0.3]))
 
 
 @pytest.fixture(scope="module")

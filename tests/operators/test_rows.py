@@ -204,9 +204,9 @@ def test_attention_over_pages_is_that_over_the_context(
         seen = slice(max(0, length - (window or length)), length)
         torch.testing.assert_close(out_TC[row].view(num_heads, width).double(), exact(q_ND, keys[seen], values[seen]), **TOLERANCE[dtype])
         alone = PagedRows(torch.tensor([row]), torch.tensor([sequence]), paged.kv_length_S, paged.page_table_SG)
-        again = torch.empty_like(out_TC)
-        rows.paged_attention(qkv_TC, num_heads, alone, window, 0, pages, again)
-        assert torch.equal(again[row], out_TC[row]), "a row's bits do not depend on others"
+        repeated = torch.empty_like(out_TC)
+        rows.paged_attention(qkv_TC, num_heads, alone, window, 0, pages, repeated)
+        assert torch.equal(repeated[row], out_TC[row]), "a row's bits do not depend on others"
 
 
 def test_attention_takes_scores_of_any_size() -> None:

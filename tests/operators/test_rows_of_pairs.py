@@ -81,8 +81,8 @@ def test_pairs_are_partitioned_as_by_the_library(data: st.DataObject) -> None:
         equal_parts(everything, by_torch(None, expert_P, weight_P, positions_T, num_active, table))
     for part in everything:
         shift = ReplicaTable.from_lists([[(server + 1) % num_servers for server in servers] for servers in replicas], num_servers)
-        again = by_torch(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
-        equal_parts(repartition(part, positions_T, num_active, shift), again)
+        repeated = by_torch(part.pair_P, part.expert_P, part.weight_P, positions_T, num_active, shift)
+        equal_parts(repartition(part, positions_T, num_active, shift), repeated)
 
 
 def by_torch(

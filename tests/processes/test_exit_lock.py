@@ -23,17 +23,17 @@ MEMORY = 64 << 20
 
 def fork(then: Callable[[int], None], fd: int) -> int:
     """A child that calls `then(fd)`, reports it, and sleeps."""
-    ready, said = os.pipe()
+    ready, ready_writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             faulthandler.disable()  # it is killed on purpose: nobody wants to read where
             then(fd)
-            os.write(said, b"x")
+            os.write(ready_writer, b"x")
             signal.pause()
         finally:
             os._exit(1)
-    os.close(said)
+    os.close(ready_writer)
     os.read(ready, 1)
     os.close(ready)
     return pid
@@ -46,7 +46,7 @@ def hold_with_memory(fd: int) -> None:
         memory[at] = 1
 
 
-def lives() -> list[str]:
+def incarnations() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("life of")]
 
 
@@ -70,18 +70,18 @@ async def death_of_one(end: Callable[[int], None], then: Callable[[int], None] =
         reap(pid)
         os.close(pidfd)
         lock.close()
-        assert not lives()
+        assert not incarnations()
 
 
 async def death_of_another() -> None:
     """Whole: from the fork to the notice."""
-    told = asyncio.Event()
-    lock = ExitLock("another", told.set)
+    notified = asyncio.Event()
+    lock = ExitLock("another", notified.set)
     pid = fork(hold, lock.fd)
     lock.given_away()
     kill(pid)
     async with asyncio.timeout(30):
-        await told.wait()
+        await notified.wait()
     reap(pid)
     lock.close()
 
@@ -111,34 +111,34 @@ def test_every_death_is_notified(number: int) -> None:
 
 def test_process_that_dies_before_it_locks_has_no_waiter() -> None:
     async def main() -> None:
-        told: list[None] = []
-        lock = ExitLock("child", lambda: told.append(None))
+        notified: list[None] = []
+        lock = ExitLock("child", lambda: notified.append(None))
         pid = fork(os.close, lock.fd)
         lock.given_away()
         kill(pid)
         reap(pid)
-        assert lives()
+        assert incarnations()
         lock.close()
-        assert not lives()
+        assert not incarnations()
         await asyncio.sleep(0)
-        assert not told
+        assert not notified
 
     asyncio.run(main())
 
 
 def test_known_death_is_not_notified() -> None:
     async def main() -> None:
-        told: list[None] = []
-        lock = ExitLock("child", lambda: told.append(None))
+        notified: list[None] = []
+        lock = ExitLock("child", lambda: notified.append(None))
         pid = fork(hold, lock.fd)
         lock.given_away()
         kill(pid)
         reap(pid)
         lock.close()
         lock.close()
-        assert not lives()
+        assert not incarnations()
         await asyncio.sleep(0)  # what its thread has left for the loop would run in this turn
-        assert not told
+        assert not notified
 
     asyncio.run(main())
 
@@ -148,7 +148,7 @@ def test_an_end_that_is_known_before_the_wait_begins_starts_no_thread() -> None:
         lock = ExitLock("child", lambda: None)
         lock.close()
         lock.given_away()
-        assert not lives()
+        assert not incarnations()
 
     asyncio.run(main())
 
@@ -163,7 +163,7 @@ def test_without_descriptors_there_is_no_notification_and_no_error(monkeypatch: 
         assert lock.fd == -1
         lock.given_away()
         lock.close()
-        assert not lives()
+        assert not incarnations()
 
     asyncio.run(main())
 

@@ -42,30 +42,30 @@ def test_descriptors_belong_to_the_frame_that_announced_them(lines: tuple[socket
             os.close(fd)
     lines[0].close()
     reader = FrameReader(lines[1])
-    heard = []
+    received = []
     while reader.feed():
         while (body := reader.next_body()) is not None:
             request = decode_request(body)
-            heard.append(request)
+            received.append(request)
             if isinstance(request, Fork):
                 fds = reader.take_fds(request.num_fds)
                 assert os.read(fds[0], 10).decode() == request.host[1:]
                 assert not any(os.get_inheritable(fd) for fd in fds)
                 for fd in fds:
                     os.close(fd)
-    assert heard == [frame for number in range(3) for frame in (fork(f"w{number}", 2), Kill(number=number, signal=9))]
+    assert received == [frame for number in range(3) for frame in (fork(f"w{number}", 2), Kill(number=number, signal=9))]
 
 
 def test_frames_split_anywhere(lines: tuple[socket.socket, socket.socket]) -> None:
     reports = [Loaded(num_threads=1), Exited(number=5, status=-9)]
     reader = FrameReader(lines[1])
-    heard = []
+    received = []
     for byte in b"".join(encode(report) for report in reports):
         lines[0].send(bytes([byte]))
         assert reader.feed()
         while (body := reader.next_body()) is not None:
-            heard.append(decode_report(body))
-    assert heard == reports
+            received.append(decode_report(body))
+    assert received == reports
 
 
 def test_a_frame_too_large_is_refused_before_it_is_read(lines: tuple[socket.socket, socket.socket]) -> None:

@@ -67,7 +67,7 @@ class Scene:
     detector: Detector = field(default_factory=Detector)
     now: float = 1000.0
     process: Process = field(default_factory=Process)
-    said: list[tuple[float, StateChange]] = field(default_factory=list)
+    reported: list[tuple[float, StateChange]] = field(default_factory=list)
     sequence: int = 0
     launcher_beats: bool = True
 
@@ -92,11 +92,11 @@ class Scene:
             self.take(self.detector.tick(self.now, {} if sample is None else dict.fromkeys(self.detector.silent(), sample)))
 
     def take(self, decisions: list[StateChange]) -> None:
-        self.said += [(self.now, each) for each in decisions]
+        self.reported += [(self.now, each) for each in decisions]
 
     @property
     def verdicts(self) -> list[tuple[float, str]]:
-        return [(at, each.why) for at, each in self.said if each.state is ProcessState.DEAD]
+        return [(at, each.why) for at, each in self.reported if each.state is ProcessState.DEAD]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_each_kind_of_evidence_marks_a_process_dead_in_time(behaviour: Process, 
     scene.play(2.0, HEALTHY)
     fault = scene.now
     scene.play(seconds + 5.0, behaviour)
-    ((at, said),) = scene.verdicts
-    assert said.startswith(why)
+    ((at, reported),) = scene.verdicts
+    assert reported.startswith(why)
     assert seconds - HEARTBEAT - 1e-6 <= at - fault <= seconds * 1.01 + 0.2
 
 
@@ -156,7 +156,7 @@ def test_a_short_stop_after_a_long_wait_for_a_processor_is_a_short_stop() -> Non
         scene.play(0.3, STOPPED)
         scene.play(0.2, HEALTHY)
     assert scene.verdicts == []
-    assert {each.state for _, each in scene.said} == {ProcessState.SUSPECT, ProcessState.ALIVE}
+    assert {each.state for _, each in scene.reported} == {ProcessState.SUSPECT, ProcessState.ALIVE}
 
 
 @pytest.mark.parametrize(("stall_seconds", "dies"), [(0.3, False), (1.2, True)])
@@ -175,7 +175,7 @@ def test_short_stalls_are_not_even_suspected() -> None:
     for stall in (STOPPED, ASLEEP, BUSY, QUEUED) * 20:
         scene.play(0.3, stall)
         scene.play(0.2, HEALTHY)
-    assert scene.said == []
+    assert scene.reported == []
 
 
 def test_silence_does_not_count_while_the_launcher_is_silent() -> None:
@@ -183,10 +183,10 @@ def test_silence_does_not_count_while_the_launcher_is_silent() -> None:
     scene.play(1.0, HEALTHY)
     scene.launcher_beats = False
     scene.play(HOUR, ASLEEP)
-    assert scene.said == []
+    assert scene.reported == []
     scene.launcher_beats = True
     scene.play(2.0, ASLEEP)
-    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD]
+    assert [each.state for _, each in scene.reported] == [ProcessState.SUSPECT, ProcessState.DEAD]
 
 
 def test_an_observer_that_was_stopped_counts_only_what_it_watched() -> None:
@@ -195,7 +195,7 @@ def test_an_observer_that_was_stopped_counts_only_what_it_watched() -> None:
     scene.now += HOUR
     scene.next_heartbeat = scene.now + 0.01
     scene.play(1.0, HEALTHY)
-    assert scene.said == []
+    assert scene.reported == []
     scene.play(HOUR, ASLEEP, tick=10.0)  # ten looks a minute: a tenth of a second of each counts
     ((at, _),) = scene.verdicts
     assert at == pytest.approx(scene.now - HOUR + 100.0, abs=20.0)
@@ -206,7 +206,7 @@ def test_a_suspect_is_cleared_by_a_heartbeat() -> None:
     scene.play(1.0, HEALTHY)
     scene.play(0.7, QUEUED)
     scene.play(1.0, HEALTHY)
-    assert [(each.state, each.why) for _, each in scene.said] == [
+    assert [(each.state, each.why) for _, each in scene.reported] == [
         (ProcessState.SUSPECT, "no heartbeat for 0.42 s (runnable)"),
         (ProcessState.ALIVE, "its heartbeats come in time, and no client reports it"),
     ]
@@ -230,10 +230,10 @@ def test_a_dead_incarnation_that_works_again_is_cleared_unless_it_was_removed() 
     assert detector.record_heartbeat(scene.now, "x", "1", 10**6, Operation("'call'", 2.0, 1.0)) == []
     scene.sequence = 10**6
     scene.play(1.0, HEALTHY)
-    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
+    assert [each.state for _, each in scene.reported] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
     detector.remove(scene.now, "x", "1")
     scene.play(2.0, HEALTHY)
-    assert [each.state for _, each in scene.said] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
+    assert [each.state for _, each in scene.reported] == [ProcessState.SUSPECT, ProcessState.DEAD, ProcessState.ALIVE]
 
 
 def test_each_incarnation_can_die() -> None:
@@ -243,7 +243,7 @@ def test_each_incarnation_can_die() -> None:
     detector.add(scene.now, "x", "2", scene.process.times)
     assert detector.watched["x"].state is ProcessState.ALIVE
     scene.play(2.0, STOPPED)
-    assert [each.incarnation for _, each in scene.said if each.state is ProcessState.DEAD] == ["1", "2"]
+    assert [each.incarnation for _, each in scene.reported if each.state is ProcessState.DEAD] == ["1", "2"]
 
 
 def test_heartbeats_of_dead_and_unknown_incarnations_are_ignored_and_counted() -> None:
@@ -286,7 +286,7 @@ def test_a_report_of_a_client_lasts_and_is_renewed() -> None:
         scene.take(scene.detector.record_report(scene.now, "x", "1", "attention.0", 0.5, 0.1))
     renewed = scene.now
     scene.play(6.0, HEALTHY)
-    (_, suspected), (cleared_at, cleared) = scene.said
+    (_, suspected), (cleared_at, cleared) = scene.reported
     assert suspected == StateChange("x", "1", ProcessState.SUSPECT, "attention.0 has waited 0.50 s for it, 0.10 s is usual")
     assert cleared.state is ProcessState.ALIVE
     assert cleared_at == pytest.approx(renewed + REPORT_SECONDS, abs=0.2)
@@ -348,12 +348,12 @@ class Evidence(RuleBasedStateMachine):
             self.since[process] = {}
         operation = Operation("'call'", seconds, bound)
         times = None if known is None else known.times
-        said = self.detector.record_heartbeat(self.now, process, str(self.incarnations[process]), self.sequence, operation, times)
+        reported = self.detector.record_heartbeat(self.now, process, str(self.incarnations[process]), self.sequence, operation, times)
         overrun = 0 < bound < seconds
         is_dead = known is None and process not in self.removed
         if is_dead:
             self.since[process] = {}
-        self.take(said, process if overrun else None, process if is_dead else None)
+        self.take(reported, process if overrun else None, process if is_dead else None)
         assert not (overrun and process in self.processes), "an operation beyond its bound was not noticed"
 
     @rule(process=names)
@@ -373,9 +373,9 @@ class Evidence(RuleBasedStateMachine):
     @rule(process=names)
     def report(self, process: str) -> None:
         if process in self.incarnations:
-            said = self.detector.record_report(self.now, process, str(self.incarnations[process]), "attention.0", 1.0, 0.1)
-            assert all(each.state is ProcessState.SUSPECT for each in said)
-            self.take(said)
+            reported = self.detector.record_report(self.now, process, str(self.incarnations[process]), "attention.0", 1.0, 0.1)
+            assert all(each.state is ProcessState.SUSPECT for each in reported)
+            self.take(reported)
 
     @rule(process=names, behaviour=st.sampled_from([STOPPED, ASLEEP, BUSY, QUEUED, Process(is_told=False)]))
     def behave(self, process: str, behaviour: Process) -> None:

@@ -58,11 +58,11 @@ def test_the_wait_grows_to_a_bound(restarts: int) -> None:
 
 
 @given(st.integers(0, 4), st.lists(st.floats(0, 40), max_size=40))
-def test_no_window_ever_sees_more_restarts_than_allowed(restarts: int, lives: list[float]) -> None:
+def test_no_window_ever_sees_more_restarts_than_allowed(restarts: int, lifetimes: list[float]) -> None:
     restart_policy, now = RestartPolicy(restarts, 30.0), 0.0
     made: list[float] = []
-    for life in lives:
-        now += life
+    for lifetime in lifetimes:
+        now += lifetime
         decision = restart_policy.on_death("a", now)
         wait = decision.delay_seconds if isinstance(decision, Restart) else decision.retry_seconds
         if wait is None:

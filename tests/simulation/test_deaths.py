@@ -41,20 +41,22 @@ def requests(count: int, apart: float = 0.1) -> list[SimulatedRequest]:
     return [SimulatedRequest((5 + number, 6, 7, 8), parameters, after_seconds=apart) for number in range(count)]
 
 
-def serve_under(seed: int, graph: Graph, asked: list[SimulatedRequest], *faults: AnyFault, expect: str | None = None) -> Outcome[Served]:
+def serve_under(
+    seed: int, graph: Graph, submitted: list[SimulatedRequest], *faults: AnyFault, expect: str | None = None
+) -> Outcome[Served]:
     scenario = Scenario(faults=faults, expect=expect)
-    outcome = run(seed, lambda world: serve(world, graph, asked, scenario=scenario, exact=True))
-    check(graph, scenario, asked, outcome.result, [reference_of(draw(0, [graph]), request) for request in asked])
+    outcome = run(seed, lambda world: serve(world, graph, submitted, scenario=scenario, exact=True))
+    check(graph, scenario, submitted, outcome.result, [reference_of(draw(0, [graph]), request) for request in submitted])
     return outcome
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
     graph = load("2x3.yaml")
-    asked = requests(8)
-    outcome = serve_under(seed, graph, asked, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
+    submitted = requests(8)
+    outcome = serve_under(seed, graph, submitted, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
     assert outcome.result.failure is None
-    assert outcome.result.finish_reasons == ("length",) * len(asked)
+    assert outcome.result.finish_reasons == ("length",) * len(submitted)
     assert outcome.num_faults["crash"] == outcome.num_faults["restarted"] == 1
 
 
@@ -88,15 +90,15 @@ def crash_while_starting(seed: int, at_seconds: float) -> Outcome[Served]:
 
 def test_servers_that_die_one_after_another_cost_no_token() -> None:
     graph = load("2x3.yaml", restarts=9)
-    asked = requests(34, apart=0.3)
-    again = 0
+    submitted = requests(34, apart=0.3)
+    num_repeated = 0
     for seed in range(3):
         faults = [Crash(process=f"experts.{number % 3}", at_seconds=0.02 + 3.2 * number) for number in range(4)]
-        outcome = serve_under(seed, graph, asked, *faults)
-        assert outcome.result.finish_reasons == ("length",) * len(asked)
+        outcome = serve_under(seed, graph, submitted, *faults)
+        assert outcome.result.finish_reasons == ("length",) * len(submitted)
         assert outcome.num_faults["restarted"] >= 3
-        again += outcome.num_faults["part asked again"]
-    assert again > 0
+        num_repeated += outcome.num_faults["part asked again"]
+    assert num_repeated > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -131,8 +133,8 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
 @pytest.mark.parametrize("seed", SEEDS)
 def test_output_is_whole_and_unmarked_when_a_replica_is_back(seed: int) -> None:
     graph = load("tight.yaml", restarts=1, unavailable_expert_seconds=0.05, unavailable_expert="degrade")
-    asked = requests(6, apart=0.1) + requests(2, apart=8.0)
-    outcome = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.02))
+    submitted = requests(6, apart=0.1) + requests(2, apart=8.0)
+    outcome = serve_under(seed, graph, submitted, Crash(process="experts.1", at_seconds=0.02))
     assert outcome.result.finish_reasons == ("length",) * 8
     assert outcome.num_faults["restarted"] == 1
     assert not any(outcome.result.clients[-1].degraded)
@@ -144,16 +146,16 @@ def _unmarked(event: ClientEvent) -> ClientEvent:
 
 def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
-    asked = requests(8, apart=0.2)
-    result = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
-    references = [reference_of(draw(0, [graph]), request) for request in asked]
+    submitted = requests(8, apart=0.2)
+    result = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05)).result
+    references = [reference_of(draw(0, [graph]), request) for request in submitted]
     shorter = replace(result, clients=tuple(replace(client, outage_seconds=0.3) for client in result.clients))
     unmarked = replace(
         result, clients=tuple(replace(client, events=[_unmarked(event) for event in client.events]) for client in result.clients)
     )
     for wrong, which in ((shorter, graph), (unmarked, graph), (result, load("tight.yaml"))):
         with pytest.raises(InvariantError, match="I1"):
-            check(which, Scenario(), asked, wrong, references)
+            check(which, Scenario(), submitted, wrong, references)
 
 
 def test_without_failover_a_death_ends_the_run() -> None:
@@ -182,7 +184,7 @@ def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "condemned", "started_again"),
+    ("fault", "num_marked_dead", "started_again"),
     [
         (Pause(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
         (Stall(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
@@ -196,11 +198,11 @@ def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
     ],
     ids=lambda value: f"{value.kind}-{'-'.join(value.processes)}" if isinstance(value, Fault) else str(value),
 )
-def test_process_marked_dead_by_the_monitor(fault: Fault, condemned: int, started_again: int) -> None:
+def test_process_marked_dead_by_the_monitor(fault: Fault, num_marked_dead: int, started_again: int) -> None:
     graph = load("2x3.yaml", detector=True)
     outcome = serve_under(0, graph, requests(8, apart=0.6), fault)
     assert outcome.result.finish_reasons == ("length",) * 8
-    assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (condemned, started_again)
+    assert (outcome.num_faults["marked dead"], outcome.num_faults["restarted"]) == (num_marked_dead, started_again)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -212,10 +214,10 @@ def test_only_holder_of_an_expert_is_waited_for_although_slow(seed: int) -> None
 
 def test_a_request_after_an_outage_is_served() -> None:
     graph = load("tight.yaml", unavailable_expert_seconds=0.1, restarts=3)
-    asked = [*requests(5), SimulatedRequest((5, 6, 7, 8), SamplingParams(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
+    submitted = [*requests(5), SimulatedRequest((5, 6, 7, 8), SamplingParams(max_tokens=6, ignore_eos=True), after_seconds=6.0)]
     refused = 0
     for seed in range(8):
-        served = serve_under(seed, graph, asked, Crash(process="experts.1", at_seconds=0.05)).result
+        served = serve_under(seed, graph, submitted, Crash(process="experts.1", at_seconds=0.05)).result
         assert served.finish_reasons[-1] == "length"
         refused += "error" in served.finish_reasons
     assert refused > 0
@@ -235,8 +237,8 @@ def test_process_with_heartbeats_is_not_suspected() -> None:
 
 
 def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_again = Failover._redispatch_from
-    monkeypatch.setattr(Failover, "_redispatch_from", lambda self, servers: None if UNAVAILABLE in servers else ask_again(self, servers))
+    redispatch = Failover._redispatch_from
+    monkeypatch.setattr(Failover, "_redispatch_from", lambda self, servers: None if UNAVAILABLE in servers else redispatch(self, servers))
 
     def serve_until_it_fails() -> None:
         for seed in range(20):  # whether a part waits at all is the seed's choice
@@ -248,11 +250,11 @@ def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.M
 
 def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
-    asked = requests(8, apart=0.2)
-    outcome = serve_under(0, graph, asked, Crash(process="experts.1", at_seconds=0.05))
-    references = [reference_of(draw(0, [graph]), request) for request in asked]
+    submitted = requests(8, apart=0.2)
+    outcome = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05))
+    references = [reference_of(draw(0, [graph]), request) for request in submitted]
     shorter = replace(outcome.result, clients=tuple(replace(client, outage_seconds=0.3) for client in outcome.result.clients))
     with pytest.raises(InvariantError, match="I1"):
-        check(graph, Scenario(), asked, shorter, references)
+        check(graph, Scenario(), submitted, shorter, references)
     with pytest.raises(InvariantError, match="I1"):
-        check(graph, Scenario(expect="tokens"), asked, outcome.result, references)
+        check(graph, Scenario(expect="tokens"), submitted, outcome.result, references)

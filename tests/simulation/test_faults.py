@@ -17,7 +17,7 @@ from flowrt.transports.wire.message import Message
 SEEDS = range(10)
 
 
-def befall(world: World, *faults: object) -> Faults:
+def inject(world: World, *faults: object) -> Faults:
     made = Faults(world, Scenario(faults=faults), lambda name: None)
     made.begin()
     return made
@@ -49,17 +49,17 @@ def test_a_crash_is_a_power_cut(seed: int) -> None:
 
     async def main(world: World) -> tuple[str, float, list[str]]:
         process = world.start("victim", victim)
-        befall(world, Crash(process="victim", at_seconds=1.05))
+        inject(world, Crash(process="victim", at_seconds=1.05))
         began = world.loop.time()
         how = await process.exit
-        heard = world.loop.time() - began
+        elapsed = world.loop.time() - began
         await asyncio.sleep(50)
         assert world.leftovers() == []
-        return how, heard, list(log)
+        return how, elapsed, list(log)
 
-    how, heard, seen = run(seed, main).result
+    how, elapsed, seen = run(seed, main).result
     assert how == "was killed by SIGKILL"
-    assert 1.05 <= heard < 1.06
+    assert 1.05 <= elapsed < 1.06
     assert seen == ["tick"] * 10
 
 
@@ -78,7 +78,7 @@ def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
 
         process = world.start("victim", victim)
         async with await transport.connect(await address, Limits(), key, Identity("peer")) as channel:
-            befall(world, Crash(process="victim", at_seconds=1.0))
+            inject(world, Crash(process="victim", at_seconds=1.0))
             assert (await channel.recv()).kind == "output tail"
             with pytest.raises(BrokenChannelError, match="died"):
                 await channel.recv()
@@ -114,7 +114,7 @@ async def heartbeats(world: World, *faults: object) -> tuple[list[float], list[f
         await compute.aclose()
 
     process = world.start("worker", work)
-    befall(world, *faults)
+    inject(world, *faults)
     assert await process.exit == "exited with status 0"
     return looped, computed
 
@@ -153,7 +153,7 @@ def test_slow_and_skewed_processes_take_other_times() -> None:
 
         began = world.loop.time()
         process = world.start("worker", work)
-        befall(world, *faults)
+        inject(world, *faults)
         await process.exit
         return world.loop.time() - began
 
@@ -170,13 +170,13 @@ def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: boo
         arrivals: dict[str, list[float]] = {"left": [], "right": []}
 
         async def talk(name: str, channel: Channel) -> None:
-            async def hear() -> None:
+            async def receive() -> None:
                 for number in range(10):
                     assert (await channel.recv()).edge == number  # in order, cut or not
                     arrivals[name].append(world.loop.time())
 
             async with channel, asyncio.TaskGroup() as tasks:
-                tasks.create_task(hear())
+                tasks.create_task(receive())
                 for number in range(10):
                     await channel.send(Message("word", edge=number))
                     await asyncio.sleep(0.1)
@@ -190,7 +190,7 @@ def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: boo
                 await talk("right", await listener.accept())
 
         processes = [world.start("right", right), world.start("left", left)]
-        befall(world, Cut(between=("left", "right"), at_seconds=0.35, for_seconds=3.0, direction=direction))
+        inject(world, Cut(between=("left", "right"), at_seconds=0.35, for_seconds=3.0, direction=direction))
         for process in processes:
             assert await process.exit == "exited with status 0"
         return arrivals
@@ -209,7 +209,7 @@ def test_healing_ends_what_has_begun_and_calls_off_the_rest() -> None:
         began = world.loop.time()
         process = world.start("worker", work)
         later = Crash(process="worker", at_seconds=1.5)
-        faults = befall(world, Pause(process="worker", at_seconds=0.5, for_seconds=1000), later)
+        faults = inject(world, Pause(process="worker", at_seconds=0.5, for_seconds=1000), later)
         await asyncio.sleep(1.0)
         faults.heal()
         assert await process.exit == "exited with status 0"
@@ -256,7 +256,7 @@ def test_of_faults_that_overlap_the_worst_counts_and_each_takes_back_its_own() -
         process = world.start("other", work)
         links = [SlowLink(between=("one", "other"), at_seconds=at, for_seconds=2, factor=factor) for at, factor in ((1, 3.0), (2, 300.0))]
         slow = Slow(process="one", at_seconds=1, for_seconds=1, factor=7.0)
-        befall(world, *links, slow)
+        inject(world, *links, slow)
         seen = []
         for _ in range(5):
             seen.append(world.network.link("other", "one").slowness)

@@ -72,9 +72,9 @@ def test_a_failing_seed_prints_a_command_that_replays_what_is_left(
     assert counts.failures
     seed = counts.failures[0].seed
     assert main([str(GRAPH), "--first", str(seed), "--seeds", "1"]) == 1
-    told = capsys.readouterr().err.splitlines()
-    again = next(line for line in told if line.strip().startswith("again: "))
-    assert "roll_back of attention." in next(line for line in told if "requests, " in line)
-    command = again.strip().removeprefix("again: python -m flowrt.simulation ").split()
+    output = capsys.readouterr().err.splitlines()
+    repeated = next(line for line in output if line.strip().startswith("again: "))
+    assert "roll_back of attention." in next(line for line in output if "requests, " in line)
+    command = repeated.strip().removeprefix("again: python -m flowrt.simulation ").split()
     assert main(command) == 1
     assert f"seed {seed}: " in capsys.readouterr().err

@@ -103,10 +103,10 @@ def test_an_emulated_graph_keeps_to_its_model_in_virtual_time() -> None:
     served = outcome.result
     assert served.failure is None
     assert served.token_ids == tuple(reference_of(draw(0, [graph]), request)[0] for request in requests)
-    told = [statistics.emulation for statistics in served.statistics.values() if statistics.emulation is not None]
-    account = emulation_report(graph.emulation.dilation, told)
-    assert len(told) == len(graph.process_names())
+    emulations = [statistics.emulation for statistics in served.statistics.values() if statistics.emulation is not None]
+    account = emulation_report(graph.emulation.dilation, emulations)
+    assert len(emulations) == len(graph.process_names())
     assert account.num_computed > 0
     assert account.num_delivered > 0
     assert (account.num_computed_late, account.num_delivered_late) == (0, 0)
-    assert outcome.virtual_seconds > max(each.computed.modelled_seconds for each in told) > 0.1
+    assert outcome.virtual_seconds > max(each.computed.modelled_seconds for each in emulations) > 0.1

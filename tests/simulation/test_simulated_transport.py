@@ -122,8 +122,8 @@ def test_a_seed_gives_the_same_keys_of_windows() -> None:
         await right.aclose()
         return window.key
 
-    first, again, other = run(3, main), run(3, main), run(4, main)
-    assert (first.result, first.digest) == (again.result, again.digest)
+    first, repeated, other = run(3, main), run(3, main), run(4, main)
+    assert (first.result, first.digest) == (repeated.result, repeated.digest)
     assert first.result != other.result
 
 
@@ -187,21 +187,21 @@ def test_a_full_channel_makes_the_sender_wait_and_a_waiting_call_wakes_at_the_cl
         assert left.send_nowait(message(0))
         assert left.send_nowait(message(1))
         assert not left.send_nowait(message(2))
-        heard = []
+        received = []
 
         async def wait(call: str) -> None:
             with pytest.raises(ClosedChannelError):
                 await (left.send(message(2)) if call == "send" else left.recv())
-            heard.append(call)
+            received.append(call)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(wait("send"))
             group.create_task(wait("recv"))
             await asyncio.sleep(1)
-            assert heard == []
+            assert received == []
             await left.aclose()
         await right.aclose()
-        return sorted(heard)
+        return sorted(received)
 
     assert run(0, main).result == ["recv", "send"]
 

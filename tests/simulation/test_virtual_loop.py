@@ -44,8 +44,8 @@ def test_an_hour_passes_at_once() -> None:
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     runs = [run(seed, three_tickers) for seed in FEW]
-    again = [run(seed, three_tickers) for seed in FEW]
-    assert [(r.result, r.digest, r.num_steps) for r in runs] == [(r.result, r.digest, r.num_steps) for r in again]
+    repeated = [run(seed, three_tickers) for seed in FEW]
+    assert [(r.result, r.digest, r.num_steps) for r in runs] == [(r.result, r.digest, r.num_steps) for r in repeated]
     assert len({tuple(r.result) for r in runs}) > len(FEW) / 2
     assert len({r.digest for r in runs}) == len(FEW)
 

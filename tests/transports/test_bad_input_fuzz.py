@@ -131,10 +131,10 @@ HELLO, ANSWER, PROOF = transcript()
     st.integers(1, 5000),
 )
 @fuzzed(100)
-def test_handshake_refuses_bad_bytes_with_bounded_memory(role: handshake.Role, said: list[bytes], piece: int) -> None:
+def test_handshake_refuses_bad_bytes_with_bounded_memory(role: handshake.Role, sent_bytes: list[bytes], piece: int) -> None:
     side = Handshake(role, KEY, HERE, LIMITS, scheme="shm", nonce=b"2" * 32)
     side.start()
-    data = b"".join(said) + b"\xff" * 20_000
+    data = b"".join(sent_bytes) + b"\xff" * 20_000
     with at_most(BEFORE_PROOF_BYTES, "a handshake"), suppress(HandshakeError):
         for start in range(0, len(data), piece):
             side.receive(data[start : start + piece])
@@ -148,14 +148,14 @@ SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(st.lists(damaged(HELLO) | damaged(HELLO + PROOF) | st.binary(max_size=3000), min_size=1, max_size=3))
 @fuzzed(25)
-def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, said: list[bytes]) -> None:
+def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, sent_bytes: list[bytes]) -> None:
     async def feed() -> None:
         async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
             _, path = socket_address(scheme, listener.address.partition("://")[2])
             with socket.socket(socket.AF_UNIX) as line:
                 line.connect(path)
-                with at_most(BEFORE_PROOF_BYTES + sum(map(len, said)), "a caller"):
-                    for piece in said:
+                with at_most(BEFORE_PROOF_BYTES + sum(map(len, sent_bytes)), "a caller"):
+                    for piece in sent_bytes:
                         with suppress(BrokenPipeError, ConnectionResetError):
                             line.send(piece)
                         await asyncio.sleep(0)
@@ -186,21 +186,21 @@ async def drain(channel: Channel) -> None:
 
 def stream_of(count: int) -> bytes:
     """What the pipe carries for `count` good messages and the end."""
-    said = b""
+    sent_bytes = b""
     for number in range(count):
         envelope, *payload = encode(numbered(number, 700 * number), number)
-        said += struct.pack("<B3xI", 1, len(envelope)) + bytes(envelope) + b"".join(map(bytes, payload))
-    return said + struct.pack("<B3xI", 4, 0)
+        sent_bytes += struct.pack("<B3xI", 1, len(envelope)) + bytes(envelope) + b"".join(map(bytes, payload))
+    return sent_bytes + struct.pack("<B3xI", 4, 0)
 
 
 @given(damaged(stream_of(3)) | st.binary(max_size=2000))
 @fuzzed(60)
-def test_a_pipe_gives_messages_within_limits_or_breaks(said: bytes) -> None:
+def test_a_pipe_gives_messages_within_limits_or_breaks(sent_bytes: bytes) -> None:
     async def feed() -> None:
         one, two = socket.socketpair()
         with two:
             async with await StreamChannel.from_socket(one, LIMITS, Identity("peer")) as channel:
-                two.sendall(said)
+                two.sendall(sent_bytes)
                 two.shutdown(socket.SHUT_WR)
                 with at_most(BEFORE_PROOF_BYTES + 4 * LIMITS.capacity_bytes, "a channel"):
                     await drain(channel)

@@ -194,6 +194,6 @@ def test_window_refuses_a_peer_that_cheats() -> None:
         receiver.arrived(60)
     sender = SendWindow(limits)
     sender.add(10)
-    for told in ((2, 10), (1, 11), (-1, 0)):
+    for declared in ((2, 10), (1, 11), (-1, 0)):
         with pytest.raises(WireError):
-            sender.update(*told)
+            sender.update(*declared)

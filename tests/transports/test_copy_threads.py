@@ -107,11 +107,11 @@ class TestChunks:
     def test_the_last_copy_of_every_thread_is_announced(self, num_chunks: int) -> None:
         """CopyThreads end in any order: a waiter for all of them must be notified of each end."""
         _, layout, writer, reader = ring(3, 1 << 16)
-        told: dict[int, bool] = {}
+        notified: dict[int, bool] = {}
         copy = writer.copy_threads.copy
 
         def noted(thread: int, *rest: object) -> None:
-            told[thread] = bool(rest[-1])
+            notified[thread] = bool(rest[-1])
             copy(thread, *rest)  # type: ignore[arg-type]
 
         writer.copy_threads.copy = noted  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ class TestChunks:
         message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
         while not writer.advance(message):
             reader.take()
-        assert told == dict.fromkeys(range(min(3, num_chunks)), True)
+        assert notified == dict.fromkeys(range(min(3, num_chunks)), True)
         writer.close()
         reader.close()
 
@@ -369,7 +369,7 @@ def test_records_take_no_buffer_of_another_size() -> None:
 
 async def test_every_dtype_that_torch_has() -> None:
     torch = pytest.importorskip("torch")
-    shells = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # names without memory behind them
+    shells = {f"{prefix}int{bits}" for prefix in ("", "u") for bits in range(1, 8)}  # names without memory behind them
     holding = {
         str(value).removeprefix("torch.")
         for value in vars(torch).values()

@@ -398,12 +398,12 @@ async def _rejects(listener: Listener, count: int) -> None:
     assert listener.rejected == count
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\xff" * 100])
-async def test_strangers_cost_only_their_own_connection(said: bytes, loop_kind: str) -> None:
+@pytest.mark.parametrize("sent_bytes", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\xff" * 100])
+async def test_strangers_cost_only_their_own_connection(sent_bytes: bytes, loop_kind: str) -> None:
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
         for _ in range(3):
             line = await _call(listener.address)
-            line.send(said or b"\0", socket.MSG_NOSIGNAL)
+            line.send(sent_bytes or b"\0", socket.MSG_NOSIGNAL)
             line.close()
         await _rejects(listener, 3)
         one = await get_transport("shm").connect(listener.address, SMALL, KEY, THERE)

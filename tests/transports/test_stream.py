@@ -41,7 +41,7 @@ async def _receive_at_most(channel: StreamChannel, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent_bytes",
     [
         frame(0),
         frame(5),
@@ -59,10 +59,10 @@ async def _receive_at_most(channel: StreamChannel, count: int) -> None:
         b"\xff" * 4000,
     ],
 )
-async def test_invalid_frames_break_the_channel(said: bytes, loop_kind: str) -> None:
+async def test_invalid_frames_break_the_channel(sent_bytes: bytes, loop_kind: str) -> None:
     channel, peer = await opened()
     async with channel:
-        peer.send(said)
+        peer.send(sent_bytes)
         with pytest.raises(BrokenChannelError):
             await _receive_at_most(channel, 5)
         assert channel.closed

@@ -112,9 +112,9 @@ class TappedLink(UCXLink):
         """That it has sent."""
         return self.sent.count(self.tags[0])
 
-    def send_raw(self, data: bytes, lane: int = 0) -> object:
+    def send_raw(self, data: bytes, stream: int = 0) -> object:
         """A frame or a piece of a region, as a hostile peer sends it. Keep what is returned."""
-        return self.send(self.array(data), self.tags[lane])
+        return self.send(self.array(data), self.tags[stream])
 
 
 class HeldWatch(PeerWatch):
@@ -330,8 +330,8 @@ async def test_a_region_without_credit_takes_no_memory(pairs: Pairs, blocks: lis
         requests = []
         for number in range(1, 4):
             envelope = encode_envelope(numbered(number, 100_000), number)[0]
-            region = frame(REGION, len(envelope), body=envelope)
-            requests.append(under_one.link.send_raw(having_read(region, under_two.link)))
+            message = frame(REGION, len(envelope), body=envelope)
+            requests.append(under_one.link.send_raw(having_read(message, under_two.link)))
         with pytest.raises(BrokenChannelError, match="more than the channel may hold"):
             await within(two.recv(), "recv")
         assert sum(size >= 100_000 for size in blocks) <= 2
@@ -343,8 +343,8 @@ async def test_a_region_without_credit_takes_no_memory(pairs: Pairs, blocks: lis
 async def test_pieces_that_do_not_fit_break_the_channel(nbytes: int, pairs: Pairs, loop_kind: str) -> None:
     async with pairs.open() as (_, two, under_one, under_two):
         envelope = encode_envelope(numbered(1, 20_000), 1)[0]
-        region = having_read(frame(REGION, len(envelope), body=envelope), under_two.link)
-        requests = [under_one.link.send_raw(region), under_one.link.send_raw(bytes(nbytes), lane=1)]
+        message = having_read(frame(REGION, len(envelope), body=envelope), under_two.link)
+        requests = [under_one.link.send_raw(message), under_one.link.send_raw(bytes(nbytes), stream=1)]
         with pytest.raises(BrokenChannelError, match=r"a piece of \d+ bytes, 20000 were expected"):
             await within(two.recv(), "recv")
         del requests

@@ -34,8 +34,8 @@ def test_no_more_than_the_bound_is_kept() -> None:
     blocks = [pool.take(1) for _ in range(5)]
     for block in blocks:
         pool.give_back(block)
-    again = [pool.take(1) for _ in range(5)]
-    assert sum(block in blocks for block in again) == 2
+    repeated = [pool.take(1) for _ in range(5)]
+    assert sum(block in blocks for block in repeated) == 2
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -124,7 +124,7 @@ async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind:
         null = os.open("/dev/null", os.O_RDONLY)
         good, unsealed = sealed_memory(8192), _unsealed(8192)
         assert fcntl.fcntl(good, fcntl.F_GET_SEALS) & SEALS == SEALS
-        said: dict[str, list[tuple[int, WindowKey, list[int]]]] = {
+        sent: dict[str, list[tuple[int, WindowKey, list[int]]]] = {
             "unsealed": [(1, key, [unsealed])],
             "size": [(1, WindowKey.new(5000, 1), [good])],
             "no descriptor": [(1, key, [])],
@@ -136,7 +136,7 @@ async def test_invalid_control_message_breaks_the_channel(wrong: str, loop_kind:
             "too many": [(1, WindowKey.new(4096, 1), [good]) for _ in range(MAX_WINDOWS + 1)],
         }
         descriptors = len(os.listdir("/proc/self/fd"))
-        for kind, each, passed in said[wrong]:
+        for kind, each, passed in sent[wrong]:
             socket.send_fds(connection, [shared_window._OFFER.pack(kind, *each)], passed)
         if wrong == "nonsense":
             connection.send(b"hello")

@@ -298,16 +298,16 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
     monkeypatch: pytest.MonkeyPatch, keys: zeromq_sockets.CurveKeys | None, handler: str
 ) -> None:
     """Also when the authentication handler of libzmq has died: then no peer is admitted, where libzmq by itself would admit every peer."""
-    asked = asyncio.Event()
+    requested = asyncio.Event()
     if handler == "dead":
-        monkeypatch.setattr(zeromq_sockets.Authenticator, "_answer", lambda authenticator: asked.set())
+        monkeypatch.setattr(zeromq_sockets.Authenticator, "_answer", lambda authenticator: requested.set())
     endpoints, sockets = _stranger(monkeypatch, keys)
     stranger, watcher = sockets
     try:
         async with await get_transport("zmq").listen(CURVE, SMALL, KEY, HERE) as listener:
             connecting = asyncio.ensure_future(get_transport("zmq").connect(listener.address, SMALL, KEY, THERE))
             if handler == "dead":
-                await within(asked.wait(), "libzmq asks whether to let somebody in")
+                await within(requested.wait(), "libzmq asks whether to let somebody in")
                 assert not connecting.done() or isinstance(connecting.exception(), TransportError)
                 connecting.cancel()
                 await asyncio.wait([connecting])
@@ -321,11 +321,11 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
                     await one.send(numbered(1, 20_000))
                     await receive_all(two, 1, 2, 20_000)
         assert endpoints
-        told = []
-        while watcher.poll(20_000 if not told else 0):  # its connection ends, if only with the listener
-            told.append(struct.unpack("=Hi", watcher.recv_multipart()[0])[0])
-        assert told
-        assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in told
+        sent = []
+        while watcher.poll(20_000 if not sent else 0):  # its connection ends, if only with the listener
+            sent.append(struct.unpack("=Hi", watcher.recv_multipart()[0])[0])
+        assert sent
+        assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in sent
     finally:
         stranger.disable_monitor()
         watcher.close()

@@ -167,7 +167,7 @@ def _worker(late: tuple[int, float] = (0, 0.0), delivered_late: tuple[int, float
 
 
 @pytest.mark.parametrize(
-    ("workers", "void", "said"),
+    ("workers", "void", "sentences"),
     [
         ([], False, []),
         ([_worker()], False, []),
@@ -179,12 +179,12 @@ def _worker(late: tuple[int, float] = (0, 0.0), delivered_late: tuple[int, float
         ([EmulationStatistics(Lateness(), Lateness(5), 9.0)], False, []),  # nothing of it is modelled
     ],
 )
-def test_when_figures_are_void(workers: list[EmulationStatistics], void: bool, said: list[str]) -> None:
+def test_when_figures_are_void(workers: list[EmulationStatistics], void: bool, sentences: list[str]) -> None:
     account = emulation_report(100.0, workers)
     assert account.void == void
     text = "\n".join(account.sentences)
-    assert bool(text) == bool(said)
-    for words in said:
+    assert bool(text) == bool(sentences)
+    for words in sentences:
         assert words in text
 
 

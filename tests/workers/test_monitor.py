@@ -95,7 +95,7 @@ class Scene:
     """A launcher that does nothing but pass words on. `said`: what the monitors said, (seconds, words) with the reasons."""
 
     world: World
-    said: list[tuple[float, Control]] = field(default_factory=list)
+    reported: list[tuple[float, Control]] = field(default_factory=list)
     monitor: Channel | None = None
 
     def pair(self, name: str, gateway: str) -> tuple[SimulatedChannel, SimulatedChannel]:
@@ -132,7 +132,7 @@ class Scene:
                 while True:
                     control = from_message(await ours.recv())
                     if not isinstance(control, Listening | Statistics):
-                        self.said.append((self.world.loop.time() - began, control))
+                        self.reported.append((self.world.loop.time() - began, control))
             await ours.aclose()
 
     async def run(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[flo
         scene = Scene(world)
         Faults(world, Scenario(faults=faults), lambda name: None).begin()
         await scene.run(seconds)
-        return scene.said
+        return scene.reported
 
     return run(seed, main).result
 
@@ -189,7 +189,7 @@ def verdicts(seed: int, *faults: object, seconds: float = 8.0) -> list[tuple[flo
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_working_process_is_not_marked_dead(seed: int, faults: tuple[object, ...]) -> None:
-    assert not [said for said in verdicts(seed, *faults) if reports(said[1], ProcessState.DEAD)]
+    assert not [reported for reported in verdicts(seed, *faults) if reports(reported[1], ProcessState.DEAD)]
 
 
 @pytest.mark.parametrize(
@@ -202,18 +202,20 @@ def test_working_process_is_not_marked_dead(seed: int, faults: tuple[object, ...
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stopped_process_is_marked_dead_once_within_the_bound(seed: int, fault: Pause, why: str) -> None:
-    condemned = [(at, said) for at, said in verdicts(seed, fault) if reports(said, ProcessState.DEAD)]
-    assert [(said.process, said.incarnation) for _, said in condemned] == [("experts.1", "1")]  # it wakes at 5 s, and stays dead
-    ((at, said),) = condemned
-    assert said.why.startswith(why)
+    marked_dead = [(at, reported) for at, reported in verdicts(seed, fault) if reports(reported, ProcessState.DEAD)]
+    assert [(reported.process, reported.incarnation) for _, reported in marked_dead] == [
+        ("experts.1", "1")
+    ]  # it wakes at 5 s, and stays dead
+    ((at, reported),) = marked_dead
+    assert reported.why.startswith(why)
     assert 2.0 + 0.7 < at < 2.0 + 1.2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_new_monitor_learns_from_heartbeats(seed: int) -> None:
     crash, pause = Crash(process="monitor", at_seconds=2.0), Pause(process="experts.2", at_seconds=3.0, for_seconds=9.0)
-    condemned = [(at, said.process) for at, said in verdicts(seed, crash, pause) if reports(said, ProcessState.DEAD)]
-    assert condemned == [(pytest.approx(4.05, abs=0.15), "experts.2")]
+    marked_dead = [(at, reported.process) for at, reported in verdicts(seed, crash, pause) if reports(reported, ProcessState.DEAD)]
+    assert marked_dead == [(pytest.approx(4.05, abs=0.15), "experts.2")]
 
 
 async def lines() -> tuple[StreamChannel, StreamChannel]:
@@ -223,12 +225,12 @@ async def lines() -> tuple[StreamChannel, StreamChannel]:
     )
 
 
-async def say(line: Channel, *words: Control) -> None:
+async def send(line: Channel, *words: Control) -> None:
     for word in words:
         await line.send(as_message(word))
 
 
-async def hear(line: Channel) -> Control:
+async def receive(line: Channel) -> Control:
     return from_message(await line.recv())
 
 
@@ -237,25 +239,25 @@ async def test_over_a_real_socket() -> None:
     line, control = await lines()
     async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 600, "dead_seconds": 600}}', b""))
-        assert isinstance(await hear(line), Listening)
-        await say(line, Peers({}, {}))
-        assert isinstance(await hear(line), Connected)
-        await say(line, Heartbeat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
-        assert await hear(line) == DetectorReport("experts.0", "a", ProcessState.DEAD, "'call' has run 2.00 s, its bound is 1.00 s")
-        await say(line, PeerJoined("experts.0", "b", {}), LateResponse("experts.0", "b", 0.5, 0.1, by="attention.0"))
-        assert await hear(line) == DetectorReport(
+        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 600, "dead_seconds": 600}}', b""))
+        assert isinstance(await receive(line), Listening)
+        await send(line, Peers({}, {}))
+        assert isinstance(await receive(line), Connected)
+        await send(line, Heartbeat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
+        assert await receive(line) == DetectorReport("experts.0", "a", ProcessState.DEAD, "'call' has run 2.00 s, its bound is 1.00 s")
+        await send(line, PeerJoined("experts.0", "b", {}), LateResponse("experts.0", "b", 0.5, 0.1, by="attention.0"))
+        assert await receive(line) == DetectorReport(
             "experts.0", "b", ProcessState.SUSPECT, "attention.0 has waited 0.50 s for it, 0.10 s is usual"
         )
-        await say(
+        await send(
             line,
             PeerLeft("experts.0", "b", "was killed"),
             Heartbeat(1, 0.0, 7, "'call'", 2.0, 1.0, "b", process="experts.0"),
             StatisticsRequest(),
             Stop(),
         )
-        assert isinstance(await hear(line), Statistics)  # of a life that is over nothing is said
-        assert isinstance(await hear(line), Statistics)
+        assert isinstance(await receive(line), Statistics)  # of a life that is over nothing is said
+        assert isinstance(await receive(line), Statistics)
 
 
 async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
@@ -265,20 +267,20 @@ async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
         sleeper.send_signal(signal.SIGSTOP)
         async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(run_monitor(control, Seams()))
-            await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
-            assert isinstance(await hear(line), Listening)
-            await say(
+            await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 0.04}}', b""))
+            assert isinstance(await receive(line), Listening)
+            await send(
                 line, PeerJoined("experts.0", "a", {}, sleeper.pid), PeerJoined("experts.1", "a", {})
             )  # the second one is not on this machine
-            said = [await hear(line)]
-            while not reports(said[-1], ProcessState.DEAD):
-                said.append(await hear(line))
-            assert (said[-1].process, said[-1].incarnation) == ("experts.0", "a")
-            assert said[-1].why.startswith("stopped, no heartbeat for ")
-            await say(line, Stop())
-            while not isinstance(said[-1], Statistics):
-                said.append(await hear(line))
-            assert [each.process for each in said if reports(each, ProcessState.DEAD)] == ["experts.0"]
+            reported = [await receive(line)]
+            while not reports(reported[-1], ProcessState.DEAD):
+                reported.append(await receive(line))
+            assert (reported[-1].process, reported[-1].incarnation) == ("experts.0", "a")
+            assert reported[-1].why.startswith("stopped, no heartbeat for ")
+            await send(line, Stop())
+            while not isinstance(reported[-1], Statistics):
+                reported.append(await receive(line))
+            assert [each.process for each in reported if reports(each, ProcessState.DEAD)] == ["experts.0"]
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -288,23 +290,23 @@ async def test_heartbeat_clears_a_suspect() -> None:
     line, control = await lines()
     async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await say(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 600}}', b""))
-        assert isinstance(await hear(line), Listening)
-        await say(line, PeerJoined("experts.0", "a", {}))
-        assert reports(await hear(line), ProcessState.SUSPECT)
-        await say(line, Heartbeat(0, 0.0, 7, incarnation="a", process="experts.0"))
-        assert await hear(line) == DetectorReport(
+        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.02, "dead_seconds": 600}}', b""))
+        assert isinstance(await receive(line), Listening)
+        await send(line, PeerJoined("experts.0", "a", {}))
+        assert reports(await receive(line), ProcessState.SUSPECT)
+        await send(line, Heartbeat(0, 0.0, 7, incarnation="a", process="experts.0"))
+        assert await receive(line) == DetectorReport(
             "experts.0", "a", ProcessState.ALIVE, "its heartbeats come in time, and no client reports it"
         )
-        await say(line, Stop())
+        await send(line, Stop())
 
 
 async def test_monitor_ends_with_its_control_connection() -> None:
     line, control = await lines()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(run_monitor(control, Seams()))
-        await say(line, Start("monitor", "m", b"{}", b""))
-        assert isinstance(await hear(line), Listening)
+        await send(line, Start("monitor", "m", b"{}", b""))
+        assert isinstance(await receive(line), Listening)
         await line.aclose()
 
 
