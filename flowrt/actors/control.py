@@ -7,7 +7,8 @@ report the incarnations of other workers.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import re
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -35,15 +36,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Control(msgspec.Struct, frozen=True):
-    """Root of all control messages; `kind` is the message's kind on the wire."""
+    """Root of all control messages. `kind` is the message's kind on the wire, derived from the class name: "control.peer_left"."""
 
     kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.kind = "control." + re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class Start(Control, frozen=True):
     """First message to a worker: its name, the whole expanded graph (JSON), the run's key, and the log verbosity."""
 
-    kind: ClassVar[str] = "control.start"
     name: str
     incarnation: str
     graph: bytes
@@ -54,7 +58,6 @@ class Start(Control, frozen=True):
 class LoadProgress(Control, frozen=True):
     """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one."""
 
-    kind: ClassVar[str] = "control.load_progress"
     text: str
     done: int
     total: int
@@ -63,7 +66,6 @@ class LoadProgress(Control, frozen=True):
 class Listening(Control, frozen=True):
     """Operators are loaded and the worker listens at these addresses (scheme -> address). Includes memory now and before loading."""
 
-    kind: ClassVar[str] = "control.listening"
     addresses: dict[str, str]
     resident_bytes: int = 0
     imported_bytes: int = 0
@@ -72,7 +74,6 @@ class Listening(Control, frozen=True):
 class Peers(Control, frozen=True):
     """Addresses (process -> scheme -> address) and current incarnations of all processes. Sent once, when all of them listen."""
 
-    kind: ClassVar[str] = "control.peers"
     addresses: dict[str, dict[str, str]]
     incarnations: dict[str, str]
 
@@ -80,18 +81,14 @@ class Peers(Control, frozen=True):
 class Connected(Control, frozen=True):
     """All links of this worker are open; it is ready."""
 
-    kind: ClassVar[str] = "control.connected"
-
 
 class Submit(Control, frozen=True):
-    kind: ClassVar[str] = "control.submit"
     request: Request
 
 
 class Cancel(Control, frozen=True):
     """End the attempt, or one choice of it."""
 
-    kind: ClassVar[str] = "control.cancel"
     request_id: str
     attempt: int
     choice: int | None = None
@@ -124,7 +121,6 @@ class Token(msgspec.Struct, frozen=True):
 class Tokens(Control, frozen=True):
     """The tokens that one step produced, for several requests in one message."""
 
-    kind: ClassVar[str] = "control.tokens"
     tokens: tuple[Token, ...]
 
 
@@ -134,7 +130,6 @@ class Ended(Control, frozen=True):
     `num_tokens` counts its output, including earlier attempts; None: not known.
     """
 
-    kind: ClassVar[str] = "control.ended"
     request_id: str
     attempt: int
     reason: FinishReason
@@ -146,17 +141,13 @@ class Ended(Control, frozen=True):
 class Drain(Control, frozen=True):
     """Finish the active requests and admit no new ones. The response is Drained."""
 
-    kind: ClassVar[str] = "control.drain"
-
 
 class Drained(Control, frozen=True):
-    kind: ClassVar[str] = "control.drained"
+    """No request is active any more. Response to Drain."""
 
 
 class StatisticsRequest(Control, frozen=True):
     """Requests Statistics."""
-
-    kind: ClassVar[str] = "control.statistics_request"
 
 
 class EdgeStatistics(msgspec.Struct, frozen=True):
@@ -169,7 +160,6 @@ class EdgeStatistics(msgspec.Struct, frozen=True):
 
 
 class Statistics(Control, frozen=True):
-    kind: ClassVar[str] = "control.statistics"
     edges: tuple[EdgeStatistics, ...] = ()
     num_firings: int = 0
     compute_seconds: float = 0.0
@@ -188,15 +178,12 @@ class Statistics(Control, frozen=True):
 class Stop(Control, frozen=True):
     """Shut down in order. The worker sends Statistics and closes the control connection."""
 
-    kind: ClassVar[str] = "control.stop"
-
 
 class LinkLost(Control, frozen=True):
     """The link to `peer` broke. Usually the peer died and its exit notification is in flight. Without one, this ends the run, or the
     incarnation of a peer that is allowed to die.
     """
 
-    kind: ClassVar[str] = "control.link_lost"
     peer: str
     reason: str
     incarnation: str = ""  # the peer's; "": its current one
@@ -205,7 +192,6 @@ class LinkLost(Control, frozen=True):
 class PeerLeft(Control, frozen=True):
     """To a worker: this incarnation of `process` has ended and must not be used. May come twice, before or after the link to it ends."""
 
-    kind: ClassVar[str] = "control.peer_left"
     process: str
     incarnation: str
     why: str
@@ -217,7 +203,6 @@ class PeerJoined(Control, frozen=True):
     It comes after PeerLeft for every earlier incarnation. The connecting end is the same as at the start.
     """
 
-    kind: ClassVar[str] = "control.peer_joined"
     process: str
     incarnation: str
     addresses: dict[str, str]
@@ -231,7 +216,6 @@ class Heartbeat(Control, frozen=True):
     operation, `running_seconds` its duration so far, `bound_seconds` its bound (0: none is declared).
     """
 
-    kind: ClassVar[str] = "control.heartbeat"
     sequence: int
     lag_seconds: float
     num_firings: int
@@ -249,7 +233,6 @@ class LateResponse(Control, frozen=True):
     At most one per server and second. `incarnation`: the server's. `by`: the client; filled in by the launcher.
     """
 
-    kind: ClassVar[str] = "control.late_response"
     process: str
     incarnation: str
     waited_seconds: float
@@ -262,7 +245,6 @@ class DetectorReport(Control, frozen=True):
     its peers that it has left, then kills it, which fences it.
     """
 
-    kind: ClassVar[str] = "control.detector_report"
     process: str
     incarnation: str
     state: ProcessState
@@ -275,7 +257,6 @@ class ExpertsUnavailable(Control, frozen=True):
     `follows`: the effect on requests that need them: they wait, end in an error, or continue without the experts (degrade).
     """
 
-    kind: ClassVar[str] = "control.experts_unavailable"
     text: str
     follows: Literal["wait", "error", "degrade"] = "wait"
 
@@ -283,7 +264,6 @@ class ExpertsUnavailable(Control, frozen=True):
 class Failed(Control, frozen=True):
     """The worker cannot continue. `user` distinguishes bad input (exit code 2) from a fault (exit code 3)."""
 
-    kind: ClassVar[str] = "control.failed"
     error: str
     user: bool = False
 

@@ -148,12 +148,12 @@ class FallbackChannel(Channel):
                 raise ClosedChannelError("this channel was closed")
             if self._failure is not None:
                 raise BrokenChannelError(self._failure)
-            if self._channel is None:
+            if (channel := self._channel) is None:
                 return None
             try:
-                message = self._channel.recv_nowait()
+                message = channel.recv_nowait()
             except BrokenChannelError as error:
-                self._lose(error)
+                self._lose(channel, error)
                 return None
             except EndOfChannel:
                 self._ended = True
@@ -171,13 +171,13 @@ class FallbackChannel(Channel):
                     raise ClosedChannelError("this channel was closed")
                 if self._failure is not None:
                     raise BrokenChannelError(self._failure)
-                if self._channel is None:
+                if (channel := self._channel) is None:
                     await self._fall_back()
                     continue
                 try:
-                    message = await self._channel.recv()
+                    message = await channel.recv()
                 except BrokenChannelError as error:
-                    self._lose(error)
+                    self._lose(channel, error)
                     continue
                 except EndOfChannel:
                     self._ended = True
@@ -215,10 +215,9 @@ class FallbackChannel(Channel):
 
     # Fallback.
 
-    def _lose(self, error: BrokenChannelError) -> None:
+    def _lose(self, broken: Channel, error: BrokenChannelError) -> None:
         """The channel is broken, and everything that had come over it has been taken."""
-        broken, self._channel = self._channel, None
-        assert broken is not None
+        self._channel = None
         self._past = _sum(self._past, broken.statistics())
         self._scheme_lost = broken.scheme
         if self._resending is not None:

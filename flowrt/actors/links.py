@@ -128,7 +128,7 @@ class Links:
             accepting = [callers.create_task(self._accept_callers(scheme), name=f"accept {scheme}") for scheme in sorted(schemes)]
             async with asyncio.TaskGroup() as self._running:
                 for key in self._links:
-                    self._read(key)
+                    self._read(self._running, key)
                 if any(plan.peer in self._tolerated for plan in self._plans.values()):
                     try:
                         await asyncio.get_running_loop().create_future()  # for ever: a peer that left may join again
@@ -168,7 +168,7 @@ class Links:
             return False
         if self._running is not None:
             for key in keys:
-                self._read(key)
+                self._read(self._running, key)
         return True
 
     def drop(self, process: str, incarnation: str) -> None:
@@ -204,10 +204,9 @@ class Links:
                     reader.cancel()  # and closes the link
         return True
 
-    def _read(self, key: tuple[str, str]) -> None:
-        assert self._running is not None
+    def _read(self, tasks: asyncio.TaskGroup, key: tuple[str, str]) -> None:
         link = self._links[key]
-        self._running.create_task(self._serve(key, link), name=f"link to {link.peer.name}")
+        tasks.create_task(self._serve(key, link), name=f"link to {link.peer.name}")
 
     async def _serve(self, key: tuple[str, str], link: Link) -> None:
         """Read and send until the link is over; then it is closed."""

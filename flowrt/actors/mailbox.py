@@ -19,7 +19,7 @@ class MailboxClosedError(Exception):
 class Mailbox(Generic[T]):
     """A FIFO queue of at most `capacity` items. One task takes items; any task or callback of the same loop posts them."""
 
-    __slots__ = ("_capacity", "_closed", "_emptied", "_waiter", "high_water", "items")
+    __slots__ = ("_capacity", "_closed", "_emptied", "_waiter", "items")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -27,7 +27,6 @@ class Mailbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._closed = False
-        self.high_water = 0
 
     def __len__(self) -> int:
         return len(self.items)
@@ -39,7 +38,6 @@ class Mailbox(Generic[T]):
         if len(self.items) >= self._capacity:
             raise OverflowError(f"a mailbox of {self._capacity} is full: a message was posted without a credit")
         self.items.append(item)
-        self.high_water = max(self.high_water, len(self.items))
         self._wake()
 
     def take_nowait(self) -> T | None:

@@ -6,7 +6,6 @@ A note is a line on stderr so that it arrives even while the worker's event loop
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import msgspec
 
@@ -23,7 +22,6 @@ class Order(Control, frozen=True):
     what it holds).
     """
 
-    kind: ClassVar[str] = "control.chaos"
     what: str
     seconds: float = 0.0
     factor: float = 1.0

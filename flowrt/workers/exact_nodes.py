@@ -34,7 +34,7 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.sampling import log_probabilities, sample
 from flowrt.operators.sampling_inputs import SamplingInputs
 from flowrt.operators.step_layout import StepLayout
-from flowrt.workers.model_nodes import draw_of, expert_client
+from flowrt.workers.model_nodes import draw_of, expert_client, for_each
 
 MODULUS = 1_000_003.0  # of everything that goes from layer to layer
 _LOGITS = 10_007.0
@@ -100,8 +100,7 @@ class ExactModel:
 
 def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
     """The expected token ids of each choice of `request`, independent of the processes that compute them."""
-    assert graph.model is not None
-    config = read_model_config(Path(graph.model.path))
+    config = _config_of(graph)
     model = ExactModel(config)
     shared = any(node.operator == "shared" for node in graph.nodes.values())
     ends = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else frozenset(config.eos_token_ids))
@@ -124,8 +123,7 @@ def exact_tokens(graph: Graph, request: Request) -> list[tuple[int, ...]]:
 
 def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lambda: 0.0) -> dict[str, NodeFunction]:
     """A function for each node of `process`, like build_model_nodes."""
-    assert graph.model is not None
-    config = read_model_config(Path(graph.model.path))
+    config = _config_of(graph)
     model, strict = ExactModel(config), graph.numerics == "strict"
     nodes = graph.nodes_of(process)
     clients = [expert_client(graph, node, config, now=now) for node in nodes if node.operator == "dispatch"]
@@ -133,13 +131,13 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
     for node in nodes:
         match node.operator:
             case "embed":
-                functions[node.name] = _each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
+                functions[node.name] = for_each(lambda firing: {"x": _payload(model.embed(_array(firing, "tokens")))})
             case "attention":
-                functions[node.name] = _each(_ExactAttention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
+                functions[node.name] = for_each(_ExactAttention(model, graph.limits_of(process).kv_pages, graph.limits.page_size))
             case "gate":
-                functions[node.name] = _each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
+                functions[node.name] = for_each(lambda firing: {"routing": _payload(*model.route(_array(firing, "x")))})
             case "mlp" | "shared":
-                functions[node.name] = _each(_dense(model))
+                functions[node.name] = for_each(_dense(model))
             case "dispatch":
                 functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
@@ -148,7 +146,7 @@ def build_exact_nodes(graph: Graph, process: str, now: Callable[[], float] = lam
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)
             case "head":
-                functions[node.name] = _each(_head(model))
+                functions[node.name] = for_each(_head(model))
     return functions
 
 
@@ -208,8 +206,10 @@ def _head(model: ExactModel) -> Callable[[Firing], dict[str, Payload]]:
     return run
 
 
-def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
-    return lambda firings: [function(firing) for firing in firings]
+def _config_of(graph: Graph) -> ModelConfig:
+    if graph.model is None:
+        raise ValueError("the graph names no model")
+    return read_model_config(Path(graph.model.path))
 
 
 def _array(firing: Firing, port: str) -> Numbers:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from flowrt.dataflow.parts import PartHeader, PlanHeader
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
@@ -17,27 +17,19 @@ from flowrt.operators.model_config import ModelConfig
 def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     """The schema of each edge between two processes, by id."""
     config = None if graph.model is None else read_model_config(Path(graph.model.path)).with_dtype(graph.model.dtype)
-    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict")
     sources = frozenset(node.name for node in graph.nodes.values() if node.operator in (SOURCE, INPUT))
+    schema_of = partial(MessageSchema, sources=sources, num_micro_batches=graph.micro_batches)
+    sent = {} if config is None else _sent_by_operators(config, graph.numerics == "strict", schema_of)
     found: dict[int, MessageSchema] = {}
     for edge in graph.edges.values():
         source, target = graph.nodes[edge.source], graph.nodes[edge.target]
         if source.process == target.process:
             continue
         is_users = ":" in source.operator or source.operator == INPUT
-        fields = _Fields((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
-        if fields is not None:
-            found[edge.id] = MessageSchema(fields.tensors, sources, graph.micro_batches, fields.optional, fields.repeated, fields.header)
+        schema = schema_of((_declared(graph, edge),)) if is_users else sent.get((source.operator, edge.source_port.rstrip("0123456789")))
+        if schema is not None:
+            found[edge.id] = schema
     return found
-
-
-class _Fields(msgspec.Struct, frozen=True):
-    """Fields with the meaning of those in MessageSchema."""
-
-    tensors: tuple[Spec | None, ...] = ()
-    optional: tuple[Spec, ...] = ()
-    repeated: Spec | None = None
-    header: type[msgspec.Struct] | None = None
 
 
 def _declared(graph: Graph, edge: Edge) -> Spec | None:
@@ -48,7 +40,7 @@ def _declared(graph: Graph, edge: Edge) -> Spec | None:
     return None
 
 
-def _sent_by_operators(config: ModelConfig, strict: bool) -> dict[tuple[str, str], _Fields]:
+def _sent_by_operators(config: ModelConfig, strict: bool, schema_of: Callable[..., MessageSchema]) -> dict[tuple[str, str], MessageSchema]:
     """By operator and output port; a port's number is left out."""
 
     def specs(*texts: str) -> tuple[Spec, ...]:
@@ -56,13 +48,13 @@ def _sent_by_operators(config: ModelConfig, strict: bool) -> dict[tuple[str, str
 
     hidden, active = config.hidden_size, config.num_experts_per_token
     wide = "float64" if config.dtype == "float64" else "float32"
-    rows = _Fields(specs(f"[rows,{hidden}]"))
+    rows = schema_of(specs(f"[rows,{hidden}]"))
     index = parse_spec("int64[any]")
-    weighted = _Fields(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
+    weighted = schema_of(specs(f"[rows,{active}]"), repeated=index, header=PlanHeader)
     return {
-        (SOURCE, "tokens"): _Fields(specs("int64[rows]")),
-        (SOURCE, "layout"): _Fields(specs("int64[rows]", "int64[rows]", "int64[starts]", "int64[sequences]", "int64[sequences,pages]")),
-        (SOURCE, "sampling"): _Fields(
+        (SOURCE, "tokens"): schema_of(specs("int64[rows]")),
+        (SOURCE, "layout"): schema_of(specs("int64[rows]", "int64[rows]", "int64[starts]", "int64[sequences]", "int64[sequences,pages]")),
+        (SOURCE, "sampling"): schema_of(
             specs(
                 "int64[5,samples]",
                 "float64[5,samples]",
@@ -75,16 +67,16 @@ def _sent_by_operators(config: ModelConfig, strict: bool) -> dict[tuple[str, str
             )
         ),
         ("embed", "x"): rows,
-        ("attention", "normed"): _Fields(specs(f"[rows,{hidden}]", "int64[rows]")),
+        ("attention", "normed"): schema_of(specs(f"[rows,{hidden}]", "int64[rows]")),
         ("attention", "residual"): rows,
-        ("gate", "routing"): _Fields(specs(f"int64[rows,{active}]", f"[rows,{active}]")),
+        ("gate", "routing"): schema_of(specs(f"int64[rows,{active}]", f"[rows,{active}]")),
         ("mlp", "y"): rows,
         ("shared", "y"): rows,
-        ("dispatch", "plan"): weighted if strict else _Fields(repeated=index, header=PlanHeader),
-        ("dispatch", "server"): _Fields(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader),
-        ("experts", "results"): _Fields(specs(f"[{'pairs' if strict else 'rows'},{hidden}]"), header=PartHeader),
+        ("dispatch", "plan"): weighted if strict else schema_of((), repeated=index, header=PlanHeader),
+        ("dispatch", "server"): schema_of(specs(f"[rows,{hidden}]", "int64[pairs]", "int64[pairs]", "[pairs]"), header=PartHeader),
+        ("experts", "results"): schema_of(specs(f"[{'pairs' if strict else 'rows'},{hidden}]"), header=PartHeader),
         ("combine", "y"): rows,
-        ("head", "tokens"): _Fields(
-            specs("int64[samples]"), specs(f"{wide}[logprobs]", "int64[logprobs,ranks]", f"{wide}[logprobs,ranks]")
+        ("head", "tokens"): schema_of(
+            specs("int64[samples]"), optional=specs(f"{wide}[logprobs]", "int64[logprobs,ranks]", f"{wide}[logprobs,ranks]")
         ),
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,11 +65,11 @@ def build_model_nodes(
     directory = Path(graph.model.path)
     config = read_model_config(directory).with_dtype(graph.model.dtype)
     checkpoint = Checkpoint(directory)
-    pages = (
-        KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device)
-        if any(node.operator == "attention" for node in nodes)
-        else None
-    )
+
+    @cache
+    def pages() -> KvPages:
+        return KvPages.for_model(config, graph.limits_of(process).kv_pages, graph.limits.page_size, device)
+
     strict = graph.numerics == "strict"
     blocks = blocks_of(config, torch.get_num_threads()) if strict else WHOLE
 
@@ -85,17 +86,16 @@ def build_model_nodes(
         match node.operator:
             case "embed":
                 embedding = Embedding(config, checkpoint, device)
-                functions[node.name] = _each(_EmbedNode(embedding))
+                functions[node.name] = for_each(_EmbedNode(embedding))
             case "attention":
-                assert pages is not None
                 attention = proven(attention_for(config, checkpoint, range(config.num_layers), device, blocks))
-                functions[node.name] = _each(_AttentionNode(attention, pages))
+                functions[node.name] = for_each(_AttentionNode(attention, pages()))
             case "gate":
-                functions[node.name] = _each(_GateNode(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
+                functions[node.name] = for_each(_GateNode(proven(Gate(config, checkpoint, config.moe_layers, device, blocks))))
             case "mlp":
-                functions[node.name] = _each(_MlpNode(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
+                functions[node.name] = for_each(_MlpNode(proven(DenseMlp(config, checkpoint, config.dense_layers, device, blocks))))
             case "shared":
-                functions[node.name] = _each(_MlpNode(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
+                functions[node.name] = for_each(_MlpNode(proven(SharedExperts(config, checkpoint, config.moe_layers, device, blocks))))
             case "dispatch":
                 functions[node.name] = Dispatch(clients[0], strict)
             case "experts":
@@ -108,7 +108,7 @@ def build_model_nodes(
             case "combine":
                 functions[node.name] = Combine(clients[0], strict)
             case "head":
-                functions[node.name] = _each(_HeadNode(proven(Head(config, checkpoint, device, embedding, blocks))))
+                functions[node.name] = for_each(_HeadNode(proven(Head(config, checkpoint, device, embedding, blocks))))
             case _:
                 raise ValueError(f"node {node.name}: {node.operator!r} is no built-in operator; write module:function for one of your own")
     on_built("", len(nodes), len(nodes))
@@ -165,7 +165,7 @@ def draw_of(row: int, spec: SampleSpec) -> Draw:
     )
 
 
-def _each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
+def for_each(function: Callable[[Firing], dict[str, Payload]]) -> NodeFunction:
     """Wraps a function of one firing as a node function."""
 
     def run(firings: Sequence[Firing]) -> Outputs:
