@@ -89,7 +89,7 @@ class RunningGraph:
             graph, seams, log_level=log_level, on_event=self._note, on_control=self._on_control, on_line=on_line, hosted=hosted
         )
         self._clock = seams.clock
-        self._progress = self.launcher.standing.progress
+        self._progress = self.launcher.health_record.progress
         self._requests = Requests(gateway, self.launcher.send, self._progress, seams.clock) if gateway is not None else None
         self._opened = False
         self._failure: Exception | None = None
@@ -256,7 +256,7 @@ class RunningGraph:
     def health(self, stall_seconds: float = STALL_SECONDS) -> Health:
         """Whether work progresses: not ok when requests are open and none has progressed for `stall_seconds`, when an expert has no
         replica, and when the run has ended. Never waits."""
-        return self.launcher.standing.health(stall_seconds)
+        return self.launcher.health_record.health(stall_seconds)
 
     async def drain(self) -> None:
         """Admit no new requests and wait until all running ones have ended."""

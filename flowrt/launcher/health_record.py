@@ -10,7 +10,7 @@ from flowrt.launcher import events
 from flowrt.reliability.health import STALL_SECONDS, Health, RequestProgress, ServiceState, WorkerProgress, health
 
 
-class Standing:
+class HealthRecord:
     """`emitting`: the workers that emit tags. Their firings count as progress of requests, since a step of a long prompt yields no token.
     `now`: the clock, in seconds."""
 
@@ -22,17 +22,8 @@ class Standing:
         self._stuck: dict[str, str] = {}  # marked dead and not replaced: name -> why
         self._down: dict[str, str] = {}
         self._given_up: dict[str, None] = {}
-        self._lost_experts: dict[str, events.ExpertsLost] = {}  # by group
+        self._lost_experts: dict[str, events.ExpertsUnavailable] = {}  # by group
         self._workers: dict[str, tuple[Heartbeat, float]] = {}  # the latest heartbeat, and when its number of firings last changed
-
-    def overhear(self, on_event: Callable[[events.Event], None]) -> Callable[[events.Event], None]:
-        """Wrap `on_event` so that each event is recorded here first."""
-
-        def told(event: events.Event) -> None:
-            self.note(event)
-            on_event(event)
-
-        return told
 
     def note(self, event: events.Event) -> None:
         match event:
@@ -59,7 +50,7 @@ class Standing:
                 for known in (self._down, self._suspects, self._workers):
                     known.pop(name, None)
                 self._given_up[name] = None
-            case events.ExpertsLost(name, text):
+            case events.ExpertsUnavailable(name, text):
                 self._lost_experts.pop(name, None)
                 if text:
                     self._lost_experts[name] = event

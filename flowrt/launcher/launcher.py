@@ -1,6 +1,7 @@
 """The launcher: starts a graph's workers, connects them to each other, carries their control messages, and ends them all.
 
-A run is one task; all other tasks belong to its task group. A run ends in one of three ways:
+It turns messages of control connections, notices of the process backend and timers into events of the run state (run_state.py), and
+carries out the actions that follow. A run is one task; all other tasks belong to its task group. A run ends in one of three ways:
 - `stop` ends the workers in order.
 - A worker fails that the run cannot lose, or a callback of the owner raises. All workers are killed at once, and each later call raises
   the root cause.
@@ -12,42 +13,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from msgspec.structs import replace
 
-from flowrt.actors.control import Control, Heartbeat, LateResponse, LinkLost, Statistics
+from flowrt.actors.control import (
+    Connected,
+    Control,
+    DetectorReport,
+    ExpertsUnavailable,
+    Failed,
+    Heartbeat,
+    LateResponse,
+    LinkLost,
+    Listening,
+    LoadProgress,
+    Start,
+    Statistics,
+)
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.builtin import SOURCE
-from flowrt.graph.model import FORK_SERVER, MONITOR, Graph
-from flowrt.graph.recovery import is_watched
+from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph, to_json
 from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
-from flowrt.launcher.ending import close_all, end_all, kill_all, see_end, tell_all
-from flowrt.launcher.health_record import Standing
-from flowrt.launcher.hosts import Hosts, Placed, set_own_threads
-from flowrt.launcher.introduction import Introduction
-from flowrt.launcher.loading import Loading
-from flowrt.launcher.monitor_client import Watching
-from flowrt.launcher.restarts import EXPLAINED_SECONDS, Revival
-from flowrt.launcher.root_cause import Kind, Verdict, named_error
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack
+from flowrt.launcher.health_record import HealthRecord
+from flowrt.launcher.monitor_client import MonitorClient
+from flowrt.launcher.run_state import Action, Announce, End, Fork, Kill, RunState, Send, SendStart, SendStop
+from flowrt.launcher.totals import total
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, num_threads, pack, usable_cores
+from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
-from flowrt.processes.fork_server import WorkerMain, load_worker
+from flowrt.processes.fork_server import WorkerMain, fault_of, load_worker
 from flowrt.processes.fork_server_client import LocalBackend
-from flowrt.processes.output_tail import write_line
+from flowrt.processes.output_tail import exit_text, write_line
 from flowrt.seams import Seams
+from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, EndOfChannel
+from flowrt.transports.inproc import InprocChannel
 from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
+MONITOR_ENTRY = "flowrt.workers.monitor:run_monitor"
 PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
 ANSWER_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
+FORK_SECONDS = 15.0  # time limit for a fork; a fork takes milliseconds, so a fork server that exceeds this is stopped
 STATISTICS_SECONDS = 5.0  # time limit for all responses
 STOP_SECONDS = 5.0  # from Stop to the end of the process
-_STATUS_SECONDS = 10.0  # longest wait from the end of a control connection to the exit status of its process
 
 
 class NotRunningError(RuntimeError):
@@ -91,31 +107,38 @@ class Launcher:
         self.graph = choose_transports(graph, unavailable_reason)
         self.key = self.seams.new_key()
         self.run_id = self.seams.new_incarnation()
-        self._log_level = log_level
-        self.standing = Standing(self._emitting(), self.seams.clock.now)
-        self._on_event = self.standing.overhear(on_event or (lambda event: None))
+        self._log_level, self._graph_json = log_level, to_json(self.graph)
+        self._emitting = list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
+        self.health_record = HealthRecord(self._emitting, self.seams.clock.now)
+        self._on_event = on_event or (lambda event: None)
         self._on_control = on_control or (lambda name, control: None)
         self._on_line = on_line or write_line
         self._hosted = dict(hosted or {})
         self.worker, self._preload = worker, tuple(preload)  # `worker` may be changed until the start
-        self._stop_seconds = stop_seconds
         names = [*self.graph.process_names(), *self._hosted]
         if len({*names, FORK_SERVER, MONITOR}) <= len(names) + 1:
             raise ValueError(f"two workers of one name, or one called {FORK_SERVER} or {MONITOR}, among {names}")
-        self.incarnations: dict[str, str] = {name: self.seams.new_incarnation() for name in names}
+        self._packed = {host_name(workers): workers for workers in pack(self.graph)}
+        self.state = RunState(
+            self.graph,
+            self._packed,
+            self._hosted if self._packed else names,
+            new_incarnation=self.seams.new_incarnation,
+            answer_seconds=answer_seconds,
+            stop_seconds=stop_seconds,
+        )
+        self.incarnations = self.state.incarnations
         self.pids: dict[str, int] = {}
         self.failure: Exception | None = None
         self.workers: dict[str, ControlConnection] = {}
-        self._hosts = Hosts(self.run_id, self.incarnations, self._on_line)
-        self._hosts.on_exit = self._on_exit
-        self._introduction = Introduction(self.graph, self.key, log_level, self.incarnations, answer_seconds, self._hosts.output_tail)
-        self.restarts = Revival(self.graph, self, self._hosts, self._introduction)
-        self._hosts.on_gone = self.restarts.on_gone
-        self._watching = Watching(self, self._hosts, self.restarts, self.seams.clock, self.run_id)
-        self._verdict = Verdict(self.seams.clock, self._hosts.output_tail)
+        self._past_statistics: dict[str, list[Statistics]] = {}  # of past incarnations
+        self._backend: ProcessBackend | None = None
+        self._processes: dict[str, WorkerProcess] = {}  # the latest incarnation of each OS process
+        self._worker_tasks: dict[str, asyncio.Task[None]] = {}
+        self._monitor_client = MonitorClient(self.state, self._step, self.workers, self.seams.clock, self.run_id)
         self._task: asyncio.Task[None] | None = None
-        self._loading = Loading(self, self._hosts, self._introduction, self.restarts, self._verdict, self.seams.clock)
-        self._stopping = self._told_failure = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopping = self._was_failure_raised = False
         self._failure_frames: TracebackType | None = None
 
     async def __aenter__(self) -> Self:
@@ -123,12 +146,12 @@ class Launcher:
             raise NotRunningError("a launcher runs once; make a new one")
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._stop_wanted = asyncio.Event()
+        self._ended: asyncio.Future[None] = loop.create_future()
         self._task = loop.create_task(self._run(), name=f"launcher {self.run_id}")
         try:
             await asyncio.wait({self._task, self._ready}, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
-            await self._end_now()
+            await self._end_now(self._task)
             raise
         if not self._ready.done():
             self._raise_failure()
@@ -140,9 +163,9 @@ class Launcher:
 
         After a block without an exception, raises the run's failure unless a call has raised it already.
         """
-        if error is not None:
-            await self._end_now()
-        elif not self._told_failure:
+        if error is not None and self._task is not None:
+            await self._end_now(self._task)
+        elif not self._was_failure_raised:
             await self.stop()
 
     async def send(self, worker: str, control: Control) -> None:
@@ -152,7 +175,7 @@ class Launcher:
         try:
             await self.workers[worker].send(control)
         except (BrokenChannelError, EndOfChannel, ClosedChannelError):  # it is gone
-            if not self.restarts.outlives(self.workers[worker].host):
+            if not self.state.can_lose(worker):
                 await self.wait_failed()  # raises the root cause once it is known
             raise NotRunningError(f"{worker} has stopped") from None
 
@@ -165,11 +188,11 @@ class Launcher:
     async def statistics(self, seconds: float = STATISTICS_SECONDS) -> dict[str, Statistics]:
         """Request statistics of every worker. A worker that is down, or does not respond within `seconds`, has its latest known counts
         and `has_responded` false. Raises as `send`."""
-        self._check_running()
-        requested = {worker.name: worker.request_statistics() for worker in self._graph_workers() if not worker.is_over}
+        task = self._check_running()
+        requested = {name: worker.request_statistics() for name, worker in self._graph_workers() if not self.state.has_ended(name)}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._wait_all(requested.values())
+                await self._wait_all(task, requested.values())
         responded = {name for name, response in requested.items() if response.done()}
         return {name: replace(known, has_responded=name in responded) for name, known in self._statistics().items()}
 
@@ -179,9 +202,8 @@ class Launcher:
 
         Has no time limit: cancel it, or leave the block. Raises as `send`.
         """
-        self._check_running()
-        names = list(workers) if workers is not None else self._emitting()
-        await self._wait_all([await self.workers[name].ask_drain() for name in names])
+        task = self._check_running()
+        await self._wait_all(task, [self.workers[name].request_drain() for name in (workers or self._emitting)])
 
     async def stop(self) -> dict[str, Statistics]:
         """Stop all workers and wait until nothing of the run is left. Returns each worker's last statistics.
@@ -191,11 +213,13 @@ class Launcher:
         """
         if self._task is None:
             raise NotRunningError("this launcher has not been started")
-        self._stop_wanted.set()
+        if not self._task.done():
+            self._is_stopping = True
+            self._step(self.state.stop)
         try:
             await asyncio.wait({self._task})
         except asyncio.CancelledError:
-            await self._end_now()
+            await self._end_now(self._task)
             raise
         self._raise_failure()
         if not self._task.cancelled():
@@ -203,10 +227,14 @@ class Launcher:
         return self._statistics()
 
     def _statistics(self) -> dict[str, Statistics]:
-        return {worker.name: self.restarts.statistics(worker.name) for worker in self._graph_workers()}
+        """Statistics of all incarnations of each worker together, as far as they were reported."""
+        return {
+            name: total([*self._past_statistics.get(name, []), worker.statistics], self.state.num_restarts(name))
+            for name, worker in self._graph_workers()
+        }
 
-    def _graph_workers(self) -> list[ControlConnection]:
-        return [worker for name, worker in self.workers.items() if name != MONITOR]
+    def _graph_workers(self) -> list[tuple[str, ControlConnection]]:
+        return [(name, worker) for name, worker in self.workers.items() if name != MONITOR]
 
     # The run.
 
@@ -214,207 +242,300 @@ class Launcher:
         orderly = False
         try:
             async with asyncio.TaskGroup() as tasks:
-                judge = tasks.create_task(self._verdict.judge(), name="judge")
-                own = [judge]
-                await self._start(tasks, own)
-                self.restarts.begin()
-                own.append(tasks.create_task(self.restarts.run(), name="revival"))
-                if is_watched(self.graph) and FORK_SERVER in self._hosts.exits:
-                    own.append(tasks.create_task(self._watching.run(self._log_level), name="watching"))
-                self._ready.set_result(None)
-                await self._stop_wanted.wait()
-                await self._stop(judge)
-                for task in own:
-                    task.cancel()
+                self._spawn = tasks.create_task
+                if self._packed:
+                    open_backend = self.seams.open_backend or LocalBackend.open
+                    self._backend = await open_backend(self.run_id, self, self._preload, len(self._packed), self.state.answer_seconds)
+                    self._announce(events.ForkServerReady(self._backend.num_threads))
+                else:
+                    set_own_threads(self.graph)
+                    self._hosted = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | self._hosted
+                self._step(self.state.start)
+                await self._ended
+                raise _EndedError
+        except* _EndedError:
             orderly = True
-        except BaseExceptionGroup as group:
+        except* Exception as group:
             self._fail(named_error(group))
         finally:
-            self._stopping = True
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._ended.done() and not self._ended.cancelled():
+                self._ended.exception()  # another error may have ended the run first
+            self._ended.cancel()
             await self._clear(orderly)
 
-    async def _start(self, tasks: asyncio.TaskGroup, own: list[asyncio.Task[None]]) -> None:
-        """Start every worker, and run the startup handshake with all of them."""
-        begun = self._now()
-        forked = pack(self.graph)
-        here = dict(self._hosted)
-        if forked:
-            open_backend = self.seams.open_backend or LocalBackend.open
-            num_threads = await self._hosts.start(open_backend, self._preload, len(forked), self._introduction.answer_seconds)
-            self._on_event(events.ForkServerReady(num_threads))
-            async for placed in self._hosts.fork_all(self.graph, forked, self.worker, self._log_level):
-                self.add(placed)
+    def _step(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Pass an event to the run state, with its time, and carry out what follows. An exception ends the run. No-op after the end."""
+        if self._ended.done():
+            return
+        try:
+            event(self._now(), *arguments)
+            for action in self.state.take_actions():
+                self._carry_out(action)
+        except Exception as error:
+            self._end(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        if (deadline := self.state.deadline) is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._step, self.state.on_time)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Announce(event):
+                self._announce(event)
+            case Fork(process):
+                self._start_process(process)
+            case Kill(process, end_gently):
+                self._kill(process, end_gently)
+            case SendStart(name):
+                worker = self.workers[name]
+                worker.post(Start(name, worker.incarnation, self._graph_json, self.key, self._log_level))
+            case Send(name, control):
+                self.workers[name].post(control)
+            case SendStop(name, deadline):
+                self._spawn(self._send_stop(self.workers[name], deadline), name=f"stop of {name}")
+            case End(error, tail_of):
+                if isinstance(error, WorkerDiedError) and tail_of is not None:
+                    error = WorkerDiedError(error.process, error.reason, self._output_tail(tail_of))
+                self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
+    def _announce(self, event: events.Event) -> None:
+        self.health_record.note(event)
+        self._on_event(event)
+        if isinstance(event, events.Ready):
+            self._ready.set_result(None)
+            if self.state.wants_monitor:
+                self._spawn(self._monitor_client.run(), name="monitor client")
+
+    # Processes.
+
+    def _start_process(self, process: str) -> None:
+        """Start an OS process, or the task of a worker of this loop."""
+        if process in self._hosted:
+            ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity(GATEWAY), Identity(process, self.incarnations[process]))
+            self._worker_tasks[process] = self._spawn(self._run_here(process, theirs), name=f"worker {process}")
+            self._connect(process, [process], os.getpid(), [ours])
         else:
-            here = dict.fromkeys(self.graph.process_names(), load_worker(self.worker)) | here
-            set_own_threads(self.graph)
-        for name, worker in here.items():
-            self.add(placed := self._hosts.place_here(tasks, name, worker, self.seams))
-            assert placed.task is not None
-            own.append(placed.task)
+            self._spawn(self._fork(process), name=f"fork of {process}")
 
-        async def begin(line: ControlConnection) -> None:
-            own.append(tasks.create_task(self.follow(line), name=f"line of {line.name}"))
-            await self._introduction.start(line)
+    async def _fork(self, process: str) -> None:
+        assert self._backend is not None
+        workers = self._packed.get(process, [process])
+        for name in workers:
+            if (former := self.workers.get(name)) is not None:
+                await former.aclose()
+                self._past_statistics.setdefault(name, []).append(former.statistics)
+                former.statistics = Statistics()
+        identities = tuple(Identity(name, self.incarnations[name]) for name in workers)
+        entry, threads = MONITOR_ENTRY, 1
+        if process != MONITOR:
+            entry, threads = self.worker, num_threads(self.graph, workers, list(self._packed.values()), usable_cores())
+        try:
+            async with asyncio.timeout(FORK_SECONDS):
+                started = await self._backend.start(ProcessSpec(process, identities, entry, threads, self._log_level))
+        except TimeoutError:
+            reason = f"has given no answer for {FORK_SECONDS:g} s: is it stopped, or the machine overloaded?"
+            self._step(self.state.on_fork_failed, process, WorkerDiedError(FORK_SERVER, reason, self._backend.output_tail()))
+        except (WorkerDiedError, UserError) as error:
+            self._step(self.state.on_fork_failed, process, error)
+        else:
+            self._processes[process] = started
+            self._connect(process, workers, started.pid, started.controls)
 
-        connected = await self._loading.wait_loaded(begin) and await self._introduction.wait_connected(list(self.workers.values()))
-        if not connected or self._verdict.any_accused:  # a worker may have died after it had connected
-            await own[0]  # raises the root cause once it is known
-        self._on_event(events.Ready(self._now() - begun))
+    def _connect(self, process: str, workers: Sequence[str], pid: int, controls: Sequence[Channel]) -> None:
+        for name, control in zip(workers, controls, strict=True):
+            connection = self.workers[name] = ControlConnection(name, self.incarnations[name], pid, control)
+            self.pids[name] = pid
+            self._spawn(self._receive(connection), name=f"control of {name}")
+        self._step(self.state.on_forked, process, pid)
 
-    def renew(self, name: str) -> None:
-        """Assign a new incarnation to `name`."""
-        self.incarnations[name] = self.seams.new_incarnation()
+    async def _run_here(self, name: str, control: Channel) -> None:
+        how = exit_text(0)
+        try:
+            async with control:
+                await self._hosted[name](control, self.seams)
+        except Exception as error:
+            how = f"failed: {type(error).__name__}: {error}"
+            if (fault := fault_of(error)) is not None:
+                for line in "".join(traceback.format_exception(fault)).splitlines():
+                    self._on_line(name, line)
+        finally:
+            self._step(self.state.on_exited, name, how)
 
-    def add(self, placed: Placed) -> ControlConnection:
-        line = self.workers[placed.name] = ControlConnection(placed, self, self.incarnations[placed.name])
-        self.pids[placed.name] = placed.pid
-        self.on_event(events.WorkerStarted(placed.name, placed.pid))
-        return line
+    def _kill(self, process: str, end_gently: bool) -> None:
+        if process in self._worker_tasks:
+            self._worker_tasks[process].cancel()
+        elif end_gently:
+            self._spawn(self._processes[process].terminate(), name=f"end of {process}")
+        elif process in self._processes:
+            self._processes[process].kill()
 
-    async def _stop(self, judge: asyncio.Task[None]) -> None:
-        await self.restarts.stop()
-        needed = [worker for worker in self.workers.values() if not self.restarts.outlives(worker.host)]
-        hosts = [FORK_SERVER, *(worker.host for worker in needed)]
-        if self._verdict.any_accused or any(map(self._hosts.has_exited, hosts)) or any(worker.ended.done() for worker in needed):
-            await judge  # a worker ended without a Stop: this raises once the root cause is known
-        self._stopping = True
-        deadline = self._now() + self._stop_seconds
-        lines = [worker for worker in self.workers.values() if not worker.is_over]
-        await tell_all(lines, deadline)
-        if self._verdict.any_accused or not all(worker.told_to_stop for worker in needed):
-            await judge
-        late = await end_all(lines, self._hosts, deadline)
-        for worker in late:
-            self._on_event(events.Straggler(worker.name, self._stop_seconds))
-        await kill_all(late, self._hosts)
+    def _output_tail(self, process: str) -> tuple[str, ...]:
+        """The last output lines of an OS process; () for a worker in this loop, which writes to this process's stderr."""
+        if process == FORK_SERVER and self._backend is not None:
+            return self._backend.output_tail()
+        return self._processes[process].output_tail() if process in self._processes else ()
+
+    # Notices of the backend (see BackendOwner).
+
+    def on_dying(self, process: WorkerProcess) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self._step(self.state.on_dying, process.spec.name)
+
+    def on_exited(self, process: WorkerProcess, how: str) -> None:
+        if self._processes.get(process.spec.name) is process:
+            self._step(self.state.on_exited, process.spec.name, how)
+
+    def on_backend_lost(self, how: str) -> None:
+        self._step(self.state.on_backend_lost, how)
+
+    def on_output(self, name: str, line: str) -> None:
+        self._on_line(name, line)
+
+    # Messages of workers.
+
+    async def _receive(self, worker: ControlConnection) -> None:
+        """Receive from a worker until its control connection ends."""
+        reason = await worker.receive_all(lambda control: self._on_worker_control(worker, control))
+        if not self._is_current(worker):
+            return
+        if reason is not None:
+            self._step(self.state.on_bad_message, worker.name, f"sent nonsense on its control connection: {reason}")
+        if self.state.can_lose(worker.name):
+            worker.give_up_requests()
+        self._step(self.state.on_connection_closed, worker.name)
+        await worker.aclose()
+
+    def _is_current(self, worker: ControlConnection) -> bool:
+        return self.incarnations[worker.name] == worker.incarnation
+
+    async def _send_stop(self, worker: ControlConnection, deadline: float) -> None:
+        if await worker.send_stop(deadline):
+            self._step(self.state.on_stop_sent, worker.name)
+
+    def _on_worker_control(self, worker: ControlConnection, control: Control) -> None:
+        name = worker.name
+        if not self._is_current(worker):
+            return
+        if self.state.is_starting(name):
+            self._step(self.state.on_message, name)
+        match control:
+            case Heartbeat():
+                self.health_record.on_heartbeat(name, control)
+                self._monitor_client.relay(worker, control)
+            case LateResponse():
+                self._monitor_client.relay(worker, control)
+            case LoadProgress():
+                self._announce(events.WorkerLoading(name, control.text, control.done, control.total))
+            case Listening():
+                self._step(self.state.on_listening, name, control)
+            case Connected():
+                self._step(self.state.on_connected, name)
+            case ExpertsUnavailable(text, follows):
+                self._announce(events.ExpertsUnavailable(name, text, follows))
+            case LinkLost():
+                self._step(self.state.on_link_lost, name, control)
+            case Failed():
+                self._step(self.state.on_failed, name, control)
+            case DetectorReport() if name == MONITOR:
+                self._step(self.state.on_detector_report, control)
+            case _ if name != MONITOR:
+                self._on_control(name, control)
+
+    # The end.
 
     async def _clear(self, orderly: bool) -> None:
-        """End the processes, then close the control connections: in this order no close waits for a peer."""
+        """End the processes, then close the control connections: in this order no close waits for a peer. It is done even if the caller is
+        cancelled meanwhile; then it raises the last cancellation."""
         cancelled: asyncio.CancelledError | None = None
-        try:
-            if orderly:
-                await self._hosts.aclose()
-        except asyncio.CancelledError as error:
-            cancelled = error
-        finally:
-            self._hosts.end_now()
-        await close_all(self.workers.values(), cancelled)
-
-    async def _end_now(self) -> None:
-        """Cancel the run and wait for its end."""
-        assert self._task is not None
-        self._task.cancel()
-        await see_end(self._task)
-
-    # Messages and deaths of workers.
-
-    async def follow(self, worker: ControlConnection) -> None:
-        """Receive from a worker until its control connection ends. That ends the run unless a Stop was sent or the run can lose the
-        worker."""
-        await worker.listen()
-        if worker.told_to_stop or self._loading.loads_again(worker.host):
-            return
-        if self.restarts.outlives(worker.host):
-            self.restarts.on_line_end(worker)
-            return
-        ends = [self._hosts.exits[host] for host in (worker.host, FORK_SERVER) if host in self._hosts.exits]
-        await asyncio.wait(ends, timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if self._verdict.accused(worker.name, FORK_SERVER):
-            return  # it reported the cause itself, or died with the fork server
-        how = self._hosts.exits[worker.host].result() if self._hosts.exits[worker.host].done() else "closed its control connection"
-        self.accuse(Kind.DIED, worker, how if how.startswith(("was", "failed")) else f"{how} without being told to")
-
-    # The methods of control_connection.Owner.
-
-    def on_event(self, event: events.Event) -> None:
-        if not isinstance(event, events.WorkerStarted | events.WorkerListening) or event.name != MONITOR:
-            self._on_event(event)
-
-    def on_control(self, line: ControlConnection, control: Control) -> None:
-        if line.name == MONITOR:
-            self._watching.on_control(line, control)
-        else:
-            self._on_control(line.name, control)
-
-    def on_connected(self, line: ControlConnection) -> None:
-        self._watching.on_connected(line)
-        if line.name != MONITOR:
-            self._on_event(events.WorkerConnected(line.name))
-
-    def on_sign(self, line: ControlConnection, sign: Heartbeat | LateResponse) -> None:
-        if isinstance(sign, Heartbeat):
-            self.standing.on_heartbeat(line.name, sign)
-        self._watching.on_sign(line, sign)
-
-    def on_link_lost(self, line: ControlConnection, lost: LinkLost) -> None:
-        """End the run if no death explains the lost link within EXPLAINED_SECONDS and the run can lose neither end."""
-        if self.restarts.on_link_lost(line, lost):
-            return
-        reason = f"lost its link to {lost.peer}: {lost.reason}"
-        asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._fail_if_unexplained, line, reason)
-
-    def _fail_if_unexplained(self, line: ControlConnection, reason: str) -> None:
-        if not any(worker.ended.done() for worker in self.workers.values()):  # otherwise `follow` reports that worker
-            self.accuse(Kind.COMPLAINED, line, reason)
-
-    def _on_exit(self, host: str, how: str) -> None:
-        if host == FORK_SERVER:
-            self.accuse(Kind.DIED, None, how)
-            return
-        if self.restarts.outlives(host):
-            self.restarts.on_exit(host, how)
-            return
-        loop = asyncio.get_running_loop()
+        if self._backend is not None:
+            try:
+                if orderly:
+                    await self._backend.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+            finally:
+                self._backend.kill_all()
         for worker in self.workers.values():
-            if worker.host == host and not worker.ended.done():  # the connection ends with the process, unless a child of it holds it open
-                loop.call_later(EXPLAINED_SECONDS, self._fail_if_open, worker, how)
+            try:
+                await worker.aclose()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
-    def _fail_if_open(self, worker: ControlConnection, how: str) -> None:
-        if not worker.ended.done():
-            self.accuse(Kind.DIED, worker, how)
+    async def _end_now(self, task: asyncio.Task[None]) -> None:
+        """Cancel the run and wait for its end, even if the caller is cancelled meanwhile. Then raises the last cancellation."""
+        task.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
-    def accuse(self, kind: Kind, line: ControlConnection | None, reason: str) -> None:
-        """Record a worker, or the fork server (`line` is None), as a possible root cause of the run's end.
-
-        If the run can lose the worker, only the reason of its death is recorded. No-op for a worker that was sent Stop in a stopping run.
-        """
-        if line is not None and self.restarts.outlives(line.host):
-            self.restarts.blame(line, reason if kind is Kind.DIED else f"failed: {reason}")
-            return
-        if not self._stopping or (line is not None and not line.told_to_stop):
-            name, host = (line.name, line.host) if line is not None else (FORK_SERVER, FORK_SERVER)
-            self._verdict.accuse(kind, name, host, reason)
-
-    async def _wait_all(self, answers: Iterable[asyncio.Future[Any]]) -> None:
+    async def _wait_all(self, task: asyncio.Task[None], responses: Iterable[asyncio.Future[Any]]) -> None:
         """Wait for every response. Raises when the run ends first."""
-        assert self._task is not None
-        for answer in answers:
-            await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+        for response in responses:
+            await asyncio.wait({response, task}, return_when=asyncio.FIRST_COMPLETED)
+            if not response.done():
                 self._check_running()
 
-    def _emitting(self) -> list[str]:
-        return list(dict.fromkeys(node.process for node in self.graph.nodes.values() if node.operator == SOURCE))
-
-    def _check_running(self) -> None:
+    def _check_running(self) -> asyncio.Task[None]:
         self._raise_failure()
-        if self._task is None or self._task.done() or not self._ready.done() or self._stop_wanted.is_set():
-            raise NotRunningError("the run has ended" if self._task is not None else "this launcher has not been started")
+        if self._task is None:
+            raise NotRunningError("this launcher has not been started")
+        if self._task.done() or not self._ready.done() or self._is_stopping:
+            raise NotRunningError("the run has ended")
+        return self._task
 
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, Exception):
-            raise error from None
+    def _fail(self, error: Exception) -> None:
         if is_too_few(error):
             error = UserError(too_few_descriptors())
         if not isinstance(error, (UserError, WorkerDiedError)):  # an internal error or one of a callback: keep its traceback
             self._failure_frames = error.__traceback__
         self.failure = error
-        self._on_event(events.RunFailed(error))
+        self._announce(events.RunFailed(error))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            self._told_failure = True
+            self._was_failure_raised = True
             raise self.failure.with_traceback(self._failure_frames)  # several callers may raise it: reset the traceback for each
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+class _EndedError(Exception):
+    """Ends the tasks of a run whose workers have ended in order."""
+
+
+def set_own_threads(graph: Graph) -> None:
+    """Set torch's threads in the user's own process to the largest number in the graph; `auto` keeps the user's setting."""
+    wishes = [wish for wish in graph.threads.values() if wish != "auto"]
+    if wishes and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(max(wishes))
+
+
+def named_error(group: BaseExceptionGroup[Exception]) -> Exception:
+    """The error to report of those that a run's tasks raised: the first UserError or WorkerDiedError, else the first error."""
+    errors = list(_leaves(group))
+    return next((error for error in errors if isinstance(error, (UserError, WorkerDiedError))), errors[0])
+
+
+def _leaves(error: BaseException) -> Iterable[Any]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error

@@ -131,7 +131,7 @@ class _SimulatedRun:
             eos_token_ids=config.eos_token_ids,
             max_requests=max_requests,
         )
-        self._requests = Requests(self._gateway, self._send, self._launcher.standing.progress, self._seams.clock)
+        self._requests = Requests(self._gateway, self._send, self._launcher.health_record.progress, self._seams.clock)
         harmless = [fault for fault in scenario.faults if falls_back(self._launcher.graph, scenario, fault)]
         self._faults = Faults(world, scenario, self._living_inside, harmless)
         self._outages = Outages(holders_of(self._launcher.graph, config))
@@ -285,7 +285,7 @@ class _SimulatedRun:
             began = self._world.loop.time()
             with contextlib.suppress(UserError, WorkerDiedError, NotRunningError):
                 await self._launcher.statistics()
-            self._launcher.standing.health()
+            self._launcher.health_record.health()
             if not paused and self._world.loop.time() > began + patience:
                 raise InvariantError("I5", f"statistics took {self._world.loop.time() - began:.3f} s, allowed were {patience:g} s")
 
@@ -330,8 +330,7 @@ class _SimulatedRun:
         healed = world.loop.time()
         await clock.sleep(QUIET_SECONDS)
         while (
-            busy := [f"{inside.name} computes" for inside in self._living_insides() if inside.computes]
-            + self._launcher.restarts.restarting()
+            busy := [f"{inside.name} computes" for inside in self._living_insides() if inside.computes] + self._launcher.state.restarting()
         ):
             if self._failure is not None:
                 return

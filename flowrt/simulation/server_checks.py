@@ -116,7 +116,7 @@ class ServerChecks:
                 self._outages.down(name, self._world.loop.time())
 
     def _is_alive(self, name: str) -> bool:
-        line, process = self._launcher.workers.get(name), self._world.processes.get(name)
-        if line is None or process is None or line.is_over or line.told_to_stop:
+        process = self._world.processes.get(name)
+        if process is None or self._launcher.state.has_ended(name):
             return False
         return not process.exit.done() and not self._world.loop.is_dead(process.node)

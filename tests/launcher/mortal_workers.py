@@ -77,6 +77,8 @@ async def run_worker(control: Channel, seams: Seams) -> None:
     assert isinstance(peers, Peers)
     assert peers.incarnations[start.name] == start.incarnation
     await say(told("peers", *(f"{name}={peers.addresses[name].get('fake', '')}" for name in sorted(peers.addresses))))
+    if role == "lingering" and life == 1:
+        await asyncio.sleep(3600)
     await say(Connected())
     while True:
         match await hear():

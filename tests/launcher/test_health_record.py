@@ -8,15 +8,15 @@ from flowrt.actors.control import Heartbeat
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR
 from flowrt.launcher import events
-from flowrt.launcher.health_record import Standing
+from flowrt.launcher.health_record import HealthRecord
 
 
 class Told:
-    """A Standing at `now`."""
+    """A HealthRecord at `now`."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.standing = Standing(["attention.0"], lambda: self.now)
+        self.standing = HealthRecord(["attention.0"], lambda: self.now)
 
     def heartbeat(self, name: str, num_firings: int, running: str | None = None) -> None:
         self.standing.on_heartbeat(name, Heartbeat(0, 0.0, num_firings, running, 0.5, 2.0))
@@ -109,11 +109,11 @@ def test_without_any_group_that_works_the_service_is_not_healthy(told: Told) -> 
 
 def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(told: Told) -> None:
     text = "no replica is left of expert 3: experts.1 went down and is not back"
-    told.hear(events.ExpertsLost("attention.0", text, "wait"), events.ExpertsLost("attention.1", text, "error"))
+    told.hear(events.ExpertsUnavailable("attention.0", text, "wait"), events.ExpertsUnavailable("attention.1", text, "error"))
     assert told.standing.health().problems == (text,)
-    told.hear(events.ExpertsLost("attention.0", "", "wait"), events.ExpertsLost("attention.1", text, "degrade"))
+    told.hear(events.ExpertsUnavailable("attention.0", "", "wait"), events.ExpertsUnavailable("attention.1", text, "degrade"))
     assert (told.standing.health().ok, told.warnings) == (True, (f"{text}; output is degraded",))
-    told.hear(events.ExpertsLost("attention.1", "", "wait"))
+    told.hear(events.ExpertsUnavailable("attention.1", "", "wait"))
     assert told.warnings == ()
 
 

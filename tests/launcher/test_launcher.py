@@ -369,7 +369,7 @@ def test_worker_that_never_responds_is_named(role: str) -> None:
     async def main() -> None:
         def be_quick(event: events.Event) -> None:
             if isinstance(event, events.WorkerListening):  # the time to import everything on a busy machine is over
-                it.launcher._introduction.answer_seconds = 1.5
+                it.launcher.state.answer_seconds = 1.5
 
         it = Run(f"{role}.0", "echo.0", on_event=be_quick)
         error = await it.failure()

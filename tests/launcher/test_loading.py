@@ -87,6 +87,32 @@ async def test_other_deaths_while_loading_end_the_run(tmp_path: Path, victim: st
     assert not r.of(events.WorkerDiedLoading, victim)
 
 
+async def test_server_killed_while_workers_connect_is_restarted(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "lingering.0", "server.1"))
+    starting = asyncio.ensure_future(r.launcher.__aenter__())
+    await r.until(lambda: r.heard("lingering.0", "peers"))
+    assert not starting.done()
+    _, incarnation = r.kill("lingering.0")
+    launcher = await starting
+    try:
+        assert r.of(events.WorkerLost, "lingering.0") == [events.WorkerLost("lingering.0", "was killed by SIGKILL")]
+        assert r.of(events.WorkerRestarted, "lingering.0")
+        await r.until(lambda: r.heard("client.0", "joined"))
+        assert r.heard("client.0", "left") == [f"left lingering.0 {incarnation}"]
+        assert r.heard("client.0", "joined") == [f"joined lingering.0 {launcher.incarnations['lingering.0']} fake://lingering.0/2"]
+    finally:
+        await launcher.stop()
+
+
+async def test_server_that_dies_too_often_while_workers_connect_ends_the_run(tmp_path: Path) -> None:
+    r = Run(graph_of(tmp_path, "lingering.0", settings=ReliabilitySettings(detector=False, restarts=0)))
+    starting = asyncio.ensure_future(r.launcher.__aenter__())
+    await r.until(lambda: r.heard("lingering.0", "peers"))
+    r.kill("lingering.0")
+    with pytest.raises(WorkerDiedError, match=r"lingering\.0 was killed by SIGKILL while it connected, and reliability.restarts is 0"):
+        await starting
+
+
 async def test_a_start_that_is_given_up_while_one_is_loaded_again_leaves_nothing(tmp_path: Path) -> None:
     settings = ReliabilitySettings(detector=False, restarts=100)
     r = Run(graph_of(tmp_path, "stillborn.0", "server.1", settings=settings))

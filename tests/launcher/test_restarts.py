@@ -14,9 +14,8 @@ from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
 from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR, Edge, Graph, Node, ReliabilitySettings
-from flowrt.launcher import events
-from flowrt.launcher import monitor_client as watching
-from flowrt.launcher import restarts as revival
+from flowrt.launcher import events, run_state
+from flowrt.launcher import launcher as launching
 from flowrt.launcher.launcher import Launcher, NotRunningError
 
 __all__ = ["nothing_left"]  # the fixture that looks for what is left, for every test here
@@ -196,9 +195,9 @@ async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> Non
     async with r.launcher as launcher:
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
-        assert "server.0 is down, and its restarts are used up" in launcher.standing.health().warnings
+        assert "server.0 is down, and its restarts are used up" in launcher.health_record.health().warnings
         await r.until_back("server.0")
-        assert launcher.standing.health().warnings == ()
+        assert launcher.health_record.health().warnings == ()
         await r.ask("server.0", "hello")
         await r.until(lambda: r.heard("server.0", "done", "hello"))
 
@@ -302,11 +301,11 @@ async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path
 
 
 async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revival, "_LAST_WORDS_SECONDS", 30.0)
+    monkeypatch.setattr(run_state, "LAST_MESSAGES_SECONDS", 30.0)
     r = Run(graph_of(tmp_path, "server.0"))
     async with r.launcher as launcher:
         line = launcher.workers["server.0"]
-        heard = line.last_word_seconds
+        heard = line.last_message_seconds
         recv = line._control.recv
 
         async def recv_late() -> object:
@@ -316,7 +315,7 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
 
         monkeypatch.setattr(line._control, "recv", recv_late)
         await r.ask("server.0", "beat")  # who listens already is in the recv of before
-        await r.until(lambda: line.last_word_seconds > heard)
+        await r.until(lambda: line.last_message_seconds > heard)
         await r.ask("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [
@@ -334,7 +333,7 @@ async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> Non
 
 
 async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revival, "EXPLAINED_SECONDS", 0.05)
+    monkeypatch.setattr(run_state, "EXPLAINED_SECONDS", 0.05)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         former = launcher.incarnations["server.0"]
@@ -351,7 +350,7 @@ async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch
 
 async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of a process that is killed may be that it has lost a link."""
-    monkeypatch.setattr(revival, "EXPLAINED_SECONDS", 0.3)
+    monkeypatch.setattr(run_state, "EXPLAINED_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher as launcher:
         kept = launcher.incarnations["server.1"]
@@ -386,7 +385,7 @@ class Monitored(Run):
 
 @pytest.fixture
 def fake_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MONITOR_WORKER", "launcher.mortal_workers:run_monitor")
+    monkeypatch.setattr(launching, "MONITOR_ENTRY", "launcher.mortal_workers:run_monitor")
 
 
 @pytest.mark.usefixtures("fake_monitor")

@@ -13,9 +13,9 @@ from launcher.test_launcher import nothing_left
 from launcher.test_restarts import Monitored, Run, fake_monitor, graph_of
 
 from flowrt.graph.model import MONITOR, ReliabilitySettings
-from flowrt.launcher import events, hosts
+from flowrt.launcher import events, run_state
+from flowrt.launcher import launcher as launching
 from flowrt.launcher import monitor_client as watching
-from flowrt.launcher import restarts as revival
 
 __all__ = ["fake_monitor", "nothing_left"]
 
@@ -29,7 +29,7 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
     monkeypatch.setattr(watching, "MONITOR_SECONDS", 2.0)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
-        await r.until(lambda: MONITOR in launcher.workers and launcher.workers[MONITOR].connected.done())
+        await r.until(lambda: launcher.state.is_usable(MONITOR))
         pid, _ = r.kill(MONITOR, signal.SIGSTOP)
         await r.until_back(MONITOR)
         assert launcher.pids[MONITOR] != pid
@@ -44,16 +44,16 @@ async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(watching, "ASK_SECONDS", 0.01)
     r = Monitored(tmp_path, "server.0")
     async with r.launcher as launcher:
-        await r.until(lambda: MONITOR in launcher.workers and launcher.workers[MONITOR].connected.done())
-        told = launcher.workers[MONITOR].last_word_seconds
+        await r.until(lambda: launcher.state.is_usable(MONITOR))
+        told = launcher.workers[MONITOR].last_message_seconds
         for _ in range(20):
-            await r.until(lambda told=told: launcher.workers[MONITOR].last_word_seconds > told)
-            told = launcher.workers[MONITOR].last_word_seconds
+            await r.until(lambda told=told: launcher.workers[MONITOR].last_message_seconds > told)
+            told = launcher.workers[MONITOR].last_message_seconds
         assert not r.of(events.WorkerLost, MONITOR)
 
 
 async def test_death_is_noticed_while_the_fork_server_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revival, "FORK_SERVER_SECONDS", 0.3)
+    monkeypatch.setattr(run_state, "FORK_SERVER_SECONDS", 0.3)
     r = Run(graph_of(tmp_path, "server.0", "server.1"))
     async with r.launcher:
         os.kill(fork_server_of(r), signal.SIGSTOP)
@@ -78,14 +78,14 @@ async def test_a_restart_does_not_wait_for_ever_for_a_stopped_fork_server(tmp_pa
             os.kill(fork_server_of(r), signal.SIGSTOP)  # it has told of the end, and is about to be asked for a fork
 
     async with r.launcher:
-        monkeypatch.setattr(hosts, "FORK_SECONDS", 0.3)
+        monkeypatch.setattr(launching, "FORK_SECONDS", 0.3)
         r.on_event = stop_it
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         assert r.of(events.WorkerGivenUp, "server.0") == [
             events.WorkerGivenUp("server.0", "the fork server has given no answer for 0.3 s: is it stopped, or the machine overloaded?"),
         ]
-        monkeypatch.setattr(hosts, "FORK_SECONDS", 20.0)
+        monkeypatch.setattr(launching, "FORK_SECONDS", 20.0)
         os.kill(fork_server_of(r), signal.SIGCONT)
         await r.until_back("server.0")
     assert not r.of(events.RunFailed, "server.0")

@@ -38,12 +38,9 @@ CUT = "flowrt.operators.dispatch"
 TORCH_KERNELS = "flowrt.operators.kernels.torch.rows"
 GATEWAY = "flowrt.gateway.gateway"
 WINDOW = "flowrt.transports.channel.flow_control"
-INTRODUCTION = "flowrt.launcher.introduction"
 LAUNCHER = "flowrt.launcher.launcher"
-RESTARTS = "flowrt.launcher.restarts"
-HOSTS = "flowrt.launcher.hosts"
+RUN_STATE = "flowrt.launcher.run_state"
 CONNECTION = "flowrt.launcher.control_connection"
-VERDICT = "flowrt.launcher.root_cause"
 MONITORING = "flowrt.launcher.monitor_client"
 REQUESTS = "flowrt.gateway.requests"
 LAZY = "flowrt.actors.lazy_channel"
@@ -213,29 +210,32 @@ BUGS: tuple[Bug, ...] = (
     bug("busy-is-hung", "an operation that takes long is taken for one that hangs", (
         BEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
-    body("start-unsent", "a worker is never told what to load", INTRODUCTION, "Introduction.start", "pass"),
-    body("peers-unsent", "workers never learn where the others listen", INTRODUCTION, "Introduction.wait_connected",
-         "return await self._wait('connecting', {line: line.connected for line in lines})"),
-    body("addresses-of-the-first", "a restarted process keeps the addresses of its first incarnation", INTRODUCTION, "Introduction.wait_loaded",
-         "if not await self._wait('loading', {line: line.listening for line in lines}):\n    return False\nfor line in lines:\n    self.addresses.setdefault(line.name, line.listening.result().addresses)\nreturn True"),
-    body("incarnation-kept", "a restarted process has the incarnation of the dead one", LAUNCHER, "Launcher.renew", "pass"),
-    body("joined-unsent", "neighbours are notified of deaths but not of new incarnations", RESTARTS, "Revival._tell_others",
-         "for name in names:\n    other = self._run.workers.get(name)\n    if other is not None and other.host != line.host and not other.is_over and type(control).__name__ != 'PeerJoined':\n        other.post(control)"),
-    body("exit-ignored", "a process that ended is not started again", RESTARTS, "Revival.on_exit", "self.on_gone(host)"),
-    body("marked-dead-not-killed", "a process that was marked dead is not killed", RESTARTS, "Revival.condemn", "pass"),
-    body("exits-unheard", "the backend's exit notices are dropped", HOSTS, "Hosts.on_exited", "pass"),
-    body("backend-loss-unheard", "the end of the fork server is not noticed", HOSTS, "Hosts.on_backend_lost", "pass"),
+    bug("start-unsent", "a worker is never told what to load", (
+        RUN_STATE, "RunState.on_forked", "self._act(SendStart(worker.name))", "pass")),
+    bug("peers-unsent", "workers never learn where the others listen", (
+        RUN_STATE, "RunState._send_peers", "self._act(Send(worker.name, Peers(dict(self._addresses), dict(self.incarnations))))", "pass")),
+    bug("addresses-of-the-first", "a restarted process keeps the addresses of its first incarnation", (
+        RUN_STATE, "RunState.on_listening", "(True, listening.addresses)", "(True, self._addresses.get(worker, listening.addresses))")),
+    bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
+        RUN_STATE, "RunState._fork_again", "self.incarnations[worker.name] = self._new_incarnation()", "pass")),
+    bug("joined-unsent", "neighbours are notified of deaths but not of new incarnations", (
+        RUN_STATE, "RunState.on_listening", "self._neighbours.get(each.name, ())", "()")),
+    bug("exit-ignored", "a process that ended is not started again", (
+        RUN_STATE, "RunState._on_dead", "self._restart(process)", "pass")),
+    body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_STATE, "RunState.fence", "pass"),
+    body("exits-unheard", "the backend's exit notices are dropped", LAUNCHER, "Launcher.on_exited", "pass"),
+    body("backend-loss-unheard", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),
     body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
-    body("stop-unsent", "workers are not told to stop", CONNECTION, "ControlConnection.tell_stop", "self.told_to_stop = True"),
+    body("stop-unsent", "workers are not told to stop", CONNECTION, "ControlConnection.send_stop", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
-    body("drained-unheard", "no request to drain is ever done", CONNECTION, "ControlConnection.ask_drain",
-         "await self.tell(Drain())\nreturn asyncio.get_running_loop().create_future()"),
-    body("statistics-unheard", "a worker's statistics are not kept", CONNECTION, "ControlConnection.answer_for_it", "pass"),
-    body("failure-unseen", "what fails a run is collected and never looked at", VERDICT, "Verdict.accuse",
-         "self._accusations.append(_Accusation(kind, len(self._accusations), name, host, reason))"),
-    body("failures-ignored", "what a worker says of its failure is ignored", LAUNCHER, "Launcher.accuse", "pass"),
-    body("heartbeats-unrelayed", "the monitor gets no heartbeats", MONITORING, "Watching._relay", "pass"),
-    body("verdicts-ignored", "what the monitor decides is ignored", MONITORING, "Watching.on_control", "pass"),
+    body("drained-unheard", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
+         "self.post(Drain())\nreturn asyncio.get_running_loop().create_future()"),
+    body("statistics-unheard", "a worker's statistics are not kept", CONNECTION, "ControlConnection.give_up_requests", "pass"),
+    bug("failure-unseen", "what fails a run is collected and never looked at", (
+        RUN_STATE, "RunState._report", "if not self._reports:", "if False:")),
+    body("failures-ignored", "what a worker says of its failure is ignored", RUN_STATE, "RunState._blame", "pass"),
+    body("heartbeats-unrelayed", "the monitor gets no heartbeats", MONITORING, "MonitorClient.relay", "pass"),
+    body("verdicts-ignored", "what the monitor decides is ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
     # admission and requests
     body("fence-ignored", "requests of a fenced group go on waiting", REQUESTS, "Requests.fence_group", "pass"),
     body("client-not-woken", "clients are not woken for what was committed", REQUESTS, "Requests._carry_out", "pass"),

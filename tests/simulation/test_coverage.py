@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 
 import pytest
 from simulation.graph_files import GRAPHS, load
+from simulation.test_failing_workers import FAILURES, failure_of
 
 from flowrt.simulation.campaign import CampaignCounts, Failure, campaign, digest_line
 from flowrt.simulation.cases import Case
@@ -38,10 +39,10 @@ EXCEPTIONS = {
     "flowrt/processes/local_process.py": _SYSTEM,
     "flowrt/processes/output_tail.py": _SYSTEM,
     "flowrt/launcher/events.py:tell": "prints to stderr",
-    "flowrt/launcher/hosts.py:Hosts.terminate": "for a worker that does not stop: all faults have healed by then",
-    "flowrt/launcher/launcher.py:Launcher._fail_if_open": "for a child of a dead worker that holds its control connection open",
-    "flowrt/launcher/restarts.py:Revival.blame": "for an expert server that sends Failed; none of the faults makes one",
-    "flowrt/launcher/restarts.py:Revival._tell_unless": "needs a fork server that stands still for 15 s after a death; at some seeds only",
+    "flowrt/launcher/launcher.py:Launcher.on_output": "for output of processes; simulated ones write none",
+    "flowrt/launcher/run_state.py:RunState._kill_late": "for a worker that does not stop: all faults have healed by then",
+    "flowrt/launcher/run_state.py:RunState._on_stop_deadline": "for a worker that does not stop: all faults have healed by then",
+    "flowrt/launcher/run_state.py:RunState._on_not_reaped": "needs a fork server that stands still for 15 s after a death",
     "flowrt/launcher/transport_choice.py:_operators": "threads of a graph with one tag in flight; no graph of the tests is so small",
     "flowrt/gateway/gateway.py:Gateway.place_again": "for a recovery that moves requests to another group; no caller yet",
     "flowrt/gateway/gateway.py:Gateway._no_group": "needs all groups fenced when a request comes; at some seeds only",
@@ -89,6 +90,8 @@ def run() -> Campaign:
 
     sys.settrace(note_call)  # returns no tracer of lines, so that only calls cost time
     try:
+        for worker in FAILURES:
+            failure_of(worker)
         counts = campaign(SEEDS, [load(path.name) for path in sorted(GRAPHS.glob("*.yaml"))], on_run=note_digest)
     finally:
         sys.settrace(None)

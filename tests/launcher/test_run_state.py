@@ -1,0 +1,399 @@
+"""The run state: what follows from each event in each state, and properties that hold after any sequence of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowrt.actors.control import Failed, LinkLost, Listening, PeerJoined, PeerLeft, Peers
+from flowrt.errors import UserError, WorkerDiedError
+from flowrt.graph.model import FORK_SERVER, Edge, Graph, Node, ReliabilitySettings
+from flowrt.launcher import events
+from flowrt.launcher.run_state import (
+    EXPLAINED_SECONDS,
+    FORK_SERVER_SECONDS,
+    LAST_MESSAGES_SECONDS,
+    SETTLE_SECONDS,
+    STATUS_SECONDS,
+    Action,
+    Announce,
+    End,
+    Fork,
+    Kill,
+    RunState,
+    Send,
+    SendStart,
+    SendStop,
+)
+
+CLIENT, SERVER, OTHER = "client", "server", "other"
+KILLED = "was killed by SIGKILL"
+
+
+def graph_of(restarts: int = 3, opens: str = "lazy", recovery: str = "fine") -> Graph:
+    """One worker whose death ends the run, and two servers that it sends requests to."""
+    nodes = [Node(CLIENT, "source", CLIENT), Node(SERVER, "experts", SERVER), Node(OTHER, "experts", OTHER)]
+    edges = [Edge(CLIENT, "y", server, "x", transport="zmq", open=opens) for server in (SERVER, OTHER)]  # type: ignore[arg-type]
+    reliability = ReliabilitySettings(detector=False, restarts=restarts, recovery=recovery)  # type: ignore[arg-type]
+    return Graph.of(nodes, edges, reliability=reliability)
+
+
+class Driver:
+    """A run state with a clock, which carries out no action."""
+
+    def __init__(self, graph: Graph | None = None) -> None:
+        self.numbers = iter(range(10**6))
+        names = (CLIENT, SERVER, OTHER)
+        self.state = RunState(
+            graph or graph_of(),
+            {name: [name] for name in names},
+            [],
+            new_incarnation=lambda: str(next(self.numbers)),
+            answer_seconds=60.0,
+            stop_seconds=5.0,
+        )
+        self.now = 100.0
+
+    def do(self, event: Callable[..., None], *arguments: object) -> list[Action]:
+        event(self.now, *arguments)
+        return self.state.take_actions()
+
+    def pass_time(self, seconds: float) -> list[Action]:
+        """Run every timer that is due within `seconds`."""
+        end, actions = self.now + seconds, []
+        while (deadline := self.state.deadline) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.do(self.state.on_time)
+        self.now = end
+        return actions
+
+    def load(self) -> None:
+        self.do(self.state.start)
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_forked, name, 7)
+
+    def connect(self) -> None:
+        self.load()
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_listening, name, Listening({"zmq": name}))
+
+    def begin(self) -> None:
+        self.connect()
+        for name in (CLIENT, SERVER, OTHER):
+            self.do(self.state.on_connected, name)
+
+    def die(self, name: str) -> list[Action]:
+        return [*self.do(self.state.on_exited, name, KILLED), *self.do(self.state.on_connection_closed, name)]
+
+
+def announced(actions: Sequence[Action]) -> list[events.Event]:
+    return [action.event for action in actions if isinstance(action, Announce)]
+
+
+def end_of(actions: Sequence[Action]) -> str:
+    (end,) = [action for action in actions if isinstance(action, End)]
+    return str(end.error)
+
+
+def test_start() -> None:
+    driver = Driver()
+    assert driver.do(driver.state.start) == [Fork(CLIENT), Fork(SERVER), Fork(OTHER)]
+    assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), SendStart(CLIENT)]
+    for name in (SERVER, OTHER):
+        driver.do(driver.state.on_forked, name, 7)
+    for name in (CLIENT, SERVER):
+        assert driver.do(driver.state.on_listening, name, Listening({})) == [Announce(events.WorkerListening(name, 0))]
+    sent = [action.worker for action in driver.do(driver.state.on_listening, OTHER, Listening({})) if isinstance(action, Send)]
+    assert sent == [CLIENT, SERVER, OTHER]
+    for name in (CLIENT, SERVER):
+        assert driver.do(driver.state.on_connected, name) == [Announce(events.WorkerConnected(name))]
+    assert announced(driver.do(driver.state.on_connected, OTHER)) == [events.WorkerConnected(OTHER), events.Ready(0.0)]
+
+
+# Run phase and death -> the announced event, the processes forked again, how the run ends.
+DEATHS: dict[tuple[str, str], tuple[type[events.Event] | None, list[str], str]] = {
+    ("load", SERVER): (events.WorkerDiedLoading, [SERVER], ""),
+    ("load", CLIENT): (None, [], f"{CLIENT} {KILLED}"),
+    ("connect", SERVER): (events.WorkerLost, [SERVER], ""),
+    ("connect", CLIENT): (None, [], f"{CLIENT} {KILLED}"),
+    ("begin", SERVER): (events.WorkerLost, [SERVER], ""),
+    ("begin", CLIENT): (None, [], f"{CLIENT} {KILLED}"),
+}
+
+
+@pytest.mark.parametrize(("phase", "victim"), DEATHS)
+def test_death_in_each_phase(phase: str, victim: str) -> None:
+    event, forked, end = DEATHS[phase, victim]
+    driver = Driver()
+    getattr(driver, phase)()
+    actions = [*driver.die(victim), *driver.pass_time(1.0)]
+    assert [type(each) for each in announced(actions)] == ([event] if event is not None else [])
+    assert [action.process for action in actions if isinstance(action, Fork)] == forked
+    assert [str(action.error) for action in actions if isinstance(action, End)] == ([end] if end else [])
+
+
+def test_peers_are_notified_of_a_death_and_of_the_next_incarnation() -> None:
+    driver = Driver()
+    driver.begin()
+    former = driver.state.incarnations[SERVER]
+    assert driver.do(driver.state.on_dying, SERVER) == [Send(CLIENT, PeerLeft(SERVER, former, "its process has ended"))]
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_forked, SERVER, 8)
+    present = driver.state.incarnations[SERVER]
+    assert present != former
+    actions = driver.do(driver.state.on_listening, SERVER, Listening({"zmq": "new"}))
+    assert Send(CLIENT, PeerJoined(SERVER, present, {"zmq": "new"})) in actions
+    assert [action.worker for action in actions if isinstance(action, Send) and isinstance(action.control, Peers)] == [SERVER]
+    driver.now += 1.5
+    assert announced(driver.do(driver.state.on_connected, SERVER)) == [
+        events.WorkerConnected(SERVER),
+        events.WorkerRestarted(SERVER, 8, 1.5),
+    ]
+
+
+def test_notices_wait_until_a_worker_is_connected() -> None:
+    driver = Driver()
+    driver.connect()
+    driver.do(driver.state.on_connected, SERVER)
+    assert not [action for action in driver.die(SERVER) if isinstance(action, Send)]
+    (left,) = [action for action in driver.do(driver.state.on_connected, CLIENT) if isinstance(action, Send)]
+    assert isinstance(left.control, PeerLeft)
+
+
+def test_death_while_workers_connect_ends_the_run_where_links_open_at_the_start() -> None:
+    driver = Driver(graph_of(opens="start"))
+    driver.connect()
+    assert end_of([*driver.die(SERVER), *driver.pass_time(1.0)]) == f"{SERVER} {KILLED}"
+
+
+def test_cause_of_a_death_is_reported() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_failed, SERVER, Failed("broken"))
+    assert announced(driver.die(SERVER)) == [events.WorkerLost(SERVER, f"failed: broken; {KILLED}")]
+
+
+def test_last_messages_are_read_before_a_death_is_explained() -> None:
+    driver = Driver()
+    driver.begin()
+    assert announced(driver.do(driver.state.on_exited, SERVER, KILLED)) == []
+    assert announced(driver.pass_time(LAST_MESSAGES_SECONDS)) == [events.WorkerLost(SERVER, KILLED)]
+    assert announced(driver.do(driver.state.on_exited, CLIENT, KILLED)) == []
+    assert end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} {KILLED}"
+
+
+def test_closed_connections() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_connection_closed, SERVER)
+    assert driver.pass_time(LAST_MESSAGES_SECONDS) == [Kill(SERVER)]
+    driver.do(driver.state.on_connection_closed, CLIENT)
+    assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} closed its control connection without being told to"
+
+
+def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_dying, SERVER)
+    (given_up,) = announced(driver.pass_time(FORK_SERVER_SECONDS))
+    assert isinstance(given_up, events.WorkerGivenUp)
+    assert driver.state.restarting() == []
+    actions = [*driver.die(SERVER), *driver.pass_time(0.0)]
+    assert Fork(SERVER) in actions
+    assert driver.state.restarting() == [SERVER]
+
+
+def test_fork_server_that_does_not_report_an_exit_ends_a_start() -> None:
+    driver = Driver()
+    driver.load()
+    driver.do(driver.state.on_connection_closed, SERVER)
+    assert "has not said for 15 s that server has ended" in end_of(driver.pass_time(FORK_SERVER_SECONDS))
+
+
+def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_it() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    assert Kill(SERVER) in driver.pass_time(EXPLAINED_SECONDS)
+    driver.do(driver.state.on_link_lost, OTHER, LinkLost(SERVER, "it broke"))  # its death is known
+    assert not driver.pass_time(EXPLAINED_SECONDS)
+
+
+def test_link_lost_between_workers_that_the_run_needs_ends_it() -> None:
+    driver = Driver(graph_of(recovery="off"))
+    driver.begin()
+    driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    assert end_of(driver.pass_time(EXPLAINED_SECONDS + SETTLE_SECONDS)) == "client failed: lost its link to server: it broke"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ("complains", "dies", f"{SERVER} {KILLED}"),
+        ("complains", "is misused", "bad input"),
+        ("dies", "is misused", "bad input"),
+        ("dies", "complains", f"{SERVER} {KILLED}"),
+    ],
+)
+def test_most_fundamental_of_the_first_reports_is_the_root_cause(first: str, second: str, named: str) -> None:
+    driver = Driver(graph_of(recovery="off"))
+    driver.begin()
+    happen = {
+        "complains": lambda: driver.do(driver.state.on_failed, CLIENT, Failed("no answer")),
+        "is misused": lambda: driver.do(driver.state.on_failed, OTHER, Failed("bad input", user=True)),
+        "dies": lambda: driver.die(SERVER),
+    }
+    happen[first]()
+    driver.pass_time(SETTLE_SECONDS / 2)
+    happen[second]()
+    assert end_of(driver.pass_time(SETTLE_SECONDS)) == named
+
+
+def test_lost_backend_is_the_root_cause() -> None:
+    driver = Driver()
+    driver.begin()
+    driver.do(driver.state.on_backend_lost, KILLED)
+    driver.do(driver.state.on_connection_closed, CLIENT)
+    assert end_of(driver.pass_time(60.0)) == f"{FORK_SERVER} {KILLED}"
+
+
+def test_stop_in_order_and_stragglers() -> None:
+    driver = Driver()
+    driver.begin()
+    deadline = driver.now + 5.0
+    assert driver.do(driver.state.stop) == [SendStop(name, deadline) for name in (CLIENT, SERVER, OTHER)]
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_stop_sent, name)
+    for name in (CLIENT, SERVER):
+        assert driver.die(name) == []
+    assert driver.pass_time(5.0) == [Announce(events.Straggler(OTHER, 5.0)), Kill(OTHER, end_gently=True)]
+    assert driver.pass_time(0.5) == [Kill(OTHER)]
+    assert driver.die(OTHER) == [End()]
+
+
+def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
+    driver = Driver()
+    driver.do(driver.state.start)
+    error = UserError("no descriptor")
+    assert driver.do(driver.state.on_fork_failed, SERVER, error) == [End(error)]
+    driver = Driver()
+    driver.begin()
+    driver.die(SERVER)
+    driver.pass_time(0.0)
+    driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(SERVER, "could not be forked"))
+    assert driver.pass_time(1.0) == [Fork(SERVER)]
+
+
+class RunStateMachine(RuleBasedStateMachine):
+    """Any order of forks, messages, deaths, timers and Stop."""
+
+    @initialize(restarts=st.integers(0, 2), opens=st.sampled_from(["lazy", "start"]))
+    def begin(self, restarts: int, opens: str) -> None:
+        self.restarts = restarts
+        self.driver = Driver(graph_of(restarts, opens))
+        self.living: set[str] = set()  # forked, and not exited
+        self.forking: set[str] = set()
+        self.open: set[str] = set()
+        self.forks: dict[str, list[float]] = {}
+        self.ends: list[End] = []
+        self.stopping: set[str] = set()
+        self.incarnations = set(self.driver.state.incarnations.values())
+        self.carry_out(self.driver.do(self.driver.state.start))
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            assert not self.ends, "no action follows the end"
+            if isinstance(action, Fork):
+                assert action.process not in self.living | self.forking, "two incarnations of a name"
+                self.forking.add(action.process)
+                self.forks.setdefault(action.process, []).append(self.driver.now)
+                if len(self.forks[action.process]) > 1:
+                    incarnation = self.driver.state.incarnations[action.process]
+                    assert incarnation not in self.incarnations
+                    self.incarnations.add(incarnation)
+            elif isinstance(action, SendStop):
+                self.stopping.add(action.worker)
+            elif isinstance(action, End):
+                self.ends.append(action)
+
+    @precondition(lambda self: self.forking)
+    @rule(data=st.data(), fails=st.integers(0, 4))
+    def fork(self, data: st.DataObject, fails: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.forking)))
+        self.forking.discard(name)
+        if fails == 0:
+            self.carry_out(self.driver.do(self.driver.state.on_fork_failed, name, WorkerDiedError(name, "could not be forked")))
+        else:
+            self.living.add(name)
+            self.open.add(name)
+            self.carry_out(self.driver.do(self.driver.state.on_forked, name, 7))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "fenced"]))
+    def hear(self, data: st.DataObject, kind: str) -> None:
+        name, state = data.draw(st.sampled_from(sorted(self.open))), self.driver.state
+        match kind:
+            case "listening":
+                self.carry_out(self.driver.do(state.on_listening, name, Listening({})))
+            case "connected" if state.is_usable(name) or state.is_starting(name):
+                self.carry_out(self.driver.do(state.on_connected, name))
+            case "failed":
+                self.carry_out(self.driver.do(state.on_failed, name, Failed("broken")))
+            case "link lost":
+                self.carry_out(self.driver.do(state.on_link_lost, name, LinkLost(SERVER, "it broke")))
+            case "stop sent" if name in self.stopping:
+                self.stopping.discard(name)
+                self.carry_out(self.driver.do(state.on_stop_sent, name))
+            case "fenced":
+                self.carry_out(self.driver.do(state.fence, name, "no heartbeat"))
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), is_announced=st.booleans())
+    def exit(self, data: st.DataObject, is_announced: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.living)))
+        if is_announced:
+            self.carry_out(self.driver.do(self.driver.state.on_dying, name))
+        self.living.discard(name)
+        self.carry_out(self.driver.do(self.driver.state.on_exited, name, KILLED))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        self.open.discard(name)
+        self.stopping.discard(name)
+        self.carry_out(self.driver.do(self.driver.state.on_connection_closed, name))
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 2.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        end = self.driver.now + seconds
+        while (deadline := self.driver.state.deadline) is not None and deadline <= end:
+            self.driver.now = max(self.driver.now, deadline)
+            self.carry_out(self.driver.do(self.driver.state.on_time))
+            self.open -= self.forking  # a fork closes the former connection first
+        self.driver.now = end
+
+    @rule()
+    def stop(self) -> None:
+        self.carry_out(self.driver.do(self.driver.state.stop))
+
+    @invariant()
+    def ends_with_a_reason_and_stays_in_budget(self) -> None:
+        for name, times in getattr(self, "forks", {}).items():
+            assert name != CLIENT or len(times) == 1, "this process cannot be restarted"
+            assert self.restarts > 0 or len(times) == 1
+            soon = [at for at in times[1:] if at > self.driver.now - 30.0]
+            assert len(soon) <= max(1, self.restarts) + 1, "more restarts than the budget allows, and one attempt after it was given up"
+        for end in getattr(self, "ends", []):
+            assert end.error is None or str(end.error)
+
+
+RunStateMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnySequence = RunStateMachine.TestCase

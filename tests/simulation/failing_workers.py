@@ -1,0 +1,24 @@
+"""Workers that fail to start: what no drawn fault makes of a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flowrt.actors.control import Failed, as_message
+from flowrt.seams import Seams
+from flowrt.transports.contract import Channel
+from flowrt.transports.wire.message import Message
+
+
+async def fail_to_load(control: Channel, seams: Seams) -> None:
+    await control.recv()
+    await control.send(as_message(Failed("no weights")))
+
+
+async def be_silent(control: Channel, seams: Seams) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def send_unknown_message(control: Channel, seams: Seams) -> None:
+    await control.send(Message("unknown"))
+    await asyncio.get_running_loop().create_future()

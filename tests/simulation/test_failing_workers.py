@@ -1,0 +1,30 @@
+"""Starts that fail, in virtual time: the run ends with the name of a worker and a reason."""
+
+from __future__ import annotations
+
+import pytest
+from simulation.graph_files import load
+
+from flowrt.sampling_params import SamplingParams
+from flowrt.simulation.cluster import serve
+from flowrt.simulation.served import SimulatedRequest
+from flowrt.simulation.world import run
+
+FAILURES = {
+    "fail_to_load": "failed: no weights",
+    "be_silent": "gave no word for 120 s while loading",
+    "send_unknown_message": "sent nonsense on its control connection: 'unknown' is no control message",
+}
+
+
+def failure_of(worker: str, seed: int = 0) -> str | None:
+    request = SimulatedRequest((5, 6), SamplingParams(max_tokens=2))
+    return run(seed, lambda world: serve(world, load("2x3.yaml"), [request], f"simulation.failing_workers:{worker}")).result.failure
+
+
+@pytest.mark.parametrize("worker", FAILURES)
+def test_worker_that_does_not_start_is_named_with_the_reason(worker: str) -> None:
+    for seed in range(3):
+        name, _, reason = (failure_of(worker, seed) or "").partition(" ")
+        assert name in ("attention.0", "attention.1", "experts.0", "experts.1", "experts.2")
+        assert reason == FAILURES[worker]
