@@ -16,7 +16,7 @@ if sys.platform == "linux":
             [
                 "flowrt/transports/native/_words.c",
                 "flowrt/transports/native/_records.c",
-                "flowrt/transports/native/_copier.c",
+                "flowrt/transports/native/_copy_thread.c",
                 "flowrt/transports/native/_loans.c",
             ],
             depends=["flowrt/transports/native/_words.h"],

@@ -290,7 +290,7 @@ class SimulatedTransport(Transport):
         if not expect_scheme(address, self.scheme):
             address = self._network.free_address(self.scheme)
         if address in self._network.listeners:
-            raise AddressError(f"somebody listens at {address} already")
+            raise AddressError(f"another listener is at {address} already")
         listener = self._network.listeners[address] = SimulatedListener(self._network, address, limits, key, identity)
         return listener
 
@@ -319,7 +319,7 @@ class SimulatedTransport(Transport):
     def _find(self, address: str) -> SimulatedListener:
         listener = self._network.listeners.get(address)
         if listener is None:
-            raise AddressError(f"nobody listens at {address}")
+            raise AddressError(f"no listener is at {address}")
         if listener.full:
             raise AddressError(f"{address} has {listener.capacity} connections that were not accepted yet")
         return listener

@@ -152,12 +152,12 @@ def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, sent_byt
     async def feed() -> None:
         async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
             _, path = socket_address(scheme, listener.address.partition("://")[2])
-            with socket.socket(socket.AF_UNIX) as line:
-                line.connect(path)
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
                 with at_most(BEFORE_PROOF_BYTES + sum(map(len, sent_bytes)), "a caller"):
                     for piece in sent_bytes:
                         with suppress(BrokenPipeError, ConnectionResetError):
-                            line.send(piece)
+                            sock.send(piece)
                         await asyncio.sleep(0)
             async with asyncio.timeout(60):
                 while listener.rejected == 0:  # noqa: ASYNC110  (a counter wakes nobody)

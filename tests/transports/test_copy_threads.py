@@ -41,7 +41,7 @@ if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
 from flowrt.transports.channel import bulk_copy as bulk
-from flowrt.transports.native._words import CopyThread, Ledger, Memory, Records
+from flowrt.transports.native._words import CopyThread, Leases, Memory, Records
 from flowrt.transports.shared_memory import ring_writer
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
@@ -57,12 +57,12 @@ def ring(copy_threads: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, 
     memfd = sealed_memory(layout.total_bytes)
     memory = Memory(memfd, layout.total_bytes)
     os.close(memfd)
-    ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+    leases = Leases(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
     return (
         memory,
         layout,
         RingWriter(memory, layout, 0, limits, ChannelStatistics()),
-        RingReader(memory, ledger, layout, 0, limits, ChannelStatistics()),
+        RingReader(memory, leases, layout, 0, limits, ChannelStatistics()),
     )
 
 

@@ -34,7 +34,7 @@ from flowrt.transports.wire.message import Message
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from flowrt.transports.native._words import Ledger, Memory, Records
+from flowrt.transports.native._words import Leases, Memory, Records
 from flowrt.transports.shared_memory.ring_reader import MAX_REPEATS, RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
 
@@ -142,9 +142,9 @@ class MessageRingMachine(RuleBasedStateMachine):
         super().__init__()
         self.layout = Layout.of(LIMITS)
         one, other = mappings(self.layout.total_bytes)
-        ledger = Ledger(other, self.layout.area(0), self.layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+        leases = Leases(other, self.layout.area(0), self.layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
         self.writer = RingWriter(one, self.layout, 0, LIMITS, ChannelStatistics())
-        self.reader = RingReader(other, ledger, self.layout, 0, LIMITS, ChannelStatistics())
+        self.reader = RingReader(other, leases, self.layout, 0, LIMITS, ChannelStatistics())
         self.unread: deque[tuple[int, int]] = deque()
         self.begun: tuple[int, int] | None = None  # a message that `advance` has not finished
         self.held: list[tuple[int, int, Message]] = []
@@ -297,9 +297,9 @@ def test_flood_of_repeats_breaks_the_channel() -> None:
     """Each repeat is dropped inside one call of `take`, so their number is bounded."""
     layout = Layout.of(LIMITS)
     one, other = mappings(layout.total_bytes)
-    ledger = Ledger(other, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+    leases = Leases(other, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
     writer, counters = RingWriter(one, layout, 0, LIMITS, ChannelStatistics()), ChannelStatistics()
-    reader = RingReader(other, ledger, layout, 0, LIMITS, counters)
+    reader = RingReader(other, leases, layout, 0, LIMITS, counters)
     assert writer.send(numbered(0))
     records = Records(one, layout.words(0), layout.records(0), layout.records_bytes, -1)
     first = next_envelope(other, layout)

@@ -44,9 +44,9 @@ async def test_a_slow_caller_keeps_its_place_while_the_table_has_room(monkeypatc
         slow = [call(listener.address) for _ in range(2)]
         for _ in range(10):
             await meet(listener)
-        for line in slow:
+        for sock in slow:
             with pytest.raises(BlockingIOError):
-                line.recv(100)
+                sock.recv(100)
         assert listener.rejected == 0
         close(slow)
 
@@ -59,14 +59,14 @@ async def test_a_caller_whose_proof_has_arrived_is_not_evicted() -> None:
         return InprocChannel(meeting.limits, meeting.peer)
 
     async with SocketListener(LocalEnd("shm", "proved", "", SMALL, KEY, HERE), make_channel) as listener:
-        line, handshake = call(listener.address), Handshake("connector", KEY, THERE, SMALL, scheme="shm")
-        line.send(handshake.start())
-        answer = handshake.receive(await within(asyncio.get_running_loop().sock_recv(line, 4096), "the listener's proof"))
-        line.send(answer)
+        sock, handshake = call(listener.address), Handshake("connector", KEY, THERE, SMALL, scheme="shm")
+        sock.send(handshake.start())
+        answer = handshake.receive(await within(asyncio.get_running_loop().sock_recv(sock, 4096), "the listener's proof"))
+        sock.send(answer)
         (caller,) = listener._callers
         caller.evict()
         assert (await within(listener.accept(), "accept")).peer == THERE
-        line.close()
+        sock.close()
 
 
 async def test_an_evicted_caller_calls_again() -> None:
@@ -90,9 +90,9 @@ async def test_a_caller_that_is_evicted_again_and_again_gives_up() -> None:
     with listening("full") as calls:
         connecting = asyncio.ensure_future(get_transport("shm").connect("shm://full", SMALL, KEY, THERE))
         for _ in range(rendezvous.MAX_EVICTIONS):
-            line, _ = await within(asyncio.get_running_loop().sock_accept(calls), "a call")
-            line.send(EVICTED)
-            line.close()
+            sock, _ = await within(asyncio.get_running_loop().sock_accept(calls), "a call")
+            sock.send(EVICTED)
+            sock.close()
         with pytest.raises(HandshakeError, match="too many callers"):
             await within(connecting, "connect")
 
@@ -101,23 +101,23 @@ async def test_a_listener_without_descriptors_pauses(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rendezvous, "MIN_PAUSE_SECONDS", HOUR, raising=False)
     attempts = count_attempts(monkeypatch)
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
-        line = call(listener.address)
+        sock = call(listener.address)
         with no_descriptors():
             for _ in range(100):
                 await asyncio.sleep(0)
         assert attempts == ["accept"]
-        line.close()
+        sock.close()
 
 
 async def test_a_listener_accepts_again_once_there_are_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = count_attempts(monkeypatch)
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
-        line = call(listener.address)
+        sock = call(listener.address)
         with no_descriptors():
             while not attempts:  # noqa: ASYNC110  (a list wakes no task)
                 await asyncio.sleep(0)
         await meet(listener)
-        line.close()
+        sock.close()
 
 
 def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -167,10 +167,10 @@ async def meet(listener: Listener) -> None:
 
 
 def call(address: str) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX)
-    line.setblocking(False)
-    line.connect(socket_address("shm", address.partition("://")[2])[1])
-    return line
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    sock.connect(socket_address("shm", address.partition("://")[2])[1])
+    return sock
 
 
 def close(connections: list[socket.socket]) -> None:

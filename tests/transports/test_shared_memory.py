@@ -35,7 +35,7 @@ from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from flowrt.transports.native._words import Ledger, Memory
+from flowrt.transports.native._words import Leases, Memory
 
 LIMITS = Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18)
 
@@ -56,9 +56,9 @@ def _fill(writer: RingWriter) -> None:
 def ring() -> tuple[Memory, Layout, RingWriter, RingReader]:
     layout = Layout.of(LIMITS)
     memory = new_memory(layout.total_bytes)
-    ledger = Ledger(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
+    leases = Leases(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
     writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics())
-    return memory, layout, writer, RingReader(memory, ledger, layout, 0, LIMITS, ChannelStatistics())
+    return memory, layout, writer, RingReader(memory, leases, layout, 0, LIMITS, ChannelStatistics())
 
 
 class TestWords:
@@ -103,56 +103,56 @@ class TestWords:
         assert bytes(memoryview(two)[100:104]) == b"abcd"
 
 
-class TestLedger:
+class TestLeases:
     AREA = 4096
 
-    def ledger(self) -> tuple[Memory, Ledger]:
+    def leases(self) -> tuple[Memory, Leases]:
         memory = new_memory(2 * 4096)
-        return memory, Ledger(memory, 4096, self.AREA, RELEASED, WRITER_SLEEPS, -1)
+        return memory, Leases(memory, 4096, self.AREA, RELEASED, WRITER_SLEEPS, -1)
 
     def test_released_prefix_is_published(self) -> None:
-        memory, ledger = self.ledger()
-        leases = [ledger.lease(start, 1000) for start in (0, 1000, 2000)]
-        del leases[1]
-        assert (memory.load(RELEASED), ledger.held) == (0, 2)
-        del leases[0]
-        assert (memory.load(RELEASED), ledger.held) == (2000, 1)
-        leases.clear()
-        assert (memory.load(RELEASED), ledger.held) == (3000, 0)
+        memory, leases = self.leases()
+        taken = [leases.lease(start, 1000) for start in (0, 1000, 2000)]
+        del taken[1]
+        assert (memory.load(RELEASED), leases.held) == (0, 2)
+        del taken[0]
+        assert (memory.load(RELEASED), leases.held) == (2000, 1)
+        taken.clear()
+        assert (memory.load(RELEASED), leases.held) == (3000, 0)
 
     def test_a_view_keeps_its_lease(self) -> None:
-        memory, ledger = self.ledger()
-        view = memoryview(ledger.lease(0, 100))[10:20]
+        memory, leases = self.leases()
+        view = memoryview(leases.lease(0, 100))[10:20]
         view[:] = b"0123456789"
-        assert ledger.held == 1
+        assert leases.held == 1
         assert bytes(memoryview(memory)[4096 + 10 : 4096 + 20]) == b"0123456789"
         del view
-        assert ledger.held == 0
+        assert leases.held == 0
 
     @pytest.mark.parametrize(
         ("start", "nbytes"),
         [(0, 0), (0, 4097), (4000, 200), (999, 10), (4096 + 1000, 3000), (4096 + 900, 200), (2**63, 4096), (2**64 - 4096, 4097)],
     )
     def test_impossible_ranges_are_refused(self, start: int, nbytes: int) -> None:
-        _, ledger = self.ledger()
-        held = ledger.lease(0, 1000)
+        _, leases = self.leases()
+        held = leases.lease(0, 1000)
         with pytest.raises((ValueError, OverflowError)):
-            ledger.lease(start, nbytes)
-        assert ledger.held == 1
+            leases.lease(start, nbytes)
+        assert leases.held == 1
         del held
 
     def test_leases_die_on_other_threads(self) -> None:
-        memory, ledger = self.ledger()
-        leases = [ledger.lease(start, 4) for start in range(0, 4096, 4)]
-        random.Random(1).shuffle(leases)
+        memory, leases = self.leases()
+        taken = [leases.lease(start, 4) for start in range(0, 4096, 4)]
+        random.Random(1).shuffle(taken)
         lock = threading.Lock()
 
         def drop() -> None:
             while True:
                 with lock:
-                    if not leases:
+                    if not taken:
                         return
-                    lease = leases.pop()
+                    lease = taken.pop()
                 del lease
 
         threads = [threading.Thread(target=drop) for _ in range(4)]
@@ -160,13 +160,13 @@ class TestLedger:
             thread.start()
         for thread in threads:
             thread.join()
-        assert (memory.load(RELEASED), ledger.held) == (4096, 0)
+        assert (memory.load(RELEASED), leases.held) == (4096, 0)
 
     @given(st.integers(0, 2**32), st.integers(1, 60))
     @settings(max_examples=50)
     def test_any_order_of_release(self, seed: int, held_at_once: int) -> None:
         """A writer that follows the rules is never refused, and nothing it may overwrite is held."""
-        memory, ledger = self.ledger()
+        memory, leases = self.leases()
         choose = random.Random(seed)
         held: dict[int, object] = {}
         placed = 0
@@ -177,12 +177,12 @@ class TestLedger:
             if released == placed and choose.random() < 0.5:
                 start = placed + -placed % self.AREA
             if start + nbytes - released <= self.AREA and len(held) < held_at_once:
-                held[start] = ledger.lease(start, nbytes)
+                held[start] = leases.lease(start, nbytes)
                 placed = start + nbytes
             elif held:
                 del held[choose.choice(list(held))]
             assert all(start >= memory.load(RELEASED) for start in held)
-            assert ledger.held == len(held)
+            assert leases.held == len(held)
         held.clear()
         assert memory.load(RELEASED) == placed
 
@@ -344,7 +344,7 @@ async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
 
 
 async def test_a_lost_wake_up_is_found_and_counted(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
-    monkeypatch.setattr(shared_memory, "PATIENT_LOOKS", 1)
+    monkeypatch.setattr(shared_memory, "PATIENT_CHECKS", 1)
     one, two = await pair_maker("shm")(SMALL)
     async with one, two:
         assert isinstance(one, SharedMemoryChannel)
@@ -385,10 +385,10 @@ async def test_a_corrupt_ring_breaks_the_channel_after_what_was_whole(loop_kind:
 
 async def _call(address: str) -> socket.socket:
     _, path = socket_address("shm", address.partition("://")[2])
-    line = socket.socket(socket.AF_UNIX)
-    line.setblocking(False)
-    line.connect(path)
-    return line
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    sock.connect(path)
+    return sock
 
 
 async def _rejects(listener: Listener, count: int) -> None:
@@ -402,9 +402,9 @@ async def _rejects(listener: Listener, count: int) -> None:
 async def test_strangers_cost_only_their_own_connection(sent_bytes: bytes, loop_kind: str) -> None:
     async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
         for _ in range(3):
-            line = await _call(listener.address)
-            line.send(sent_bytes or b"\0", socket.MSG_NOSIGNAL)
-            line.close()
+            sock = await _call(listener.address)
+            sock.send(sent_bytes or b"\0", socket.MSG_NOSIGNAL)
+            sock.close()
         await _rejects(listener, 3)
         one = await get_transport("shm").connect(listener.address, SMALL, KEY, THERE)
         async with one, await listener.accept() as two:
@@ -430,16 +430,16 @@ async def test_what_an_authenticated_peer_passes_is_checked_too(wrong: str) -> N
     }[wrong]
     try:
         async with await get_transport("shm").listen("shm://", SMALL, KEY, HERE) as listener:
-            line = await _call(listener.address)
+            sock = await _call(listener.address)
             shake = Handshake("connector", KEY, THERE, SMALL, scheme="shm")
-            line.send(shake.start())
+            sock.send(shake.start())
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(60):
-                proof = shake.receive(await loop.sock_recv(line, 4096))
-                socket.send_fds(line, [proof], passed) if passed else line.send(proof)
-                assert await loop.sock_recv(line, 10) == b""
+                proof = shake.receive(await loop.sock_recv(sock, 4096))
+                socket.send_fds(sock, [proof], passed) if passed else sock.send(proof)
+                assert await loop.sock_recv(sock, 10) == b""
             await _rejects(listener, 1)
-            line.close()
+            sock.close()
     finally:
         for descriptor in (memfd, *wakes, good, small, null):
             os.close(descriptor)

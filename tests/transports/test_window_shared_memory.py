@@ -1,4 +1,4 @@
-"""Windows in shared memory: one copy per write, copiers, hostile control messages, and release of memory and descriptors."""
+"""Windows in shared memory: one copy per write, copy threads, hostile control messages, and release of memory and descriptors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_write_is_no_message(loop_kind: str) -> None:
 
 
 @pytest.mark.parametrize("copy_threads", [1, 3])
-async def test_bulk_is_written_by_copiers(copy_threads: int, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
+async def test_bulk_is_written_by_copy_threads(copy_threads: int, monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     monkeypatch.setattr(shared_window, "MIN_BYTES", 1000)
     monkeypatch.setattr(shared_window, "threshold_bytes", lambda: 1000)
     threads = len(os.listdir("/proc/self/task"))

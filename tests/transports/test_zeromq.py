@@ -198,7 +198,7 @@ async def test_a_death_is_noticed_by_libzmq_and_not_by_waiting(monkeypatch: pyte
     monkeypatch.setattr(zeromq, "DEATH_SECONDS", 1000.0)
     async with other_process("zmq", "hang") as (channel, peer):
         assert isinstance(channel, ZeroMQChannel)
-        await channel.greeted  # a peer killed before that is noticed by its line only
+        await channel.greeted  # a peer killed before that is noticed by its socket only
         peer.kill()
         with pytest.raises(BrokenChannelError, match="died"):
             await within(channel.recv(), "recv")
@@ -300,7 +300,7 @@ async def test_an_encrypted_channel_lets_in_its_own_peer_only(
     """Also when the authentication handler of libzmq has died: then no peer is admitted, where libzmq by itself would admit every peer."""
     requested = asyncio.Event()
     if handler == "dead":
-        monkeypatch.setattr(zeromq_sockets.Authenticator, "_answer", lambda authenticator: requested.set())
+        monkeypatch.setattr(zeromq_sockets.Authenticator, "_respond", lambda authenticator: requested.set())
     endpoints, sockets = _stranger(monkeypatch, keys)
     stranger, watcher = sockets
     try:
@@ -371,8 +371,8 @@ class Proxy:
     async def _serve(self) -> None:
         here, _ = await self._loop.sock_accept(self._server)
         with here, socket.socket() as there:
-            for line in (here, there):
-                line.setblocking(False)
+            for sock in (here, there):
+                sock.setblocking(False)
             await self._loop.sock_connect(there, ("127.0.0.1", self._target))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._carry(here, there))

@@ -31,7 +31,7 @@ class SendWindow:
     def update(self, taken_messages: int, taken_bytes: int) -> None:
         """Applies the receiver's totals since the start. Raises WireError when they decrease or exceed what was sent."""
         if not (self.taken_messages <= taken_messages <= self.sent_messages and self.taken_bytes <= taken_bytes <= self.sent_bytes):
-            raise WireError(f"the peer says it has taken {taken_messages} messages of {self.sent_messages} sent")
+            raise WireError(f"the peer reports {taken_messages} messages as taken, {self.sent_messages} were sent")
         self.taken_messages = taken_messages
         self.taken_bytes = taken_bytes
 

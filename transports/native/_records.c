@@ -240,7 +240,7 @@ static PyObject *records_cursors(Records *self, void *unused)
 }
 
 static PyGetSetDef records_attributes[] = {
-    {"cursors", (getter)records_cursors, NULL, "All that this end remembers.", NULL},
+    {"cursors", (getter)records_cursors, NULL, "The cursors of this end.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 #endif
@@ -251,8 +251,8 @@ static PyMethodDef records_methods[] = {
      "wake the reader if it sleeps. False, nothing done: no room now. ValueError: a buffer of another size. "
      "RuntimeError: the peer's cursors are impossible."},
     {"next", (PyCFunction)records_next, METH_NOARGS,
-     "next() -> (kind, start, payload_bytes, envelope, payload or None), or None when nothing is there. All copied out, the room given "
-     "back, INLINE and PLACED counted as taken, the writer woken if it sleeps. ValueError: what is there is no record."},
+     "next() -> (kind, start, payload_bytes, envelope, payload or None), or None when there is no record. Copies everything out, frees the "
+     "room, counts INLINE and PLACED as taken, and wakes the writer if it sleeps. ValueError: the bytes are not a record."},
     {"took", (PyCFunction)records_took, METH_O, "took(payload_bytes): a message of another kind was taken."},
     {"unread", (PyCFunction)records_unread, METH_NOARGS, "unread() -> bool: is there a record that `next` has not returned?"},
     {NULL, NULL, 0, NULL},

@@ -1,16 +1,16 @@
-/* Words in memory that two processes share, and buffers that report when their last view is freed.
+/* 64-bit words in memory that two processes share, and buffers that report when their last view is freed.
  *
  * Stores made by Python code have no defined order for another process; the stores of this module have one. ring.py defines the protocol
  * and the meaning of the words.
  *
  * Memory(fd, nbytes)   a shared mapping, exported as a buffer; aligned 64-bit words in it with acquire, release and full fence
- * Ledger(...)          ranges of such memory handed out in order and given back in any order; the released prefix is published
- * Lease                one range of a Ledger, a writable buffer; gone when the last view of it is, on whatever thread that happens
+ * Leases(...)          ranges of such memory handed out in order and returned in any order; the released prefix is published
+ * Lease                one range of Leases, a writable buffer; freed when the last view of it is, on whatever thread that happens
  *
  * Records(...)         the record ring: one call writes a record, one reads the next (_records.c)
- * CopyThread(...)            copies made in order by a thread of their own (_copier.c)
+ * CopyThread(...)      copies made in order by a thread of their own (_copy_thread.c)
  *
- * All but the copies of a CopyThread runs under the interpreter's lock, which is what makes a Ledger safe to touch from several threads of one process.
+ * All but the copies of a CopyThread runs under the interpreter's lock, which makes Leases safe to use from several threads of one process.
  */
 #include "_words.h"
 #include <sys/mman.h>
@@ -206,19 +206,19 @@ typedef struct {
     Entry *entries;
     int wake_fd;
     int detached;
-} Ledger;
+} Leases;
 
 typedef struct {
     PyObject_HEAD
-    Ledger *ledger;
+    Leases *leases;
     char *base;
     Py_ssize_t nbytes;
     uint64_t number;
 } Lease;
 
-static PyTypeObject LedgerType, LeaseType;
+static PyTypeObject LeasesType, LeaseType;
 
-static PyObject *ledger_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *leases_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"memory", "area_offset", "area_bytes", "tail_offset", "flag_offset", "wake_fd", NULL};
     Memory *memory;
@@ -232,7 +232,7 @@ static PyObject *ledger_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     uint64_t *tail_word = word(memory, tail), *flag_word = tail_word ? word(memory, flag) : NULL;
     if (!flag_word || !flowrt_word(memory, (char *)(tail_word + 1) - memory->base))
         return NULL;
-    Ledger *self = (Ledger *)type->tp_alloc(type, 0);
+    Leases *self = (Leases *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
     Py_INCREF(memory);
@@ -245,14 +245,14 @@ static PyObject *ledger_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static void ledger_dealloc(Ledger *self)
+static void leases_dealloc(Leases *self)
 {
     PyMem_Free(self->entries);
     Py_XDECREF(self->memory);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static int ledger_grow(Ledger *self)
+static int leases_grow(Leases *self)
 {
     uint64_t capacity = self->capacity ? 2 * self->capacity : 16;
     Entry *entries = PyMem_Malloc(capacity * sizeof(Entry));
@@ -268,12 +268,12 @@ static int ledger_grow(Ledger *self)
     return 1;
 }
 
-static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *leases_lease(Leases *self, PyObject *const *args, Py_ssize_t count)
 {
     if (!flowrt_expect(count, 2))
         return NULL;
     if (self->detached)
-        return PyErr_Format(PyExc_ValueError, "a detached ledger hands out nothing");
+        return PyErr_Format(PyExc_ValueError, "these leases are detached");
     uint64_t start, nbytes;
     if (!flowrt_uint64(args[0], &start) || !flowrt_uint64(args[1], &nbytes))
         return NULL;
@@ -285,13 +285,13 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
         start - tail > self->area_bytes - nbytes || start > UINT64_MAX - nbytes)
         return PyErr_Format(PyExc_ValueError, "a range of %llu bytes at %llu does not follow what was handed out", (unsigned long long)nbytes,
                             (unsigned long long)start);
-    if (self->next - self->first == self->capacity && !ledger_grow(self))
+    if (self->next - self->first == self->capacity && !leases_grow(self))
         return NULL;
     Lease *lease = PyObject_New(Lease, &LeaseType);
     if (!lease)
         return NULL;
     Py_INCREF(self);
-    lease->ledger = self;
+    lease->leases = self;
     lease->base = self->area + start % self->area_bytes;
     lease->nbytes = (Py_ssize_t)nbytes;
     lease->number = self->next++;
@@ -304,7 +304,7 @@ static PyObject *ledger_lease(Ledger *self, PyObject *const *args, Py_ssize_t co
     return (PyObject *)lease;
 }
 
-static void ledger_release(Ledger *self, uint64_t number, uint64_t nbytes)
+static void leases_release(Leases *self, uint64_t number, uint64_t nbytes)
 {
     self->held--;
     if (self->detached) { /* no process waits for room any more; the last lease frees the mapping */
@@ -322,7 +322,7 @@ static void ledger_release(Ledger *self, uint64_t number, uint64_t nbytes)
         flowrt_wake(self->wake_fd);
 }
 
-static PyObject *ledger_detach(Ledger *self, PyObject *unused)
+static PyObject *leases_detach(Leases *self, PyObject *unused)
 {
     self->detached = 1;
     if (!self->held)
@@ -330,40 +330,40 @@ static PyObject *ledger_detach(Ledger *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *ledger_held(Ledger *self, void *unused)
+static PyObject *leases_held(Leases *self, void *unused)
 {
     return PyLong_FromSsize_t(self->held);
 }
 
-static PyMethodDef ledger_methods[] = {
-    {"lease", (PyCFunction)(void (*)(void))ledger_lease, METH_FASTCALL,
+static PyMethodDef leases_methods[] = {
+    {"lease", (PyCFunction)(void (*)(void))leases_lease, METH_FASTCALL,
      "lease(start, nbytes) -> Lease. `start` counts all bytes ever handed out; ValueError when the range is impossible."},
-    {"detach", (PyCFunction)ledger_detach, METH_NOARGS, "detach(): the channel is closed. Wake nobody any more, and let go of the memory with the last lease."},
+    {"detach", (PyCFunction)leases_detach, METH_NOARGS, "detach(): the channel is closed. Sends no more wake-ups, and releases the memory with the last lease."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef ledger_attributes[] = {
-    {"held", (getter)ledger_held, NULL, "How many leases are still referred to.", NULL},
+static PyGetSetDef leases_attributes[] = {
+    {"held", (getter)leases_held, NULL, "How many leases are still referred to.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyTypeObject LedgerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.Ledger",
-    .tp_doc = "Ledger(memory, area_offset, area_bytes, tail_offset, flag_offset, wake_fd): who still looks at which range of an area. "
-              "The end of the released prefix is stored at tail_offset, the bytes held in the word after it; a raised flag is lowered and answered by a write to wake_fd.",
-    .tp_basicsize = sizeof(Ledger),
+static PyTypeObject LeasesType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.transports.native._words.Leases",
+    .tp_doc = "Leases(memory, area_offset, area_bytes, tail_offset, flag_offset, wake_fd): which ranges of an area are still referred to. "
+              "The end of the released prefix is stored at tail_offset, the bytes held in the word after it; a raised flag is lowered, and wake_fd is written.",
+    .tp_basicsize = sizeof(Leases),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = ledger_new,
-    .tp_dealloc = (destructor)ledger_dealloc,
-    .tp_methods = ledger_methods,
-    .tp_getset = ledger_attributes,
+    .tp_new = leases_new,
+    .tp_dealloc = (destructor)leases_dealloc,
+    .tp_methods = leases_methods,
+    .tp_getset = leases_attributes,
 };
 
 static void lease_dealloc(Lease *self)
 {
-    Ledger *ledger = self->ledger;
-    ledger_release(ledger, self->number, (uint64_t)self->nbytes);
-    Py_DECREF(ledger);
+    Leases *leases = self->leases;
+    leases_release(leases, self->number, (uint64_t)self->nbytes);
+    Py_DECREF(leases);
     PyObject_Free(self);
 }
 
@@ -430,7 +430,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__words(void)
 {
-    PyTypeObject *types[] = {&MemoryType, &LedgerType, &LeaseType, &RecordsType, &CopyThreadType, &LoanType};
+    PyTypeObject *types[] = {&MemoryType, &LeasesType, &LeaseType, &RecordsType, &CopyThreadType, &LoanType};
     PyObject *self = PyModule_Create(&module);
     for (size_t index = 0; self && index < sizeof types / sizeof *types; index++)
         if (PyModule_AddType(self, types[index]) < 0)

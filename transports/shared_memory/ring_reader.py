@@ -14,7 +14,7 @@ from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_e
 from flowrt.transports.wire.message import Message
 
 if TYPE_CHECKING:
-    from flowrt.transports.native._words import Ledger, Memory
+    from flowrt.transports.native._words import Leases, Memory
 
 MAX_REPEATS = 64  # in a row; this side's writer never repeats a message, and each one costs the event loop time
 OWN_MAPPING_BYTES = 1 << 22  # from this size on memory is mapped in huge pages, which the kernel zeroes
@@ -24,12 +24,12 @@ class RingReader:
     """The receiving half. The peer wrote everything in the memory, so every value is copied and checked before use."""
 
     def __init__(
-        self, memory: Memory, ledger: Ledger, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake_fd: int = -1
+        self, memory: Memory, leases: Leases, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake_fd: int = -1
     ) -> None:
         from flowrt.transports.native._words import Records
 
         self._memory = memory
-        self._ledger = ledger
+        self._leases = leases
         self._layout = layout
         self._words = words = layout.words(direction)
         records = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd)
@@ -100,7 +100,7 @@ class RingReader:
 
     def close(self) -> None:
         """Releases the memory, except what received tensors alias."""
-        self._ledger.detach()
+        self._leases.detach()
         for slots in self._slots:
             slots.release()
         self._arriving = None
@@ -112,7 +112,7 @@ class RingReader:
     def _placed(self, sizes: list[int], start: int) -> list[object]:
         offsets, area_bytes = placement(sizes)
         try:
-            view = memoryview(self._ledger.lease(start, area_bytes))
+            view = memoryview(self._leases.lease(start, area_bytes))
         except (ValueError, OverflowError) as error:
             raise WireError(str(error)) from error
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]

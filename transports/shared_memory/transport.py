@@ -29,14 +29,14 @@ from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message
 
 try:
-    from flowrt.transports.native._words import Ledger, Memory
+    from flowrt.transports.native._words import Leases, Memory
 except ImportError as error:
     _missing: str | None = str(error)
 else:
     _missing = None
 
-RECHECK_SECONDS = 0.25  # a sleeping side looks by itself this often, and counts when that was needed
-PATIENT_LOOKS = 20  # looks for which a wake-up that the peer has promised may be on its way: the peer may be without a processor
+RECHECK_SECONDS = 0.25  # a sleeping side checks this often by itself, and counts when that was needed
+PATIENT_CHECKS = 20  # during which a wake-up may be on its way after the peer has lowered the flag: it may wait for a processor
 _CONNECTOR, _LISTENER = 0, 1
 
 
@@ -50,7 +50,7 @@ class SharedMemoryChannel(QueuedChannel):
         incoming = 1 - side
         self._own_wake = own_wake
         self._peer_wake = peer_wake
-        self._ledger = Ledger(
+        self._leases = Leases(
             memory,
             layout.area(incoming),
             layout.area_bytes,
@@ -59,9 +59,9 @@ class SharedMemoryChannel(QueuedChannel):
             peer_wake,
         )
         self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, peer_wake, own_wake)
-        self._reader = RingReader(memory, self._ledger, layout, incoming, meeting.limits, self._counters, peer_wake)
+        self._reader = RingReader(memory, self._leases, layout, incoming, meeting.limits, self._counters, peer_wake)
         self._unreadable = False
-        self._looks = 0  # in a row that found a message without a wake-up
+        self._num_checks = 0  # in a row that found a message without a wake-up
         self._peer_watch = WindowSocket(meeting.sock, self._on_peer_end)
         self._shared_windows = SharedWindows(
             self._peer_watch,
@@ -76,7 +76,7 @@ class SharedMemoryChannel(QueuedChannel):
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
 
     def statistics(self) -> ChannelStatistics:
-        self._counters.held_buffers = self._ledger.held
+        self._counters.held_buffers = self._leases.held
         return super().statistics()
 
     def send_nowait(self, message: Message) -> bool:
@@ -156,25 +156,28 @@ class SharedMemoryChannel(QueuedChannel):
             os.eventfd_read(self._own_wake)
         except BlockingIOError:
             return
-        self._looks = 0
+        self._num_checks = 0
         self._wake_receiver()
         if self._room is not None or self._waiting:
             self._wake_sender()
 
     def _recheck(self) -> None:
-        """The bounded look of a sleeping side. Something there at two looks in a row was lost if the peer has not lowered our flag:
-        once may be the moment between its store and its look. A lowered flag is a promise to wake us, which is kept a long time."""
+        """Checks what a sleeping side waits for, in case that a wake-up was lost.
+
+        Progress found by two checks in a row is a lost wake-up if the peer has not lowered this side's flag; found once, the peer may be
+        between its store and its check of the flag. With the flag lowered, the wake-up is on its way, and PATIENT_CHECKS pass first.
+        """
         if self._broken is not None or self._ended:
             return
         self._timer = self._loop.call_later(RECHECK_SECONDS, self._recheck)
         unread = self._receiver is not None and self._reader.has_message()
         room = (self._room is not None or bool(self._waiting)) and self._writer.has_more_room()
         flags = self._shared_windows.has_changes()
-        self._looks = self._looks + 1 if unread or room or flags else 0
-        unpromised = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
-        if self._looks > (1 if unpromised else PATIENT_LOOKS):
+        self._num_checks = self._num_checks + 1 if unread or room or flags else 0
+        is_lost = (unread and self._reader.flag_is_up()) or (room and self._writer.flag_is_up()) or flags
+        if self._num_checks > (1 if is_lost else PATIENT_CHECKS):
             self._counters.late_wakeups += 1
-            self._looks = 0
+            self._num_checks = 0
             self._wake_receiver()
             self._wake_sender()
 

@@ -106,10 +106,10 @@ class Handshake:
         frames = list(self._complete_frames())
         if self.role == "connector" and any(kind == _EVICTED for kind, _ in frames):
             raise EvictedError("the listener has too many callers")  # before `payload` is called for a proof in the same data
-        answer = b"".join(self._take(kind, body) for kind, body in frames)
+        reply = b"".join(self._take(kind, body) for kind, body in frames)
         if self.done and self._buffer:
             raise refused("bytes after the end of the handshake")
-        return answer
+        return reply
 
     def session_key(self, label: str) -> bytes:
         """Returns 32 bytes that only the two ends of this handshake can compute. Raises HandshakeError before `done`."""
@@ -121,7 +121,7 @@ class Handshake:
         while len(self._buffer) >= _FRAME.size:
             size, kind = _FRAME.unpack_from(self._buffer)
             if size > MAX_FRAME_BYTES:
-                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; is the peer flowrt at all?")
+                raise refused(f"a handshake frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed; the peer may not be flowrt")
             if len(self._buffer) < _FRAME.size + size:
                 return
             body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
@@ -151,7 +151,7 @@ class Handshake:
                 raise refused("too much payload in a handshake")
             self.payload = payload
             return b""
-        raise refused(f"handshake frame of kind {kind} out of turn")
+        raise refused(f"unexpected handshake frame of kind {kind}")
 
     def _read_hello(self, body: bytes) -> None:
         magic, version = _VERSION.unpack_from(body) if len(body) >= _VERSION.size else (b"", 0)

@@ -81,20 +81,20 @@ class Authenticator:
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ENDPOINT)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._answer)
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._respond)
 
     def close(self) -> None:
         self._loop.remove_reader(int(self._socket.get(zmq.FD)))
         self._socket.close(0)
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             request = self._socket.recv_multipart(zmq.NOBLOCK)
-            status, text = self._judge(request)
+            status, text = self._decide(request)
             number = request[1] if len(request) > 1 else b""
             self._socket.send_multipart([b"1.0", number, status, text, b"", b""], zmq.NOBLOCK)
 
-    def _judge(self, request: list[bytes]) -> tuple[bytes, bytes]:
+    def _decide(self, request: list[bytes]) -> tuple[bytes, bytes]:
         if len(request) == 7 and request[0] == b"1.0" and request[5] == b"CURVE":
             admitted = self.admitted.get(request[2])
             if admitted is not None and secrets.compare_digest(admitted, request[6]):
@@ -133,7 +133,7 @@ class SharedContext:
 
     def close(self, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         """Closes the sockets of one channel, and the context with the last of them."""
-        self._forget(pair)
+        self._withdraw_key(pair)
         pair.disable_monitor()  # first: libzmq's I/O thread blocks forever on an event for a closed monitor
         pair.close(0)
         monitor.close(0)
@@ -165,7 +165,7 @@ class SharedContext:
         pair.set(zmq.CURVE_SECRETKEY, _text(keys.client))
         pair.set(zmq.CURVE_PUBLICKEY, public_key(keys.client))
 
-    def _forget(self, pair: zmq.Socket[Any]) -> None:
+    def _withdraw_key(self, pair: zmq.Socket[Any]) -> None:
         if self.authenticator is None or not pair.get(zmq.CURVE_SERVER):
             return
         domain = pair.get(zmq.ZAP_DOMAIN)

@@ -67,7 +67,7 @@ class ZeroMQChannel(GreetedChannel):
         self._reading_soon = False
         self._connections: set[int] = set()  # libzmq's descriptors, as the monitor reports them
         self._is_disconnected = self._is_socket_closed = False
-        self._death: asyncio.TimerHandle | None = None
+        self._death_timer: asyncio.TimerHandle | None = None
         self._descriptors = (int(pair.get(zmq.FD)), int(monitor.get(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._read)
         self._loop.add_reader(self._descriptors[1], self._read_monitor)
@@ -161,7 +161,7 @@ class ZeroMQChannel(GreetedChannel):
         kind, envelope_bytes = _FRAME.unpack_from(body)
         if not self.greeted.done():
             if kind != _GREETING_KIND or not secrets.compare_digest(body[_FRAME.size :], self._peer_greeting):
-                raise WireError("somebody else than the peer of the handshake is at the other end")
+                raise WireError("another process than the peer of the handshake is at the other end")
             self._greet()
         elif kind == _MESSAGE_KIND:
             self._read_data(body, envelope_bytes, frames)
@@ -227,7 +227,7 @@ class ZeroMQChannel(GreetedChannel):
                 self._connections.discard(value)
                 ended = True
             elif self._side == _LISTENER and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._lost()
+                self._on_death()
             elif self._side == _LISTENER:
                 self._fail("the peer of the handshake refuses the keys of this channel")
         if (
@@ -241,7 +241,7 @@ class ZeroMQChannel(GreetedChannel):
         if reason is not None:
             self._fail(reason)
         else:
-            self._lost_soon()
+            self._expect_death()
         self._finish()
 
     def _disconnect(self) -> None:
@@ -250,20 +250,20 @@ class ZeroMQChannel(GreetedChannel):
         that died stays writable, without a receiver."""
         self._is_disconnected = True
         if not self._pair.closed:
-            self._lost_soon()
+            self._expect_death()
 
-    def _lost_soon(self) -> None:
+    def _expect_death(self) -> None:
         """Marks the peer dead, at once when no message can be in flight, otherwise after DEATH_SECONDS or at the end of the queue."""
         if self._is_disconnected and (self._is_socket_closed or not int(self._pair.get(zmq.EVENTS)) & zmq.POLLOUT):
-            self._lost()
-        elif not self._ended and self._broken is None and self._death is None:
-            self._death = self._loop.call_later(DEATH_SECONDS, self._lost)
+            self._on_death()
+        elif not self._ended and self._broken is None and self._death_timer is None:
+            self._death_timer = self._loop.call_later(DEATH_SECONDS, self._on_death)
             self._read_soon()  # reading EVENTS may have consumed the notification of a message
 
-    def _lost(self) -> None:
+    def _on_death(self) -> None:
         self._read()
         if self._reading_soon and self._broken is None and not self._ended:
-            self._loop.call_soon(self._lost)  # messages are left for another turn
+            self._loop.call_soon(self._on_death)  # messages are left for another turn
             return
         if not self._ended:
             self._fail(f"{self.peer.name or 'the peer'} died")
@@ -277,8 +277,8 @@ class ZeroMQChannel(GreetedChannel):
             if self.greeted.done() or self._side == _LISTENER:  # the listener greets first, so the peer may already use the channel
                 await self._close_in_order()
         finally:
-            if self._death is not None:
-                self._death.cancel()
+            if self._death_timer is not None:
+                self._death_timer.cancel()
             for descriptor in self._descriptors:
                 self._loop.remove_reader(descriptor)
             self._peer_watch.close()

@@ -249,9 +249,9 @@ static PyMethodDef copy_thread_methods[] = {
     {"copy", (PyCFunction)(void (*)(void))copy_thread_copy, METH_FASTCALL,
      "copy(offset, source, begin, nbytes, event, chunk, tail, tell): later, on the thread and in order: copy source[begin:][:nbytes] "
      "to `offset`, store the field's words, wake the peer if it sleeps; and our own eventfd, when `tell`. The source must not change."},
-    {"collect", (PyCFunction)copy_thread_collect, METH_NOARGS, "collect() -> int: let go of the sources of finished copies; how many are not."},
+    {"collect", (PyCFunction)copy_thread_collect, METH_NOARGS, "collect() -> int: releases the sources of finished copies; returns the number of unfinished ones."},
     {"wait", (PyCFunction)copy_thread_wait, METH_NOARGS, "wait(): block until all copies are done."},
-    {"close", (PyCFunction)copy_thread_close, METH_NOARGS, "close(): wait, and let go of everything. Idempotent."},
+    {"close", (PyCFunction)copy_thread_close, METH_NOARGS, "close(): waits, then releases everything. Idempotent."},
     {NULL, NULL, 0, NULL},
 };
 
