@@ -83,7 +83,7 @@ class Client:
         self.strict = strict
         self.graph = graph()
         self.client = ExpertClient(ExpertMap(servers_by_expert(SERVERS, NUM_EXPERTS)), [f"experts.{server}" for server in SERVERS])
-        self.asked = {server: deque() for server in SERVERS}
+        self.requested = {server: deque() for server in SERVERS}
         self.ends, self.suspects, self.failures = [], [], []
         functions = {"dispatch": Dispatch(self.client, strict), "combine": Combine(self.client, strict)}
         self.runner = Runner(
@@ -108,7 +108,7 @@ class Client:
         return Runner(self.graph, f"experts.{server}", functions, Inline(), RealClock(), self.post, self.end)
 
     def post(self, edge, message):
-        self.asked[int(edge.target.removeprefix("experts."))].append(message)
+        self.requested[int(edge.target.removeprefix("experts."))].append(message)
 
     def end(self, firing: Firing):
         self.ends.append((firing.tag, firing.inputs["y"].tensors[0]))
@@ -130,7 +130,7 @@ class Client:
 
     def serve(self, server, count=1):
         for _ in range(count):
-            request = self.asked[server].popleft()
+            request = self.requested[server].popleft()
             payload = from_message(request)
             assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "asked for an expert that does not lie there"
             y = answer(*payload.tensors, self.strict)
@@ -138,7 +138,7 @@ class Client:
             self.runner.settle()
 
     def serve_all(self):
-        while waiting := [server for server, requests in self.asked.items() if requests]:
+        while waiting := [server for server, requests in self.requested.items() if requests]:
             self.serve(waiting[0])
 
     def fence(self, tag, num_losses):
@@ -151,7 +151,7 @@ class Client:
         return False
 
     def die(self, server):
-        self.asked[server].clear()
+        self.requested[server].clear()
         self.failover.mark_lost(f"experts.{server}")
 
     def check(self, steps=(0,)):
@@ -180,7 +180,7 @@ def test_parts_of_a_dead_server_are_redispatched(client, server, answered):
     for other in answered:
         client.serve(other)
     client.die(server)
-    assert not client.asked[server]
+    assert not client.requested[server]
     client.serve_all()
     client.check()
 
@@ -201,7 +201,7 @@ def test_two_of_three_servers_die_in_turn_and_return(client):
     client.check((0, 1))
     client.failover.mark_joined("experts.0")
     client.begin(2)
-    assert all(client.asked.values())
+    assert all(client.requested.values())
     client.serve_all()
     client.check((0, 1, 2))
 
@@ -224,7 +224,7 @@ def test_a_part_cut_before_its_server_died_and_sent_after(client):
     outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
     client.die(1)
     client.runner._send_early(outputs)
-    assert not client.asked[1]
+    assert not client.requested[1]
     client.serve_all()
     client.check()
 
@@ -281,7 +281,7 @@ def test_redispatched_response_for_a_rolled_back_tag_is_not_an_error(client):
 
 def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     client.begin()
-    late = client.asked[1].popleft()
+    late = client.requested[1].popleft()
     client.die(1)
     payload = from_message(late)
     client.failover.mark_joined("experts.1")  # what it answers comes on a credit of its new life
@@ -356,25 +356,25 @@ def test_late_part_is_hedged_and_the_first_response_counts():
     for first in ("late", "hedge"):
         client, clock = timed(0.01, 0.01, 0.01)
         client.begin()
-        late = client.asked[1].popleft()
+        late = client.requested[1].popleft()
         client.serve(0)
         client.serve(2)
         clock[0] = 0.005
         client.failover.hedge()
-        assert not any(client.asked.values())
+        assert not any(client.requested.values())
         clock[0] = 0.1
         client.failover.hedge()
-        assert any(client.asked[server] for server in (0, 2))
+        assert any(client.requested[server] for server in (0, 2))
         client.failover.hedge()
         if first == "late":
-            client.asked[1].append(late)
+            client.requested[1].append(late)
             client.serve(1)
             client.check()
             client.serve_all()
         else:
             client.serve_all()
             client.check()
-            client.asked[1].append(late)
+            client.requested[1].append(late)
             client.serve(1)
         client.check()
         assert client.client.hedging.num_hedged == 1
@@ -383,7 +383,7 @@ def test_late_part_is_hedged_and_the_first_response_counts():
 def test_server_with_a_late_response_gets_no_part_that_others_can_take():
     client, clock = timed(0.01, 0.01, 0.01)
     client.begin()
-    late = client.asked[1].popleft()
+    late = client.requested[1].popleft()
     client.serve(0)
     client.serve(2)
     clock[0] = 0.1
@@ -391,12 +391,12 @@ def test_server_with_a_late_response_gets_no_part_that_others_can_take():
     client.serve_all()
     for step in range(1, 20):
         client.begin(step)
-        assert not client.asked[1]
+        assert not client.requested[1]
         client.serve_all()
-    client.asked[1].append(late)
+    client.requested[1].append(late)
     client.serve(1)
     client.begin(20)
-    assert client.asked[1]
+    assert client.requested[1]
     client.serve_all()
     client.check(range(21))
     assert client.client.hedging.num_hedged == 1
@@ -405,7 +405,7 @@ def test_server_with_a_late_response_gets_no_part_that_others_can_take():
 def test_hedge_of_a_dead_server_is_redispatched():
     client, clock = timed(0.01, 0.01, 0.01)
     client.begin()
-    client.asked[1].popleft()
+    client.requested[1].popleft()
     clock[0] = 0.1
     client.failover.hedge()
     client.die(1)
@@ -419,12 +419,12 @@ def test_slow_server_is_avoided_where_others_hold_a_replica():
     client, _ = timed(0.01, 0.05, 0.01)
     client.failover.hedge()
     client.begin()
-    assert not client.asked[1]
+    assert not client.requested[1]
     client.serve_all()
     client.check()
     client.die(0)
     client.begin(1)
-    assert client.asked[1]  # experts 2 and 3 lie nowhere else now
+    assert client.requested[1]  # experts 2 and 3 lie nowhere else now
     client.serve_all()
     client.check((0, 1))
 
@@ -455,15 +455,15 @@ def fencing(request):
 def test_a_part_that_was_lost_with_two_servers_is_not_sent_to_a_third(fencing):
     fencing.begin()
     fencing.die(0)
-    assert fencing.asked[1]
-    assert fencing.asked[2]
+    assert fencing.requested[1]
+    assert fencing.requested[2]
     fencing.die(1)
     assert fencing.suspects == [Tag("s@1")]
     assert not fencing.client.tags
     for server in (0, 1):
         fencing.failover.mark_joined(f"experts.{server}")
-    assert not fencing.asked[0]
-    assert not fencing.asked[1]
+    assert not fencing.requested[0]
+    assert not fencing.requested[1]
 
 
 def test_losses_count_for_the_part_and_not_for_the_step(fencing):
@@ -471,7 +471,7 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
     fencing.begin()
     fencing.die(2)
     for server in (0, 1):  # what was redispatched is answered first
-        fencing.asked[server].rotate(1)
+        fencing.requested[server].rotate(1)
         fencing.serve(server)
     fencing.die(0)
     assert fencing.suspects == []
