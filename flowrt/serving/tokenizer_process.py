@@ -43,7 +43,7 @@ class _Encoded(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-class _Child:
+class _TokenizerChild:
     """The OS process and our end of its socket. Raises TokenizerError when it cannot be started."""
 
     def __init__(self, directory: Path) -> None:
@@ -82,16 +82,16 @@ class TokenizerProcess:
 
     def __init__(self, directory: Path, text_seconds: float = TEXT_SECONDS) -> None:
         self._directory, self._text_seconds = directory, text_seconds
-        self._child: _Child | None = None
+        self._child: _TokenizerChild | None = None
         self._is_closed = False
         self._turn = asyncio.Lock()
 
-    def start(self) -> _Child:
+    def start(self) -> _TokenizerChild:
         """Start the process if there is none, without waiting for it. Raises TokenizerError."""
         if self._is_closed:
             raise TokenizerError("the graph was closed")
         if self._child is None:
-            self._child = _Child(self._directory)
+            self._child = _TokenizerChild(self._directory)
         return self._child
 
     async def encode(self, text: str, *, chat: bool = False, max_tokens: int) -> list[int]:
