@@ -115,7 +115,7 @@ class WorkerMarkedDead:
 
 
 @dataclass(frozen=True)
-class ExpertsUnavailable:
+class UnavailableExperts:
     """Group `name` reaches no replica of some experts. `text` lists them; it is "" when all are available again. `follows`: what happens to
     requests that need them: "wait", "error", or "degrade"."""
 
@@ -153,7 +153,7 @@ Event = (
     | WorkerSuspected
     | WorkerCleared
     | WorkerMarkedDead
-    | ExpertsUnavailable
+    | UnavailableExperts
     | Straggler
     | RunFailed
 )
@@ -172,7 +172,7 @@ def news(event: Event) -> str | None:
             return f"{name} stays down: {why}"
         case WorkerMarkedDead(name, why, is_killed) if not is_killed:
             return f"{name} is marked dead ({why}); its requests end with an error, and it gets no new ones until it works again"
-        case ExpertsUnavailable(name, text, "degrade") if text:
+        case UnavailableExperts(name, text, "degrade") if text:
             return f"{name}: {text}; it goes on without, and marks what it answers as degraded"
     return None
 

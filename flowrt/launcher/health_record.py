@@ -22,7 +22,7 @@ class HealthRecord:
         self._stuck: dict[str, str] = {}  # marked dead and not replaced: name -> why
         self._down: dict[str, str] = {}
         self._given_up: dict[str, None] = {}
-        self._lost_experts: dict[str, events.ExpertsUnavailable] = {}  # by group
+        self._lost_experts: dict[str, events.UnavailableExperts] = {}  # by group
         self._workers: dict[str, tuple[Heartbeat, float]] = {}  # the latest heartbeat, and when its number of firings last changed
 
     def note(self, event: events.Event) -> None:
@@ -50,7 +50,7 @@ class HealthRecord:
                 for known in (self._down, self._suspects, self._workers):
                     known.pop(name, None)
                 self._given_up[name] = None
-            case events.ExpertsUnavailable(name, text):
+            case events.UnavailableExperts(name, text):
                 self._lost_experts.pop(name, None)
                 if text:
                     self._lost_experts[name] = event

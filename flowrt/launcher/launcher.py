@@ -43,7 +43,7 @@ from flowrt.launcher import events
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
 from flowrt.launcher.monitor_client import MonitorClient
-from flowrt.launcher.run_state import Action, Announce, End, Fork, Kill, RunState, Send, SendStart, SendStop
+from flowrt.launcher.run_state import Action, Announce, End, EndProcess, RunState, Send, SendStart, SendStop, StartProcess
 from flowrt.launcher.totals import total
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, host_name, num_threads, pack, usable_cores
 from flowrt.process_backend import CONTROL_LIMITS, ProcessBackend, ProcessSpec, WorkerProcess
@@ -284,9 +284,9 @@ class Launcher:
         match action:
             case Announce(event):
                 self._announce(event)
-            case Fork(process):
+            case StartProcess(process):
                 self._start_process(process)
-            case Kill(process, end_gently):
+            case EndProcess(process, end_gently):
                 self._kill(process, end_gently)
             case SendStart(name):
                 worker = self.workers[name]
@@ -440,7 +440,7 @@ class Launcher:
             case Connected():
                 self._step(self.state.on_connected, name)
             case ExpertsUnavailable(text, follows):
-                self._announce(events.ExpertsUnavailable(name, text, follows))
+                self._announce(events.UnavailableExperts(name, text, follows))
             case LinkLost():
                 self._step(self.state.on_link_lost, name, control)
             case Failed():

@@ -69,14 +69,14 @@ class FailureKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Fork:
+class StartProcess:
     """Start the process; `on_forked` or `on_fork_failed` follows."""
 
     process: str
 
 
 @dataclass(frozen=True)
-class Kill:
+class EndProcess:
     """Send SIGKILL to the process, or SIGTERM if it is to `end_gently`."""
 
     process: str
@@ -117,7 +117,7 @@ class End:
     tail_of: str | None = None
 
 
-Action = Fork | Kill | SendStart | Send | SendStop | Announce | End
+Action = StartProcess | EndProcess | SendStart | Send | SendStop | Announce | End
 
 
 @dataclass(frozen=True, order=True)
@@ -130,12 +130,12 @@ class _Report:
 
 
 @dataclass
-class _Worker:
+class _WorkerRecord:
     """One worker. From `pid` on, the fields belong to its current incarnation. `has_left`: its peers were notified of its end. `unsent`:
     notices about its peers, kept until it is connected and can use them."""
 
     name: str
-    process: _Process
+    process: _ProcessRecord
     incarnation: str
     pid: int = 0
     is_open: bool = False
@@ -153,14 +153,14 @@ class _Worker:
 
 
 @dataclass
-class _Process:
+class _ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `cause`: why it died, where more than the exit status is known."""
 
     name: str
     can_restart: bool
     links_are_lazy: bool
     is_task: bool
-    workers: list[_Worker] = field(default_factory=list)
+    workers: list[_WorkerRecord] = field(default_factory=list)
     phase: ProcessPhase = ProcessPhase.FORKING
     how: str = ""
     cause: str | None = None
@@ -191,8 +191,8 @@ class RunState:
         self._eager = {end for edge in graph.edges.values() if edge.open == "start" for end in graph.ends_of(edge)}
         self._budget = RestartPolicy(graph.reliability.restarts, graph.reliability.restart_window_seconds)
         self._wants_monitor = is_watched(graph) and bool(processes)
-        self._processes: dict[str, _Process] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._processes: dict[str, _ProcessRecord] = {}
+        self._workers: dict[str, _WorkerRecord] = {}
         self.incarnations: dict[str, str] = {}
         for name, workers in processes.items():
             self._add(name, workers, is_task=False)
@@ -209,10 +209,10 @@ class RunState:
 
     def _add(self, name: str, workers: Sequence[str], is_task: bool) -> None:
         can_restart = not is_task and self._may_die.issuperset(workers)
-        process = self._processes[name] = _Process(name, can_restart, self._eager.isdisjoint(workers), is_task)
+        process = self._processes[name] = _ProcessRecord(name, can_restart, self._eager.isdisjoint(workers), is_task)
         for worker in workers:
             self.incarnations[worker] = self._new_incarnation()
-            self._workers[worker] = _Worker(worker, process, self.incarnations[worker])
+            self._workers[worker] = _WorkerRecord(worker, process, self.incarnations[worker])
         process.workers = [self._workers[worker] for worker in workers]
 
     # What the launcher reads.
@@ -261,7 +261,7 @@ class RunState:
     def start(self, now: float) -> None:
         self._now = self._began = now
         for process in self._processes.values():
-            self._act(Fork(process.name))
+            self._act(StartProcess(process.name))
 
     def on_time(self, now: float) -> None:
         """Run the timers that are due, at least the next one: a clock may round the time of its call down."""
@@ -349,7 +349,7 @@ class RunState:
             self._announce(events.Ready(now - self._began))
             if self._wants_monitor:
                 self._add(MONITOR, [MONITOR], is_task=False)
-                self._act(Fork(MONITOR))
+                self._act(StartProcess(MONITOR))
 
     def on_connection_closed(self, now: float, worker: str) -> None:
         self._now = now
@@ -359,7 +359,7 @@ class RunState:
         if not found.has_stop:
             self._note_dying(process, "it has closed its control connection")
             if process.phase == ProcessPhase.DYING and self._can_replace(process):
-                self._set_timer("kill", process, LAST_MESSAGES_SECONDS, lambda: self._act(Kill(process.name)))
+                self._set_timer("kill", process, LAST_MESSAGES_SECONDS, lambda: self._act(EndProcess(process.name)))
             elif process.phase == ProcessPhase.DYING:
                 process.how = "closed its control connection"
                 self._set_timer("kill", process, STATUS_SECONDS, lambda: self._on_dead(process))
@@ -477,7 +477,7 @@ class RunState:
 
     # Starts.
 
-    def _awaited_workers(self) -> list[_Worker]:
+    def _awaited_workers(self) -> list[_WorkerRecord]:
         """Workers whose next message of the startup handshake is due."""
         return [
             worker
@@ -485,7 +485,7 @@ class RunState:
             if worker.process.phase == ProcessPhase.STARTING and (not worker.is_listening or worker.has_peers) and not worker.is_connected
         ]
 
-    def _on_silence(self, worker: _Worker) -> None:
+    def _on_silence(self, worker: _WorkerRecord) -> None:
         reason = f"gave no word for {self.answer_seconds:g} s while {'connecting' if worker.has_peers else 'loading'}"
         if self._phase < RunPhase.RUNNING:
             self._act(End(WorkerDiedError(worker.name, reason), worker.process.name))
@@ -493,7 +493,7 @@ class RunState:
             worker.heard_seconds = self._now
             self.fence(self._now, worker.name, reason)
 
-    def _send_peers(self, workers: Iterable[_Worker]) -> None:
+    def _send_peers(self, workers: Iterable[_WorkerRecord]) -> None:
         for worker in workers:
             worker.has_peers, worker.heard_seconds = True, self._now
             self._act(Send(worker.name, Peers(dict(self._addresses), dict(self.incarnations))))
@@ -509,16 +509,16 @@ class RunState:
 
     # Deaths.
 
-    def _outlives(self, process: _Process) -> bool:
+    def _outlives(self, process: _ProcessRecord) -> bool:
         """Whether the run has loaded and goes on when this process dies now."""
         return self._can_replace(process) and self._phase >= RunPhase.CONNECTING
 
-    def _can_replace(self, process: _Process) -> bool:
+    def _can_replace(self, process: _ProcessRecord) -> bool:
         """Whether a restart makes up for the process's death now. While workers connect, others wait for its very incarnation, unless
         links open at their first use."""
         return process.can_restart and (process.links_are_lazy or self._phase != RunPhase.CONNECTING)
 
-    def _note_dying(self, process: _Process, why: str) -> None:
+    def _note_dying(self, process: _ProcessRecord, why: str) -> None:
         """Handle the first sign of a death."""
         if process.phase >= ProcessPhase.DYING:
             return
@@ -532,11 +532,11 @@ class RunState:
         if process.can_restart:
             self._set_timer("reap", process, FORK_SERVER_SECONDS, lambda: self._on_not_reaped(process))
 
-    def _kill(self, process: _Process, why: str) -> None:
+    def _kill(self, process: _ProcessRecord, why: str) -> None:
         self._note_dying(process, why)
-        self._act(Kill(process.name))
+        self._act(EndProcess(process.name))
 
-    def _on_not_reaped(self, process: _Process) -> None:
+    def _on_not_reaped(self, process: _ProcessRecord) -> None:
         """Only the fork server can reap and fork, so the process stays down unless the fork server continues."""
         asked = "is it stopped, or the machine overloaded?"
         if self._phase < RunPhase.RUNNING:
@@ -545,7 +545,7 @@ class RunState:
         elif self._phase == RunPhase.RUNNING:
             self._stay_down(process, f"it died {FORK_SERVER_SECONDS:g} s ago, and the fork server has not said so: {asked}")
 
-    def _on_dead(self, process: _Process) -> None:
+    def _on_dead(self, process: _ProcessRecord) -> None:
         """How the process died is known, and its last messages have been read."""
         process.phase = ProcessPhase.DEAD
         self._cancel_timers(process)
@@ -567,7 +567,7 @@ class RunState:
             process.num_restarts += 1
         self._restart(process)
 
-    def _restart(self, process: _Process) -> None:
+    def _restart(self, process: _ProcessRecord) -> None:
         """Restart the process when its restart budget allows it."""
         decision = self._budget.on_death(process.name, self._now)
         if isinstance(decision, Restart):
@@ -582,33 +582,33 @@ class RunState:
             self._stay_down(process, f"{decision.why}; the next try is in {decision.retry_seconds:g} s")
             self._set_timer("restart", process, decision.retry_seconds, lambda: self._fork_again(process))
 
-    def _fork_again(self, process: _Process) -> None:
+    def _fork_again(self, process: _ProcessRecord) -> None:
         process.phase, process.cause, process.is_given_up = ProcessPhase.FORKING, None, False
         for worker in process.workers:
             self.incarnations[worker.name] = self._new_incarnation()
-            self._workers[worker.name] = _Worker(worker.name, process, self.incarnations[worker.name])
+            self._workers[worker.name] = _WorkerRecord(worker.name, process, self.incarnations[worker.name])
         process.workers = [self._workers[worker.name] for worker in process.workers]
-        self._act(Fork(process.name))
+        self._act(StartProcess(process.name))
 
-    def _stay_down(self, process: _Process, why: str) -> None:
+    def _stay_down(self, process: _ProcessRecord, why: str) -> None:
         process.is_given_up = True
         for worker in process.workers:
             self._announce(events.WorkerGivenUp(worker.name, why))
 
-    def _on_link_unexplained(self, end: _Worker, other: _Worker | None, reason: str) -> None:
+    def _on_link_unexplained(self, end: _WorkerRecord, other: _WorkerRecord | None, reason: str) -> None:
         """Fence `end`, unless the death of `other` explains the lost link. Both may have new incarnations by now."""
         if self._workers[end.name] is end and (
             other is None or (self._workers[other.name] is other and other.is_open and not other.has_left)
         ):
             self.fence(self._now, end.name, reason)
 
-    def _blame_if_all_open(self, worker: _Worker, reason: str) -> None:
+    def _blame_if_all_open(self, worker: _WorkerRecord, reason: str) -> None:
         if all(each.is_open for each in self._workers.values()):  # otherwise that worker's death is the reason
             self._blame(FailureKind.COMPLAINED, worker, reason)
 
     # The root cause.
 
-    def _blame(self, kind: FailureKind, worker: _Worker, reason: str) -> None:
+    def _blame(self, kind: FailureKind, worker: _WorkerRecord, reason: str) -> None:
         """Record a worker's failure: as the cause of its death if the run can lose it, else as a possible root cause of the run's end."""
         if self._outlives(worker.process):
             worker.process.cause = worker.process.cause or (reason if kind is FailureKind.DIED else f"failed: {reason}")
@@ -648,13 +648,13 @@ class RunState:
             for worker in process.workers:
                 if worker.has_stop:
                     self._announce(events.Straggler(worker.name, self._stop_seconds))
-            self._act(Kill(process.name, end_gently=True))
+            self._act(EndProcess(process.name, end_gently=True))
         self._timers["stop",] = self._now + TERM_SECONDS, lambda: self._kill_late(late)
 
-    def _kill_late(self, late: Collection[_Process]) -> None:
+    def _kill_late(self, late: Collection[_ProcessRecord]) -> None:
         for process in late:
             if process.phase < ProcessPhase.EXITED:
-                self._act(Kill(process.name))
+                self._act(EndProcess(process.name))
         self._timers["stop",] = self._now + TERM_SECONDS, lambda: self._act(End())
 
     # Inside.
@@ -670,7 +670,7 @@ class RunState:
     def _announce(self, event: events.Event) -> None:
         self._act(Announce(event))
 
-    def _notify(self, worker: _Worker, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
+    def _notify(self, worker: _WorkerRecord, names: Iterable[str], control: PeerLeft | PeerJoined) -> None:
         """Send a notice about `worker` to other processes. One that is not connected yet cannot use it: it is kept until then, unless Peers
         will tell it all the same."""
         for name in names:
@@ -682,9 +682,9 @@ class RunState:
             elif other.has_peers and name != MONITOR:
                 other.unsent.append(control)
 
-    def _set_timer(self, name: str, process: _Process, seconds: float, call: Callable[[], None]) -> None:
+    def _set_timer(self, name: str, process: _ProcessRecord, seconds: float, call: Callable[[], None]) -> None:
         self._timers[name, process.name] = self._now + seconds, call
 
-    def _cancel_timers(self, process: _Process) -> None:
+    def _cancel_timers(self, process: _ProcessRecord) -> None:
         for name in ("kill", "reap", "messages", "restart"):
             self._timers.pop((name, process.name), None)

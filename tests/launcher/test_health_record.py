@@ -109,11 +109,11 @@ def test_without_any_group_that_works_the_service_is_not_healthy(told: Told) -> 
 
 def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(told: Told) -> None:
     text = "no replica is left of expert 3: experts.1 went down and is not back"
-    told.hear(events.ExpertsUnavailable("attention.0", text, "wait"), events.ExpertsUnavailable("attention.1", text, "error"))
+    told.hear(events.UnavailableExperts("attention.0", text, "wait"), events.UnavailableExperts("attention.1", text, "error"))
     assert told.standing.health().problems == (text,)
-    told.hear(events.ExpertsUnavailable("attention.0", "", "wait"), events.ExpertsUnavailable("attention.1", text, "degrade"))
+    told.hear(events.UnavailableExperts("attention.0", "", "wait"), events.UnavailableExperts("attention.1", text, "degrade"))
     assert (told.standing.health().ok, told.warnings) == (True, (f"{text}; output is degraded",))
-    told.hear(events.ExpertsUnavailable("attention.1", "", "wait"))
+    told.hear(events.UnavailableExperts("attention.1", "", "wait"))
     assert told.warnings == ()
 
 

@@ -22,12 +22,12 @@ from flowrt.launcher.run_state import (
     Action,
     Announce,
     End,
-    Fork,
-    Kill,
+    EndProcess,
     RunState,
     Send,
     SendStart,
     SendStop,
+    StartProcess,
 )
 
 CLIENT, SERVER, OTHER = "client", "server", "other"
@@ -101,7 +101,7 @@ def end_of(actions: Sequence[Action]) -> str:
 
 def test_start() -> None:
     driver = Driver()
-    assert driver.do(driver.state.start) == [Fork(CLIENT), Fork(SERVER), Fork(OTHER)]
+    assert driver.do(driver.state.start) == [StartProcess(CLIENT), StartProcess(SERVER), StartProcess(OTHER)]
     assert driver.do(driver.state.on_forked, CLIENT, 7) == [Announce(events.WorkerStarted(CLIENT, 7)), SendStart(CLIENT)]
     for name in (SERVER, OTHER):
         driver.do(driver.state.on_forked, name, 7)
@@ -132,7 +132,7 @@ def test_death_in_each_phase(phase: str, victim: str) -> None:
     getattr(driver, phase)()
     actions = [*driver.die(victim), *driver.pass_time(1.0)]
     assert [type(each) for each in announced(actions)] == ([event] if event is not None else [])
-    assert [action.process for action in actions if isinstance(action, Fork)] == forked
+    assert [action.process for action in actions if isinstance(action, StartProcess)] == forked
     assert [str(action.error) for action in actions if isinstance(action, End)] == ([end] if end else [])
 
 
@@ -191,7 +191,7 @@ def test_closed_connections() -> None:
     driver = Driver()
     driver.begin()
     driver.do(driver.state.on_connection_closed, SERVER)
-    assert driver.pass_time(LAST_MESSAGES_SECONDS) == [Kill(SERVER)]
+    assert driver.pass_time(LAST_MESSAGES_SECONDS) == [EndProcess(SERVER)]
     driver.do(driver.state.on_connection_closed, CLIENT)
     assert end_of(driver.pass_time(STATUS_SECONDS + SETTLE_SECONDS)) == f"{CLIENT} closed its control connection without being told to"
 
@@ -204,7 +204,7 @@ def test_process_that_is_not_reaped_is_given_up_until_it_is() -> None:
     assert isinstance(given_up, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     actions = [*driver.die(SERVER), *driver.pass_time(0.0)]
-    assert Fork(SERVER) in actions
+    assert StartProcess(SERVER) in actions
     assert driver.state.restarting() == [SERVER]
 
 
@@ -219,7 +219,7 @@ def test_link_lost_kills_the_end_that_the_run_can_lose_unless_a_death_explains_i
     driver = Driver()
     driver.begin()
     driver.do(driver.state.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
-    assert Kill(SERVER) in driver.pass_time(EXPLAINED_SECONDS)
+    assert EndProcess(SERVER) in driver.pass_time(EXPLAINED_SECONDS)
     driver.do(driver.state.on_link_lost, OTHER, LinkLost(SERVER, "it broke"))  # its death is known
     assert not driver.pass_time(EXPLAINED_SECONDS)
 
@@ -271,8 +271,8 @@ def test_stop_in_order_and_stragglers() -> None:
         driver.do(driver.state.on_stop_sent, name)
     for name in (CLIENT, SERVER):
         assert driver.die(name) == []
-    assert driver.pass_time(5.0) == [Announce(events.Straggler(OTHER, 5.0)), Kill(OTHER, end_gently=True)]
-    assert driver.pass_time(0.5) == [Kill(OTHER)]
+    assert driver.pass_time(5.0) == [Announce(events.Straggler(OTHER, 5.0)), EndProcess(OTHER, end_gently=True)]
+    assert driver.pass_time(0.5) == [EndProcess(OTHER)]
     assert driver.die(OTHER) == [End()]
 
 
@@ -286,7 +286,7 @@ def test_failed_fork_ends_a_start_and_is_retried_in_a_run() -> None:
     driver.die(SERVER)
     driver.pass_time(0.0)
     driver.do(driver.state.on_fork_failed, SERVER, WorkerDiedError(SERVER, "could not be forked"))
-    assert driver.pass_time(1.0) == [Fork(SERVER)]
+    assert driver.pass_time(1.0) == [StartProcess(SERVER)]
 
 
 class RunStateMachine(RuleBasedStateMachine):
@@ -308,7 +308,7 @@ class RunStateMachine(RuleBasedStateMachine):
     def carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             assert not self.ends, "no action follows the end"
-            if isinstance(action, Fork):
+            if isinstance(action, StartProcess):
                 assert action.process not in self.living | self.forking, "two incarnations of a name"
                 self.forking.add(action.process)
                 self.forks.setdefault(action.process, []).append(self.driver.now)
