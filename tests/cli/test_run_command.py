@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 from cli.conftest import PLENTY_SECONDS, Started, environment, flowrt
+from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
 from flowrt.cli.options import RunOptions
@@ -26,7 +27,6 @@ from flowrt.cli.record import record_text
 from flowrt.cli.run import RunSession, new_console
 from flowrt.cli.text import OutputStream
 from flowrt.launcher.launcher import NotRunningError
-from flowrt.operators.reference import ReferenceModel
 from flowrt.sampling_params import SamplingParams
 
 KEYS = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}

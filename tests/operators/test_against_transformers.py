@@ -8,8 +8,7 @@ import pytest
 import torch
 from checkpoints import fuse_experts, random_prompts, truth_continues, truth_greedy, truth_logits
 from fast_model import PAGE_TOKENS, FastModel
-
-from flowrt.operators.reference import ReferenceModel
+from reference_model import ReferenceModel
 
 NAMES = [
     "plain",

@@ -217,7 +217,7 @@ config = read_model_config(Path(sys.argv[1]))
 assert config.family == "my_moe" and "my_moe" in known_families(), config
 assert "torch" not in sys.modules
 import torch
-from flowrt.operators.reference import ReferenceModel
+from reference_model import ReferenceModel
 torch.save(ReferenceModel(Path(sys.argv[1])).extend([5, 6, 7]), sys.argv[2])
 """
 
@@ -238,6 +238,6 @@ def test_a_family_of_an_installed_package(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(model), str(tmp_path / "logits.pt")],
         check=True,
         cwd=root,
-        env={"PYTHONPATH": f"{root}:{site}", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": f"{root}:{root / 'tests'}:{site}", "OMP_NUM_THREADS": "1"},
     )
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)

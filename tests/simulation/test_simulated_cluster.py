@@ -95,7 +95,7 @@ def test_requests_cancelled_at_random_moments_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
-    from flowrt.operators.reference import ReferenceModel
+    from reference_model import ReferenceModel
 
     graph = load(graph_file)
     requests = make_requests(4, 6)
