@@ -9,16 +9,9 @@ from dataclasses import dataclass, field
 from flowrt.graph.model import Graph
 from flowrt.reliability.scenario import KINDS, Scenario
 from flowrt.simulation.cases import Case, Kept, draw, run_case
-from flowrt.simulation.errors import DeadlockError, ForeignThreadError, InvariantError, LivelockError, UnhandledError
+from flowrt.simulation.errors import InvariantError, SimulationError
 from flowrt.simulation.served import Served
 from flowrt.simulation.world import Outcome
-
-_NAMES: tuple[tuple[type[BaseException], str], ...] = (
-    (DeadlockError, "deadlock"),
-    (LivelockError, "livelock"),
-    (UnhandledError, "unhandled"),
-    (ForeignThreadError, "foreign thread"),
-)
 
 
 @dataclass(frozen=True)
@@ -94,10 +87,8 @@ def failure_of(seed: int, error: BaseException) -> Failure:
     """The failure by its innermost error. An InvariantError takes precedence, because all errors of a group have one cause."""
     leaves = list(_leaves(error))
     worst = next((leaf for leaf in leaves if isinstance(leaf, InvariantError)), leaves[0])
-    if isinstance(worst, InvariantError):
-        return Failure(seed, worst.invariant, str(worst))
-    name = next((name for kind, name in _NAMES if isinstance(worst, kind)), type(worst).__name__)
-    return Failure(seed, name, f"{type(worst).__name__}: {worst}")
+    kind = worst.kind if isinstance(worst, SimulationError) else type(worst).__name__
+    return Failure(seed, kind, str(worst) if isinstance(worst, InvariantError) else f"{type(worst).__name__}: {worst}")
 
 
 def _leaves(error: BaseException) -> Iterable[BaseException]:

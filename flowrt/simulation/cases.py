@@ -18,23 +18,8 @@ from flowrt.graph.recovery import is_watched
 from flowrt.launcher.launcher import ANSWER_SECONDS
 from flowrt.launcher.transport_choice import host_name, pack
 from flowrt.operators.families.registry import read_model_config
-from flowrt.reliability.scenario import (
-    PERMANENT_SECONDS,
-    AnyFault,
-    Crash,
-    Cut,
-    Duplicate,
-    Hang,
-    Pause,
-    Reset,
-    RollBack,
-    Scenario,
-    Skew,
-    Slow,
-    SlowLink,
-    Stall,
-    TinyQueues,
-)
+from flowrt.reliability import scenario as kinds
+from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.cluster import serve
 from flowrt.simulation.inside import EXACT_MODEL
@@ -108,7 +93,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
         faults = _draw_faults(random.Random(f"faults {seed}"), graph)
         if faults_from_launch and (servers := sorted(mortal_workers(graph))):  # most likely while it loads
             early = random.Random(f"early {seed}")
-            faults.append(Crash(at_seconds=early.uniform(0.0, 0.2), process=early.choice(servers)))
+            faults.append(kinds.Crash(at_seconds=early.uniform(0.0, 0.2), process=early.choice(servers)))
         scenario = Scenario(faults=tuple(faults))
     max_requests = chance.choice((1024, 1024, 1024, 1024, 2))
     return Case(seed, graph, requests, scenario, conditions, cost, exact, processes, faults_from_launch, max_requests)
@@ -163,7 +148,7 @@ def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
 
 
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:
-    """Often without heartbeats, which take most of the steps; sometimes without recovery, so that no process may die."""
+    """Draws reliability settings: often no heartbeats, which take most of the steps; sometimes no recovery, so that no process may die."""
     return replace(
         graph,
         reliability=replace(
@@ -215,7 +200,7 @@ def _vocabulary(path: str) -> int:
 
 
 def _pool(graph: Graph) -> list[SimulatedRequest]:
-    """The requests that seeds choose from: lengths from one token to several chunks and pages, and each way to ask."""
+    """The requests that seeds choose from: lengths from one token to several chunks and pages, and each sampling parameter."""
     assert graph.model is not None
     vocabulary, limits, chance = _vocabulary(graph.model.path), graph.group_limits(), random.Random("pool")
     room = min(limits.kv_pages * limits.page_size, _positions(graph.model.path))
@@ -262,7 +247,7 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
             case "writes nonsense":
                 request = replace(request, is_unreadable=True)
         drawn.append(request)
-    if chance.random() < 0.25:  # one comes when all that befell the others is over, but for what stays wrong
+    if chance.random() < 0.25:  # one arrives after the faults, except permanent ones
         latest = 4.0 if graph.reliability.detector else 16.0
         drawn[-1] = replace(
             drawn[-1], after_seconds=chance.uniform(0.5, latest), cancel_seconds=None, leaves_after=None, is_unreadable=False
@@ -271,7 +256,7 @@ def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedReques
 
 
 def _draw_cancelled(chance: random.Random, graph: Graph, count: int) -> tuple[SimulatedRequest, ...]:
-    """Requests that come shortly after each other and are cancelled, the call that submits them included, at any moment of their life."""
+    """Requests that come shortly after each other and are cancelled at any moment, also during `submit`."""
     pool = _pool(graph)
     return tuple(
         replace(chance.choice(pool), after_seconds=chance.uniform(0.0, 4e-3), cancel_seconds=10 ** chance.uniform(-5, -0.8))
@@ -285,6 +270,11 @@ _KINDS = {
     "crash": 5, "pause": 10, "stall": 10, "hang": 8, "slow": 8, "slow_link": 8, "cut": 14, "reset": 8, "duplicate": 8, "skew": 5,
     "tiny_queues": 6, "swizzle": 5, "roll_back": 10, "deaths": 24, "slow_servers": 12, "fork_server": 5, "permanent": 6,
 }  # fmt: skip
+
+
+def _draw_time(chance: random.Random, highest_exponent: float = -0.5) -> float:
+    """Seconds from the first request, between 0.5 ms and a power of ten; early times are as likely as late ones."""
+    return float(10 ** chance.uniform(-3.3, highest_exponent))
 
 
 def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
@@ -314,43 +304,47 @@ def _draw_faults(chance: random.Random, graph: Graph) -> list[AnyFault]:
 
 
 def _draw_deaths(chance: random.Random, mortal: list[str], names: list[str]) -> list[AnyFault]:
-    """Servers that die one after another, or all at once, or one again and again; now and then others take so long over each call
-    meanwhile that much happens within one."""
-    at, apart = 10 ** chance.uniform(-3.3, -0.5), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
+    """Crashes of several servers one after another or at once, or of one server repeatedly; sometimes all other processes are slow,
+    so that several crashes fall within one call."""
+    at, apart = _draw_time(chance), chance.choice((0.0, 1e-3, 30e-3, 0.3, 2.0))
     victims = chance.choice((mortal, chance.choices(mortal, k=4), [chance.choice(mortal)] * chance.randint(1, 5), [chance.choice(mortal)]))
-    faults: list[AnyFault] = [Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)]
+    faults: list[AnyFault] = [
+        kinds.Crash(at_seconds=at + apart * place * chance.random(), process=name) for place, name in enumerate(victims)
+    ]
     if chance.random() < 0.6:
         factor, lasts = chance.choice((20.0, 50.0, 200.0)), 10 ** chance.uniform(-1, 0.4)
         faults += [
-            Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor) for name in names if name not in victims
+            kinds.Slow(at_seconds=at * chance.random(), process=name, for_seconds=lasts, factor=factor)
+            for name in names
+            if name not in victims
         ]
     return faults
 
 
 def _draw_fork_server(chance: random.Random, graph: Graph, mortal: list[str]) -> list[AnyFault]:
-    """The fork server stands still, for ever or not, while a process dies; now and then it dies itself."""
+    """Pauses the fork server, sometimes permanently, while a process dies; sometimes the fork server itself dies."""
     if graph.processes == "one":
         return []
-    at = 10 ** chance.uniform(-3.3, -0.5)
+    at = _draw_time(chance)
     if chance.random() < 0.2:
-        return [Crash(at_seconds=at, process=FORK_SERVER)]
+        return [kinds.Crash(at_seconds=at, process=FORK_SERVER)]
     lasts = chance.choice((0.1, 1.0, 30.0, PERMANENT_SECONDS))
     victims = [chance.choice(mortal)] if mortal else []
     return [
-        Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts),
-        *(Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims),
+        kinds.Pause(at_seconds=at, process=FORK_SERVER, for_seconds=lasts),
+        *(kinds.Crash(at_seconds=at + chance.uniform(-0.5, 0.5) * at, process=name) for name in victims),
     ]
 
 
 def _draw_permanent(chance: random.Random, graph: Graph) -> list[AnyFault]:
-    """A process stops or hangs for good; only the detector notices."""
+    """A permanent pause, stall or hang of a process; only the detector notices it."""
     servers = {node.process for node in graph.nodes.values() if node.operator == "experts"}
-    names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a server that cannot be killed is waited for
+    names = sorted(mortal_workers(graph) | (set(graph.process_names()) - servers))  # a run waits for a server that must not die
     if graph.processes != "many" or not is_watched(graph) or not names:
         return []
-    kind = chance.choice((Pause, Stall, Hang))
-    name = chance.choice([*names, MONITOR]) if kind is not Hang else chance.choice(names)
-    return [kind(at_seconds=10 ** chance.uniform(-3.3, -0.5), process=name, for_seconds=PERMANENT_SECONDS)]
+    kind = chance.choice((kinds.Pause, kinds.Stall, kinds.Hang))
+    name = chance.choice([*names, MONITOR]) if kind is not kinds.Hang else chance.choice(names)
+    return [kind(at_seconds=_draw_time(chance), process=name, for_seconds=PERMANENT_SECONDS)]
 
 
 def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFault]:
@@ -358,44 +352,38 @@ def _draw_slow_servers(chance: random.Random, servers: list[str]) -> list[AnyFau
     lasts = 10 ** chance.uniform(-1, 0.4)
     slow = [name for name in servers if chance.random() < 0.7]
     return [
-        Slow(at_seconds=10 ** chance.uniform(-3.3, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
+        kinds.Slow(at_seconds=_draw_time(chance, -1.5), process=name, for_seconds=lasts, factor=chance.choice((3.0, 10.0, 30.0, 200.0)))
         for name in slow
     ]
 
 
+# Parameters of a kind beyond its target, time and duration; one of the values is drawn.
+_PARAMETERS: dict[str, dict[str, tuple[object, ...]]] = {
+    "slow": {"factor": (2.0, 5.0, 50.0, 200.0)},
+    "slow_link": {"factor": (3.0, 30.0, 300.0)},
+    "cut": {"direction": ("both", "there", "back")},
+    "duplicate": {"one_in": (1, 2, 5)},
+    "skew": {"rate": (0.5, 0.95, 1.05, 2.0)},
+}
+
+
 def _draw_fault(chance: random.Random, kind: str, names: list[str], links: list[tuple[str, str]]) -> list[AnyFault]:
+    """One fault of a kind; several roll-backs or cuts for `roll_back` and `swizzle`."""
     name, between = chance.choice(names), chance.choice(links)
-    at = 10 ** chance.uniform(-3.3, -0.8)
-    lasts = 10 ** chance.uniform(-3, 0.7)
-    match kind:
-        case "crash":
-            return [Crash(at_seconds=at, process=name)]
-        case "pause":
-            return [Pause(at_seconds=at, process=chance.choice([name, name, GATEWAY]), for_seconds=lasts)]
-        case "stall":
-            return [Stall(at_seconds=at, process=chance.choice([name, name, GATEWAY]), for_seconds=lasts)]
-        case "hang":
-            return [Hang(at_seconds=at, process=name, for_seconds=lasts)]
-        case "slow":
-            return [Slow(at_seconds=at, process=name, for_seconds=lasts, factor=chance.choice((2.0, 5.0, 50.0, 200.0)))]
-        case "slow_link":
-            return [SlowLink(at_seconds=at, between=between, for_seconds=lasts, factor=chance.choice((3.0, 30.0, 300.0)))]
-        case "cut":
-            return [Cut(at_seconds=at, between=between, for_seconds=lasts, direction=chance.choice(("both", "there", "back")))]
-        case "reset":
-            return [Reset(at_seconds=at, between=between)]
-        case "duplicate":
-            return [Duplicate(at_seconds=at, between=between, for_seconds=lasts, one_in=chance.choice((1, 2, 5)))]
-        case "skew":
-            return [Skew(at_seconds=at, process=name, rate=chance.choice((0.5, 0.95, 1.05, 2.0)))]
-        case "roll_back":
-            group = chance.choice([each for each in names if each.startswith("attention")] or names)
-            return [RollBack(at_seconds=at * place, process=group) for place in range(1, chance.randint(2, 5))]
-        case "tiny_queues":
-            return [TinyQueues(process=name)]
-        case _:  # swizzle: links of one process are cut one after another and heal in another order
-            own = [link for link in links if name in link]
-            return [
-                Cut(at_seconds=at + 1e-3 * place, between=link, for_seconds=chance.uniform(5e-3, lasts + 5e-3))
-                for place, link in enumerate(chance.sample(own, len(own)))
-            ]
+    at, lasts = _draw_time(chance, -0.8), 10 ** chance.uniform(-3, 0.7)
+    if kind == "roll_back":
+        group = chance.choice([each for each in names if each.startswith("attention")] or names)
+        return [kinds.RollBack(at_seconds=at * place, process=group) for place in range(1, chance.randint(2, 5))]
+    if kind == "swizzle":  # links of one process are cut one after another and heal in another order
+        own = [link for link in links if name in link]
+        return [
+            kinds.Cut(at_seconds=at + 1e-3 * place, between=link, for_seconds=chance.uniform(5e-3, lasts + 5e-3))
+            for place, link in enumerate(chance.sample(own, len(own)))
+        ]
+    if kind in ("pause", "stall"):
+        name = chance.choice([name, name, GATEWAY])
+    values = {"at_seconds": at, "process": name, "between": between, "for_seconds": lasts}
+    values |= {key: chance.choice(choices) for key, choices in _PARAMETERS.get(kind, {}).items()}
+    (fault_class,) = (each for each in AnyFault.__args__ if each.__struct_config__.tag == kind)
+    fault: AnyFault = fault_class(**{key: values[key] for key in fault_class.__struct_fields__ if key in values})
+    return [fault]

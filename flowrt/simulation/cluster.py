@@ -43,13 +43,13 @@ from flowrt.simulation.world import World
 from flowrt.transports.contract import Channel
 
 ARRIVAL_SECONDS = 20e-3  # requests arrive within this time of each other
-TOKENIZE_SECONDS = 20e-3  # a long text takes it
-QUIET_SECONDS = 2.0  # after the last end, with everything healed: all that is on its way gets there
+TOKENIZE_SECONDS = 20e-3  # of a long text
+QUIET_SECONDS = 2.0  # after the last end, with everything healed: all messages in flight arrive
 NEWS_SECONDS = 0.3  # a group may learn of a restarted server this late
 SLOWED_SECONDS = 10.0  # the same while a fault may slow it down
 SETTLE_SECONDS = 30.0  # from healing everything to the last restart
 STUCK_SECONDS = 20.0  # without a firing, a token or a restart while no fault lasts: heartbeats never end, so a deadlock would not be seen
-LOOKS_APART_SECONDS = 0.1  # between looks of a client that reads late
+LOOKS_APART_SECONDS = 0.1  # between polls of a client that reads late
 STATISTICS_READS = 4
 PROMPT_SECONDS = 1.0  # for statistics, under faults of PROMPT_KINDS
 PROMPT_KINDS = frozenset({"crash", "duplicate", "roll_back", "tiny_queues"})  # under these each worker responds, or its end is noticed
@@ -69,9 +69,9 @@ async def serve(
 ) -> Served:
     """Run `graph` (expanded, with a model) until every request has ended. For `world.run`.
 
-    exact: with the model of whole numbers (flowrt/workers/exact_nodes.py) instead of weights. worker: runs in place of the graph's workers.
-    faults_from_launch: the scenario's times count from the launch instead of the first request. Raises InvariantError for what is wrong
-    inside of workers (I3, I4) or left behind (I8).
+    exact: use the integer model (flowrt/workers/exact_nodes.py) instead of weights. worker: the entry of each worker.
+    faults_from_launch: the scenario's times count from the launch instead of the first request. Raises InvariantError for
+    wrong internal state of workers (I3, I4) and for leftovers (I8).
     """
     run = _SimulatedRun(world, graph, scenario or Scenario(), worker, exact, conditions, faults_from_launch, max_requests)
     await run.serve(requests)
@@ -146,7 +146,7 @@ class _SimulatedRun:
         world.loop.accounts.append(self.account)
         world.loop.watch(self.look)
 
-    # The run, from first to last.
+    # The run.
 
     async def serve(self, requests: Sequence[SimulatedRequest]) -> None:
         if self._faults_from_launch:
@@ -184,7 +184,7 @@ class _SimulatedRun:
             None if failure is None else self._failed_seconds - self._first_seconds,
         )
 
-    # What the launcher is given, and what it reports.
+    # Callbacks of the launcher and the gateway.
 
     async def _open_backend(
         self, run_id: str, owner: BackendOwner, preload: Sequence[str], num_processes: int, seconds: float
@@ -192,7 +192,7 @@ class _SimulatedRun:
         return await SimulatedBackend.open(self._world, owner, self._conditions)
 
     def begin_worker(self, worker: Any) -> None:
-        """A Worker was made, and has not loaded yet."""
+        """Called with each new Worker, before it loads."""
         inside = Inside(worker)
         self._insides[inside.name] = inside
         if self._exact:
@@ -276,7 +276,7 @@ class _SimulatedRun:
             client.outage_seconds = self._outage_seconds.get(request_id, 0.0)
 
     async def _read_statistics(self) -> None:
-        """Read the statistics several times; they must arrive in time, whichever process stands still or dies."""
+        """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""
         kinds = {fault.kind for fault in self._scenario.faults}
         patience = PROMPT_SECONDS if kinds <= PROMPT_KINDS else STATISTICS_SECONDS + NEWS_SECONDS
         paused = any(GATEWAY in fault.processes for fault in self._scenario.faults)
@@ -316,7 +316,7 @@ class _SimulatedRun:
             raise DeadlockError(f"nothing for {STUCK_SECONDS:g} s at {now:.6f} s but heartbeats:\n{self._world.loop.describe_waiting()}")
 
     def _living_inside(self, name: str) -> Inside | None:
-        process = self._world.processes.get(name)  # none: a task of the launcher's
+        process = self._world.processes.get(name)  # None: a worker inside the launching process
         return self._insides.get(name) if process is None or not process.exit.done() else None
 
     def _living_insides(self) -> list[Inside]:

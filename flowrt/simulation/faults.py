@@ -6,26 +6,13 @@ The kinds of fault are in flowrt/reliability/scenario.py; cases.py draws scenari
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY
-from flowrt.reliability.scenario import (
-    AnyFault,
-    Crash,
-    Cut,
-    Duplicate,
-    Hang,
-    Pause,
-    Reset,
-    RollBack,
-    Scenario,
-    Skew,
-    Slow,
-    SlowLink,
-    Stall,
-    TinyQueues,
-)
+from flowrt.reliability import scenario as kinds
+from flowrt.reliability.scenario import AnyFault, Scenario
 from flowrt.simulation.inside import Inside
 from flowrt.simulation.simulated_seams import thread_of
 from flowrt.simulation.waitables import OUTSIDE
@@ -34,6 +21,7 @@ from flowrt.simulation.world import World
 FATE = "fate"  # the node of the fault timers: no fault hits it
 RETRY_SECONDS = 200e-6  # between attempts of a roll-back, which waits until no call of the old epoch computes
 
+T = TypeVar("T")
 _End = Callable[[], None]
 
 
@@ -52,10 +40,10 @@ class Faults:
         self._begun: list[tuple[float, AnyFault]] = []
         self._over = False
         for fault in scenario.faults:
-            if isinstance(fault, TinyQueues):
+            if isinstance(fault, kinds.TinyQueues):
                 world.network.tiny_nodes.add(self._node(fault.process))
                 world.num_faults[fault.kind] += 1
-            elif isinstance(fault, Crash | Slow | Hang | Skew) and fault.process == GATEWAY:
+            elif isinstance(fault, kinds.Crash | kinds.Slow | kinds.Hang | kinds.Skew) and fault.process == GATEWAY:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
 
     def has_met(self, process: str) -> bool:
@@ -102,67 +90,42 @@ class Faults:
         process = world.processes.get(fault.processes[0])
         world.num_faults[fault.kind] += 1
         match fault:
-            case Crash():
+            case kinds.Crash():
                 if process is None or not world.kill(process):
                     world.num_faults[fault.kind] -= 1
-            case Pause():
+            case kinds.Pause():
                 return self._park(nodes[0], thread_of(nodes[0]))
-            case Stall():
+            case kinds.Stall():
                 if process is not None:
                     process.stalls.append((world.loop.time(), world.loop.time() + fault.ends_seconds - fault.at_seconds))
                 return self._park(nodes[0])
-            case Hang():
+            case kinds.Hang():
                 return self._park(thread_of(nodes[0]))
-            case Slow(factor=factor) if process is not None and process.computes:
-                computes = list(process.computes)
-                for compute in computes:
-                    compute.slow_factors.append(factor)
-
-                def end_slowdown() -> None:
-                    for compute in computes:
-                        compute.slow_factors.remove(factor)
-
-                return end_slowdown
-            case SlowLink(factor=factor):
-                links = [network.link(*nodes), network.link(*reversed(nodes))]
+            case kinds.Slow(factor=factor) if process is not None and process.computes:
+                return _add(factor, [compute.slow_factors for compute in process.computes])
+            case kinds.SlowLink(factor=factor):
+                return _add(factor, [link.slow_factors for link in network.links(*nodes)])
+            case kinds.Cut(direction=direction):
+                ways = zip(("there", "back"), network.links(*nodes), strict=True)
+                links = [link for way, link in ways if direction in ("both", way)]
                 for link in links:
-                    link.slow_factors.append(factor)
-
-                def speed_up() -> None:
-                    for link in links:
-                        link.slow_factors.remove(factor)
-
-                return speed_up
-            case Cut(direction=direction):
-                ways = [] if direction == "back" else [network.link(*nodes)]
-                ways += [] if direction == "there" else [network.link(*reversed(nodes))]
-                for way in ways:
-                    way.num_cuts += 1
+                    link.num_cuts += 1
 
                 def heal() -> None:
-                    for way in ways:
-                        way.heal()
+                    for link in links:
+                        link.heal()
 
                 return heal
-            case Reset():
+            case kinds.Reset():
                 if not network.reset(nodes[0], nodes[1]):
                     world.num_faults[fault.kind] -= 1
-            case Duplicate(one_in=one_in):
-                links = [network.link(*nodes), network.link(*reversed(nodes))]
-                for link in links:
-                    link.duplicate_one_in.append(one_in)
-
-                def stop() -> None:
-                    for link in links:
-                        link.duplicate_one_in.remove(one_in)
-
-                return stop
-            case Skew(rate=rate) if process is not None and process.clocks:
+            case kinds.Duplicate(one_in=one_in):
+                return _add(one_in, [link.duplicate_one_in for link in network.links(*nodes)])
+            case kinds.Skew(rate=rate) if process is not None and process.clocks:
                 for clock in process.clocks:
                     clock.skew(rate)
-            case RollBack(process=name) if (inside := self._inside_of(name)) is not None and inside.has_engine:
-                context = world.context(nodes[0])
-                world.loop.call_at_node(world.loop.time(), nodes[0], self._roll_back, inside, nodes[0], context=context)
+            case kinds.RollBack(process=name) if (inside := self._inside_of(name)) is not None and inside.has_engine:
+                self._roll_back_after(0.0, inside, nodes[0])
             case _:
                 world.num_faults[fault.kind] -= 1
         return None
@@ -170,9 +133,11 @@ class Faults:
     def _roll_back(self, inside: Inside, node: str) -> None:
         """Runs on the node of the worker, as its own code does."""
         if not self._over and not inside.roll_back():
-            loop = self._world.loop
-            context = self._world.context(node)
-            loop.call_at_node(loop.time() + RETRY_SECONDS, node, self._roll_back, inside, node, context=context)
+            self._roll_back_after(RETRY_SECONDS, inside, node)
+
+    def _roll_back_after(self, seconds: float, inside: Inside, node: str) -> None:
+        loop = self._world.loop
+        loop.call_at_node(loop.time() + seconds, node, self._roll_back, inside, node, context=self._world.context(node))
 
     def _park(self, *nodes: str) -> _End:
         loop = self._world.loop
@@ -196,6 +161,18 @@ class Faults:
         return name if process is None else process.node
 
     def _silences(self, fault: AnyFault) -> bool:
-        if isinstance(fault, Cut | SlowLink):
+        if isinstance(fault, kinds.Cut | kinds.SlowLink):
             return GATEWAY in fault.between
-        return isinstance(fault, Crash | Pause | Stall | Hang | Reset) and fault not in self._harmless
+        return isinstance(fault, kinds.Crash | kinds.Pause | kinds.Stall | kinds.Hang | kinds.Reset) and fault not in self._harmless
+
+
+def _add(value: T, lists: Sequence[list[T]]) -> _End:
+    """Append a value to each list. Returns the function that removes it again."""
+    for each in lists:
+        each.append(value)
+
+    def remove() -> None:
+        for each in lists:
+            each.remove(value)
+
+    return remove

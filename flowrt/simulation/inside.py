@@ -12,7 +12,7 @@ from typing import Any
 
 EXACT_MODEL = "flowrt.workers.exact_nodes"  # these import torch, so they are imported when used
 DISPATCH, DATA_PATH = "flowrt.exchange.dispatch", "flowrt.workers.data_path"
-CUT = "flowrt.operators.dispatch"
+PARTITION = "flowrt.operators.dispatch"
 
 
 class Inside:
@@ -21,11 +21,11 @@ class Inside:
     def __init__(self, worker: Any) -> None:
         self.name: str = worker._start.name
         self._worker = worker
-        self._left_during: float | None = None  # start of the call during which the group began its epoch
+        self._rolled_back_during: float | None = None  # start of the call during which the group began its epoch
         self.late_firings: list[str] = []
 
     def use_exact_model(self) -> None:
-        """Use the exact model of whole numbers instead of weights. Call it before the worker loads."""
+        """Use the exact integer model instead of weights. Call it before the worker loads."""
         worker = self._worker
         build, dispatch = import_module(EXACT_MODEL).build_exact_nodes, import_module(DISPATCH).Dispatch
 
@@ -52,7 +52,7 @@ class Inside:
 
             def noted() -> Any:
                 running = worker._compute.running
-                self._left_during = None if running is None else running.since_seconds
+                self._rolled_back_during = None if running is None else running.since_seconds
                 return roll_back()
 
             engine.roll_back = noted
@@ -63,7 +63,7 @@ class Inside:
         def run(firings: Any) -> Any:
             engine, running = self._engine, self._worker._compute.running
             old = [] if engine is None else [firing for firing in firings if firing.tag.epoch < engine.epoch]
-            if old and (running is None or running.since_seconds != self._left_during):
+            if old and (running is None or running.since_seconds != self._rolled_back_during):
                 self.late_firings.append(f"{self.name}: {old[0].node} fired for {old[0].tag} in epoch {engine.epoch}")
             return function(firings)
 
@@ -96,14 +96,14 @@ class Inside:
         failover = self._part("failover")
         return [] if failover is None else sorted(failover.processes)
 
-    def holds_for_dead(self, server: str, incarnation: str) -> bool:
+    def has_ended(self, server: str, incarnation: str) -> bool:
         membership = self._worker._membership
         return membership is not None and (server, incarnation) in membership._ended
 
-    def asks(self, server: str, incarnation: str) -> bool:
+    def uses(self, server: str, incarnation: str) -> bool:
         """Whether the worker sends parts to this incarnation of the server."""
         failover, links = self._part("failover"), self._part("links")
-        if failover is None or links is None or self.holds_for_dead(server, incarnation):
+        if failover is None or links is None or self.has_ended(server, incarnation):
             return False
         numbers = failover._servers[server]
         peers = {link.peer.incarnation for (peer, _), link in links._links.items() if peer == server}
@@ -114,7 +114,7 @@ class Inside:
         failover, runner = self._part("failover"), self._part("runner")
         if failover is None or runner is None:
             return set()
-        client, nowhere = failover.client, frozenset({import_module(CUT).UNAVAILABLE})
+        client, nowhere = failover.client, frozenset({import_module(PARTITION).UNAVAILABLE})
         return {
             (tag, part)
             for tag in client.tags
@@ -134,7 +134,7 @@ class Inside:
         return True
 
     def waiting(self) -> list[str]:
-        """Who waits for what: the runner's account, and the engine's counts."""
+        """What waits for what: the lines of the runner, and the counts of the engine."""
         runner, engine = self._part("runner"), self._engine
         lines = [] if runner is None else [f"{self.name}: {line}" for line in runner.waiting()]
         if engine is not None and not engine.idle:
@@ -163,7 +163,7 @@ class Inside:
             if pages.holders_of(page) != frozenset(names):
                 faults.append(f"page {page} is used by {sorted(names)}, held by {sorted(pages.holders_of(page))}")
             if len({name.split("/")[0] for name in names}) > 1:
-                faults.append(f"page {page} is shared by strangers: {sorted(names)}")
+                faults.append(f"page {page} is shared by different requests: {sorted(names)}")
         for micro_batch, step in enumerate(engine._steps):
             for sequence, _ in step.parts if step is not None else ():
                 if sequence not in scheduler.running or sequence.micro_batch != micro_batch:
@@ -181,8 +181,8 @@ class Inside:
         if runner is not None:
             found["stale or late message dropped"] = runner.statistics.num_dropped
         if (failover := self._part("failover")) is not None:
-            found["part asked again"] = failover.client.num_redispatched
-            found["part asked twice"] = failover.client.hedging.num_hedged
+            found["part redispatched"] = failover.client.num_redispatched
+            found["part hedged"] = failover.client.hedging.num_hedged
         if links is not None:
             found["channel was full"] = sum(link.statistics().sends_waited for link in links.values())
             found["repeated message dropped"] = sum(link.statistics().messages_dropped for link in links.values())
@@ -225,15 +225,15 @@ class Inside:
 
 def credit_faults(insides: list[Inside]) -> list[str]:
     """I4 over all edges: when no message is in flight, free and outstanding credits add up to all credits."""
-    faults, free, kept = [], {}, Counter[str]()
+    faults, free, outstanding = [], {}, Counter[str]()
     for inside in insides:
         outbound, inbound = inside.credits()
         free.update(outbound)
         for edge, (consumed, unconsumed) in inbound.items():
-            kept[edge] += consumed
+            outstanding[edge] += consumed
             if unconsumed:
-                faults.append(f"edge {edge} into {inside.name}: {unconsumed} messages are here and nobody has consumed them")
-    for edge, (at_hand, size) in sorted(free.items()):
-        if at_hand + kept[edge] != size:
-            faults.append(f"edge {edge}: {at_hand} credits at hand and {kept[edge]} kept back, of {size}")
+                faults.append(f"edge {edge} into {inside.name}: {unconsumed} messages have arrived and were not consumed")
+    for edge, (num_free, size) in sorted(free.items()):
+        if num_free + outstanding[edge] != size:
+            faults.append(f"edge {edge}: {num_free} free and {outstanding[edge]} outstanding credits, of {size}")
     return faults

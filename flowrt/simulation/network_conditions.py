@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+
+def is_hit(chance: random.Random, one_in: int) -> bool:
+    """True once in `one_in` draws; never for 0."""
+    return one_in > 0 and chance.randrange(one_in) == 0
 
 
 @dataclass(frozen=True)

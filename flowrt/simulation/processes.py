@@ -18,9 +18,10 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR
 from flowrt.process_backend import CONTROL_LIMITS, BackendOwner, ProcessSpec
 from flowrt.processes.fork_server import WorkerMain, load_worker
 from flowrt.seams import Seams
+from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.transport import SimulatedChannel
-from flowrt.simulation.waitables import OUTSIDE
-from flowrt.simulation.world import Process, World
+from flowrt.simulation.waitables import OUTSIDE, set_error
+from flowrt.simulation.world import SimulatedProcess, World
 from flowrt.transports.contract import Channel, Identity
 
 KILLED, TERMINATED = "was killed by SIGKILL", "was killed by SIGTERM"
@@ -40,10 +41,10 @@ class ProcessConditions:
     open_seconds: float = 0.05
 
 
-class SimulatedProcess:
+class SimulatedWorkerProcess:
     """One incarnation of a process, as its launcher holds it."""
 
-    def __init__(self, world: World, spec: ProcessSpec, process: Process, controls: tuple[SimulatedChannel, ...]) -> None:
+    def __init__(self, world: World, spec: ProcessSpec, process: SimulatedProcess, controls: tuple[SimulatedChannel, ...]) -> None:
         self.spec, self.process, self.controls, self.pid = spec, process, controls, process.pid
         self.is_returned = False  # by `start`: no notice before
         self._world = world
@@ -66,8 +67,8 @@ class SimulatedBackend:
     def __init__(self, world: World, owner: BackendOwner, conditions: ProcessConditions) -> None:
         self._world, self._owner, self._conditions = world, owner, conditions
         self._random = world.random_of("processes")
-        self._processes: dict[str, SimulatedProcess] = {}  # node -> process; those whose exit was not reported
-        self._waiting: dict[asyncio.Future[SimulatedProcess], None] = {}
+        self._processes: dict[str, SimulatedWorkerProcess] = {}  # node -> process; those whose exit was not reported
+        self._waiting: dict[asyncio.Future[SimulatedWorkerProcess], None] = {}
         self._closed = False
         world.deaths.append(self._on_death)
         self._server = world.start(FORK_SERVER, self._serve)
@@ -86,21 +87,21 @@ class SimulatedBackend:
             raise
         return backend
 
-    async def start(self, spec: ProcessSpec) -> SimulatedProcess:
+    async def start(self, spec: ProcessSpec) -> SimulatedWorkerProcess:
         self._check_alive()
         if self._refuses(spec, self._conditions.no_descriptor_one_in):
             raise UserError("too few open files are allowed (simulated)")
-        answer: asyncio.Future[SimulatedProcess] = self._world.loop.create_future()
-        self._waiting[answer] = None
+        started: asyncio.Future[SimulatedWorkerProcess] = self._world.loop.create_future()
+        self._waiting[started] = None
         try:
-            self._later(self._server.node, self._fork, spec, answer, between=RESTART_SECONDS if self._is_known(spec) else NOTICE_SECONDS)
-            process = await answer
+            self._later(self._server.node, self._fork, spec, started, between=RESTART_SECONDS if self._is_known(spec) else NOTICE_SECONDS)
+            process = await started
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self._abandon(answer.result())
+            if started.done() and not started.cancelled() and started.exception() is None:
+                self._abandon(started.result())
             raise
         finally:
-            self._waiting.pop(answer, None)
+            self._waiting.pop(started, None)
         process.is_returned = True
         return process
 
@@ -128,13 +129,13 @@ class SimulatedBackend:
         """The task of the fork server: faults pause its node."""
         await self._world.loop.create_future()
 
-    def _fork(self, spec: ProcessSpec, answer: asyncio.Future[SimulatedProcess]) -> None:
+    def _fork(self, spec: ProcessSpec, started: asyncio.Future[SimulatedWorkerProcess]) -> None:
         """On the fork server's node."""
         if self._closed:
             return
         if self._refuses(spec, self._conditions.refused_one_in):
             error = WorkerDiedError(spec.name, "could not be forked: BlockingIOError: (simulated)")
-            self._later(OUTSIDE, _fail, answer, error)
+            self._later(OUTSIDE, set_error, started, error)
             return
         world = self._world
         node = world.next_node(spec.name)
@@ -150,40 +151,40 @@ class SimulatedBackend:
                     tasks.create_task(_run_worker(main, theirs, seams), name=worker.name)
 
         inner = world.start(spec.name, host, aliases=[worker.name for worker in spec.workers])
-        process = SimulatedProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
+        process = SimulatedWorkerProcess(world, spec, inner, tuple(ours for ours, _ in pairs))
         self._processes[node] = process
         inner.exit.add_done_callback(partial(self._on_exit, process))
-        self._later(OUTSIDE, self._answer, answer, process)
+        self._later(OUTSIDE, self._complete_start, started, process)
 
-    def _answer(self, answer: asyncio.Future[SimulatedProcess], process: SimulatedProcess) -> None:
-        if answer.done():  # the caller has left
+    def _complete_start(self, started: asyncio.Future[SimulatedWorkerProcess], process: SimulatedWorkerProcess) -> None:
+        if started.done():  # the caller has left
             self._abandon(process)
         else:
-            answer.set_result(process)
+            started.set_result(process)
 
-    def _abandon(self, process: SimulatedProcess) -> None:
+    def _abandon(self, process: SimulatedWorkerProcess) -> None:
         self._processes.pop(process.process.node, None)
         process.kill()
         for control in process.controls:
             control.sever()
 
-    def _on_death(self, process: Process) -> None:
+    def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of a kill. The kernel ends the children of the fork server with it."""
         if process is self._server:
             for child in list(self._processes.values()):
                 child.kill()
-        elif process.node in self._processes and not self._hits(self._conditions.unseen_one_in):
+        elif process.node in self._processes and not is_hit(self._random, self._conditions.unseen_one_in):
             self._later(OUTSIDE, self._report_dying, self._processes[process.node])
 
-    def _on_exit(self, process: SimulatedProcess, exit: asyncio.Future[str]) -> None:
+    def _on_exit(self, process: SimulatedWorkerProcess, exit: asyncio.Future[str]) -> None:
         """On the fork server's node, which reaps when it runs."""
         self._later(OUTSIDE, self._report_exit, process, exit.result())
 
-    def _report_dying(self, process: SimulatedProcess) -> None:
+    def _report_dying(self, process: SimulatedWorkerProcess) -> None:
         if process.is_returned and process.process.node in self._processes and not self._closed:
             self._owner.on_dying(process)
 
-    def _report_exit(self, process: SimulatedProcess, how: str) -> None:
+    def _report_exit(self, process: SimulatedWorkerProcess, how: str) -> None:
         if process.process.node not in self._processes or self._closed:
             return
         if not process.is_returned:
@@ -193,8 +194,8 @@ class SimulatedBackend:
         self._owner.on_exited(process, how)
 
     def _on_server_exit(self, exit: asyncio.Future[str]) -> None:
-        for answer in list(self._waiting):
-            _fail(answer, WorkerDiedError(FORK_SERVER, exit.result()))
+        for started in list(self._waiting):
+            set_error(started, WorkerDiedError(FORK_SERVER, exit.result()))
         if not self._closed:
             self._later(OUTSIDE, self._owner.on_backend_lost, exit.result())
 
@@ -209,19 +210,11 @@ class SimulatedBackend:
         loop.call_at_node(loop.time() + seconds, node, call, *arguments, context=self._world.context(node))
 
     def _refuses(self, spec: ProcessSpec, one_in: int) -> bool:
-        return (self._conditions.refuses_first or self._is_known(spec)) and self._hits(one_in)
+        return (self._conditions.refuses_first or self._is_known(spec)) and is_hit(self._random, one_in)
 
     def _is_known(self, spec: ProcessSpec) -> bool:
         """Whether a process of this name was started before."""
         return spec.name in self._world.processes
-
-    def _hits(self, one_in: int) -> bool:
-        return one_in > 0 and self._random.randrange(one_in) == 0
-
-
-def _fail(answer: asyncio.Future[SimulatedProcess], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)
 
 
 async def _run_worker(main: WorkerMain, control: Channel, seams: Seams) -> None:

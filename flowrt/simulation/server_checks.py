@@ -15,10 +15,10 @@ from flowrt.simulation.faults import Faults
 from flowrt.simulation.inside import Inside
 from flowrt.simulation.invariants import mortal
 from flowrt.simulation.outages import Outages
-from flowrt.simulation.world import Process, World
+from flowrt.simulation.world import SimulatedProcess, World
 
-UNDISPATCHED_SECONDS = 0.5  # a part waits at most so long for a replica that is there: looks are some milliseconds apart, by any clock
-LOOKS_APART_SECONDS = 0.1  # between looks for such parts
+UNDISPATCHED_SECONDS = 0.5  # the longest wait of a part for an available replica: polls are some milliseconds apart, by any clock
+LOOKS_APART_SECONDS = 0.1  # between polls for such parts
 _COUNTED = {
     events.WorkerRestarted: "restarted",
     events.WorkerGivenUp: "stayed down",
@@ -43,7 +43,7 @@ class ServerChecks:
         self._began: dict[str, float] = {}
         self._wrong: list[str] = []
         self._looked_at = 0.0
-        self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for a replica that is there
+        self._undispatched: dict[tuple[str, Any, int], float] = {}  # (group, tag, part) -> since when it waits for an available replica
         world.deaths.append(self._on_death)
 
     def on_event(self, event: events.Event) -> None:
@@ -59,19 +59,19 @@ class ServerChecks:
             case events.WorkerLost(name, how):
                 self._outages.down(name, now)
                 if not self._is_faulty(name):
-                    self._wrong.append(f"{name} was lost, and no fault met it: {how}")
+                    self._wrong.append(f"{name} was lost, and no fault hit it: {how}")
             case events.Straggler(name, seconds):
                 self._wrong.append(f"{name} did not stop within {seconds:g} s, when all faults had healed")
             case events.WorkerMarkedDead(name, why):
                 if (met := self._faults.met_seconds(name)) is None:
-                    self._wrong.append(f"{name} was marked dead, and no fault met it: {why}")
+                    self._wrong.append(f"{name} was marked dead, and no fault hit it: {why}")
                 elif now < met + self._evidence_seconds:
                     self._wrong.append(f"{name} was marked dead after {now - met:.3f} s, before there could be evidence: {why}")
-            case events.WorkerSuspected(name, why) if why.startswith("no heartbeat"):  # for a client's complaint any may be suspected
+            case events.WorkerSuspected(name, why) if why.startswith("no heartbeat"):  # a client may suspect any server
                 if now < self._began[name] + self._suspect_seconds:
                     self._wrong.append(f"{name} was suspected before it could have been silent for so long: {why}")
                 if not any(map(self._is_faulty, (name, GATEWAY, MONITOR))):
-                    self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats stood still: {why}")
+                    self._wrong.append(f"{name} was suspected, and neither it nor the receivers of its heartbeats were paused: {why}")
 
     def look(self, insides: Sequence[Inside]) -> None:
         """At any time: no group treats a living server as dead without a fault (I7). Records when each group uses a new incarnation."""
@@ -79,11 +79,11 @@ class ServerChecks:
         for inside in insides:
             for name in inside.servers:
                 incarnation = self._launcher.incarnations[name]
-                if inside.holds_for_dead(name, incarnation):
+                if inside.has_ended(name, incarnation):
                     self._outages.down(name, now, inside.name)
                     if self._is_alive(name) and not self._is_faulty(name):
-                        self._wrong.append(f"{inside.name} takes {name} for dead, which lives and which no fault met")
-                elif self._is_alive(name) and self._outages.is_down(inside.name, name) and inside.asks(name, incarnation):
+                        self._wrong.append(f"{inside.name} treats {name} as dead, which is alive and was hit by no fault")
+                elif self._is_alive(name) and self._outages.is_down(inside.name, name) and inside.uses(name, incarnation):
                     self._outages.up(inside.name, name, now)
         if self._wrong:
             raise InvariantError("I7", self._wrong[0])
@@ -95,11 +95,9 @@ class ServerChecks:
         """A group that does not use a living server in its latest incarnation, or None. When all has settled there is none (I8)."""
         for inside in insides:
             for name in inside.servers:
-                if name not in self.down and not inside.asks(name, incarnation := self._launcher.incarnations[name]):
+                if name not in self.down and not inside.uses(name, incarnation := self._launcher.incarnations[name]):
                     return f"{inside.name} does not use {name} in its latest incarnation {incarnation}"
         return None
-
-    # Inside.
 
     def _look_for_undispatched(self, insides: Sequence[Inside], now: float) -> None:
         """Check that no part waits for a replica while one is available (I5)."""
@@ -107,9 +105,9 @@ class ServerChecks:
         self._undispatched = {part: self._undispatched.get(part, now) for part in undispatched}
         for (name, tag, part), since in self._undispatched.items():
             if now > since + UNDISPATCHED_SECONDS:
-                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for a replica that is there")
+                raise InvariantError("I5", f"part {part} of {tag} waits at {name} since {since:.6f} s for an available replica")
 
-    def _on_death(self, process: Process) -> None:
+    def _on_death(self, process: SimulatedProcess) -> None:
         """Called at the moment of the death, before any other process is notified."""
         for name in self.mortal:
             if self._world.processes.get(name) is process:
@@ -117,6 +115,4 @@ class ServerChecks:
 
     def _is_alive(self, name: str) -> bool:
         process = self._world.processes.get(name)
-        if process is None or self._launcher.state.has_ended(name):
-            return False
-        return not process.exit.done() and not self._world.loop.is_dead(process.node)
+        return process is not None and not self._launcher.state.has_ended(name) and self._world.is_alive(process)

@@ -29,15 +29,15 @@ def shrink(case: Case, fails: Callable[[Case], bool], max_runs: int = MAX_RUNS) 
         if len(kept.faults or ()) > 1 and still_fails(replace(kept, faults=())):
             kept, shrunk = replace(kept, faults=()), True
         for number in kept.faults or ():
-            smaller = replace(kept, faults=_without(kept.faults, number))
+            smaller = replace(kept, faults=_remove(kept.faults, number))
             if still_fails(smaller):
                 kept, shrunk = smaller, True
         for number in kept.requests or ():
-            smaller = replace(kept, requests=_without(kept.requests, number))
+            smaller = replace(kept, requests=_remove(kept.requests, number))
             if smaller.requests and still_fails(smaller):
                 kept, shrunk = smaller, True
     return kept
 
 
-def _without(numbers: tuple[int, ...] | None, number: int) -> tuple[int, ...]:
+def _remove(numbers: tuple[int, ...] | None, number: int) -> tuple[int, ...]:
     return tuple(each for each in numbers or () if each != number)

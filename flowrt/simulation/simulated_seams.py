@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from flowrt.seams import BOUND_SECONDS, STILL_SECONDS, Running
 from flowrt.simulation.loop import VirtualLoop
-from flowrt.simulation.waitables import VirtualHandle
+from flowrt.simulation.network_conditions import is_hit
+from flowrt.simulation.waitables import VirtualHandle, set_result
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class SimulatedCompute:
         self._loop = loop
         self._clock = clock
         self._thread = thread_of(node)
-        self.beside_loop = cost.beside_one_in > 0 and chance.randrange(cost.beside_one_in) == 0
+        self.beside_loop = is_hit(chance, cost.beside_one_in)
         self.slow_factors: list[float] = []
         self._random = chance
         self._cost = cost
@@ -98,13 +99,13 @@ class SimulatedCompute:
             before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
             if before:
                 await self._pass(before, [])
-            given: list[VirtualHandle] = []
+            handles: list[VirtualHandle] = []
             try:
-                with self._loop.on_a_thread() as given:
+                with self._loop.on_a_thread() as handles:
                     return call()
             finally:
-                if given or before < seconds:
-                    await self._pass(seconds - before, given)
+                if handles or before < seconds:
+                    await self._pass(seconds - before, handles)
         finally:
             self._end(label)
 
@@ -117,20 +118,19 @@ class SimulatedCompute:
 
     def _end(self, label: str) -> None:
         self._running = None
-        one_in = self._cost.short_one_in
-        self._short[label] = one_in > 0 and self._random.randrange(one_in) == 0
+        self._short[label] = is_hit(self._random, self._cost.short_one_in)
 
     async def aclose(self) -> None:
         self._closed = True
 
-    async def _pass(self, seconds: float, given: Sequence[VirtualHandle]) -> None:
+    async def _pass(self, seconds: float, handles: Sequence[VirtualHandle]) -> None:
         """Let time pass on the thread. Meanwhile its handles reach the loop in order, at random times."""
         loop, now = self._loop, self._loop.time()
         done: asyncio.Future[None] = loop.create_future()
-        moments = sorted(seconds * self._random.random() for _ in given)
-        for moment, handle in zip(moments, given, strict=True):
-            loop.call_at_node(now + moment, self._thread, loop.hand_over, handle)
-        timer = loop.call_at_node(now + seconds, self._thread, _set, done)
+        moments = sorted(seconds * self._random.random() for _ in handles)
+        for moment, handle in zip(moments, handles, strict=True):
+            loop.call_at_node(now + moment, self._thread, loop.accept, handle)
+        timer = loop.call_at_node(now + seconds, self._thread, set_result, done, None)
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -138,11 +138,6 @@ class SimulatedCompute:
             raise
         finally:
             timer.cancel()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def thread_of(node: str) -> str:

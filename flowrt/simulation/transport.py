@@ -1,10 +1,10 @@
 """Implements a transport between simulated nodes with real bytes, seeded delays and no real I/O.
 
-The channels fulfil the contract of transports/contract.py and pass its checks.
+The channels pass the conformance suite of the transport contract.
 
 Each message is encoded by transports/wire/codec.py and decoded again on arrival. Frames of one direction never overtake each other, those
 of different channels do. A frame may arrive twice (a sender that tried again); the sequence number drops the second. The window runs
-the protocol of the real schemes, so that the word "taken" takes its time as well.
+the protocol of the real schemes, so that window updates are delayed as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import asyncio
 import ctypes
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import ClassVar, Literal
 
 import msgspec
 
 from flowrt.simulation.loop import VirtualLoop
-from flowrt.simulation.network_conditions import LinkState, NetworkConditions
-from flowrt.simulation.waitables import current_node
+from flowrt.simulation.network_conditions import LinkState, NetworkConditions, is_hit
+from flowrt.simulation.waitables import current_node, set_error, set_result
 from flowrt.transports.channel.flow_controlled import FlowControlledChannel
 from flowrt.transports.channel.message_windows import RESERVED
 from flowrt.transports.channel.queued import QueuedListener
@@ -46,24 +47,20 @@ class SimulatedNetwork:
         self.num_duplicates = 0
         self.tiny_nodes: set[str] = set()  # their channels hold a single message each
         self._random = random.Random(f"network {seed}")
-        self._num_addresses = 0
-        self._num_channels = 0
+        self.addresses, self.channel_numbers = count(1), count(1)
         self._channels: list[SimulatedChannel] = []
         self._links: dict[tuple[str, str], LinkState] = {}
         self._trips: list[tuple[str, str, asyncio.Future[None]]] = []
 
     def transport(self, scheme: str) -> Transport:
-        """What stands in for `scheme`: every name is this one network, under the name that was asked for."""
+        """The simulated transport under the name of `scheme`: every scheme is this one network."""
         return _class_for(scheme)(self)
 
-    # what faults do
+    # effects of faults
 
-    def link(self, source: str, target: str) -> LinkState:
-        """The direction from one node to another, to put a fault on it."""
-        state = self._links.get((source, target))
-        if state is None:
-            state = self._links[source, target] = LinkState()
-        return state
+    def links(self, one: str, other: str) -> list[LinkState]:
+        """The directions there and back between two nodes, to put a fault on them."""
+        return [self._links.setdefault(ends, LinkState()) for ends in ((one, other), (other, one))]
 
     def open_channels(self, *nodes: str) -> list[SimulatedChannel]:
         """Ends that are neither closed nor broken, at one of `nodes` (none: anywhere)."""
@@ -79,37 +76,37 @@ class SimulatedNetwork:
             channel.sever()
         for source, target, trip in self._trips:
             if node in (source, target) and not trip.done():
-                self.loop.call_at_node(self.loop.time() + self.delay_seconds(), source, _refuse, trip, f"{node} died")
+                self.loop.call_at_node(self.loop.time() + self.delay_seconds(), source, set_error, trip, AddressError(f"{node} died"))
 
     def reset(self, one: str, other: str) -> int:
-        """Break every channel between two nodes; what was on its way is lost. Returns how many there were."""
+        """Break every channel between two nodes; messages in flight are lost. Returns the number of channels."""
         between = [channel for channel in self.open_channels(one, other) if {channel.node, channel.other_node} == {one, other}]
         for channel in between:
             self.loop.call_at_node(self.loop.time(), channel.node, channel.reset)
         return len(between) // 2
 
-    # what frames meet
+    # frames
 
     def depart(self, source: str, target: str, send: Callable[[float, int], None]) -> None:
-        """Call `send(delay factor, copies)` when the link between the nodes carries frames: now, unless it is cut."""
+        """Call `send(delay factor, number of frames)` when the link between the nodes carries frames: now, unless it is cut."""
         state = self._links.get((source, target))
         if state is None or state.calm:
             send(1.0, 1)
         elif state.num_cuts:
             state.held.append(lambda: self.depart(source, target, send))
         else:
-            copies = 1 + any(self._hit(one_in) for one_in in state.duplicate_one_in)
-            self.num_duplicates += copies - 1
-            send(state.slowness, copies)
+            num_frames = 1 + any(is_hit(self._random, one_in) for one_in in state.duplicate_one_in)
+            self.num_duplicates += num_frames - 1
+            send(state.slowness, num_frames)
 
     async def trip(self, source: str, target: str, num_bytes: int) -> None:
-        """As long as `num_bytes` of a handshake take from node to node. Raises AddressError when one of them dies."""
+        """Wait as long as `num_bytes` of a handshake take from node to node. Raises AddressError when one of the nodes dies."""
         future: asyncio.Future[None] = self.loop.create_future()
         self._trips.append((source, target, future))
 
         def send(factor: float, _: int) -> None:
             when = self.loop.time() + factor * self.delay_seconds(num_bytes)
-            self.loop.call_at_node(when, target, _arrived, future)
+            self.loop.call_at_node(when, target, set_result, future, None)
 
         try:
             self.depart(source, target, send)
@@ -121,14 +118,14 @@ class SimulatedNetwork:
         self._channels += channels
 
     def delay_seconds(self, num_bytes: int = 0) -> float:
-        """How long a frame of `num_bytes` takes, drawn anew each time."""
+        """How long a frame of `num_bytes` takes, drawn for each frame."""
         conditions = self.conditions
         delay = self._random.uniform(conditions.min_delay_seconds, conditions.max_delay_seconds) + num_bytes / conditions.bytes_per_second
-        return delay + conditions.slow_seconds if self._hit(conditions.slow_one_in) else delay
+        return delay + conditions.slow_seconds if is_hit(self._random, conditions.slow_one_in) else delay
 
     def duplicates(self) -> bool:
         """Whether the next frame arrives twice."""
-        if not self._hit(self.conditions.duplicate_one_in):
+        if not is_hit(self._random, self.conditions.duplicate_one_in):
             return False
         self.num_duplicates += 1
         return True
@@ -136,21 +133,10 @@ class SimulatedNetwork:
     def nonce(self) -> bytes:
         return self._random.randbytes(NONCE_BYTES)
 
-    def free_address(self, scheme: str) -> str:
-        self._num_addresses += 1
-        return f"{scheme}://simulated-{self._num_addresses}"
-
-    def channel_number(self) -> int:
-        self._num_channels += 1
-        return self._num_channels
-
     def shrink(self, limits: Limits, *nodes: str) -> Limits:
         """`limits` of a new channel between `nodes`, now and then with room for a single message."""
-        tiny = self._hit(self.conditions.tiny_one_in) or not self.tiny_nodes.isdisjoint(nodes)
+        tiny = is_hit(self._random, self.conditions.tiny_one_in) or not self.tiny_nodes.isdisjoint(nodes)
         return msgspec.structs.replace(limits, capacity_messages=1) if tiny else limits
-
-    def _hit(self, one_in: int) -> bool:
-        return one_in > 0 and self._random.randrange(one_in) == 0
 
 
 class SimulatedChannel(FlowControlledChannel):
@@ -171,8 +157,8 @@ class SimulatedChannel(FlowControlledChannel):
     def pair(
         cls, network: SimulatedNetwork, first: tuple[Identity, str], second: tuple[Identity, str], limits: Limits
     ) -> tuple[SimulatedChannel, SimulatedChannel]:
-        """Two connected ends, each given as (who it belongs to, its node): `first`'s, whose peer is `second`, and the other way round."""
-        number = network.channel_number()
+        """Two connected ends, of `first` and of `second`, each given as (identity, node)."""
+        number = next(network.channel_numbers)
         one = cls(network, first[1], f"{number}>", limits, second[0])
         two = cls(network, second[1], f"{number}<", limits, first[0])
         one._other, two._other = two, one
@@ -210,10 +196,10 @@ class SimulatedChannel(FlowControlledChannel):
         network.num_frames += 1
         network.loop.note(self._name, kind.encode(), *wire)
 
-        def send(factor: float, copies: int) -> None:
-            for _ in range(copies if kind == "message" else 1):
+        def send(factor: float, num_frames: int) -> None:
+            for _ in range(num_frames if kind == "message" else 1):
                 arrival = network.loop.time() + factor * network.delay_seconds(sum(map(len, wire)))
-                self._last_arrival = max(self._last_arrival, arrival)  # never before what went ahead
+                self._last_arrival = max(self._last_arrival, arrival)  # never before an earlier frame
                 network.loop.call_at_node(self._last_arrival, self._other.node, self._other._arrive, kind, wire)
 
         network.depart(self.node, self._other.node, send)
@@ -288,7 +274,7 @@ class SimulatedTransport(Transport):
     async def listen(self, address: str, limits: Limits, key: bytes, identity: Identity) -> Listener:
         check_key(key)
         if not expect_scheme(address, self.scheme):
-            address = self._network.free_address(self.scheme)
+            address = f"{self.scheme}://simulated-{next(self._network.addresses)}"
         if address in self._network.listeners:
             raise AddressError(f"another listener is at {address} already")
         listener = self._network.listeners[address] = SimulatedListener(self._network, address, limits, key, identity)
@@ -304,16 +290,16 @@ class SimulatedTransport(Transport):
         await network.trip(here, listener.node, len(hello))
         theirs = Handshake("listener", listener.key, listener.identity, listener.limits, scheme=self.scheme, nonce=network.nonce())
         try:
-            answer = theirs.receive(hello)
-            await network.trip(listener.node, here, len(answer))
-            proof = ours.receive(answer)
+            response = theirs.receive(hello)
+            await network.trip(listener.node, here, len(response))
+            proof = ours.receive(response)
             await network.trip(here, listener.node, len(proof))
             theirs.receive(proof)
         except BaseException:
-            listener.rejected += 1  # a connection that came to nothing, whatever it came to
+            listener.rejected += 1  # whatever the reason
             raise
         if self._find(address) is not listener:
-            raise HandshakeError(f"{address} changed hands during the handshake")
+            raise HandshakeError(f"another listener took {address} during the handshake")
         return self._join(listener, ours, theirs, network.shrink(ours.limits, here, listener.node))
 
     def _find(self, address: str) -> SimulatedListener:
@@ -338,16 +324,6 @@ def _aligned(data: Part) -> memoryview:
     view = memoryview(buffer)[start : start + len(data)]
     view[:] = data
     return view
-
-
-def _arrived(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _refuse(future: asyncio.Future[None], reason: str) -> None:
-    if not future.done():
-        future.set_exception(AddressError(reason))
 
 
 def _class_for(scheme: str) -> type[SimulatedTransport]:

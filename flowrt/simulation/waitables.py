@@ -4,56 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-OUTSIDE = "outside"  # the node of whatever runs before a node is named: the test itself
+OUTSIDE = "outside"  # the node of code that runs before a node is named: the test itself
 
 current_node: ContextVar[str] = ContextVar("current_node", default=OUTSIDE)
 
 
 class VirtualHandle(asyncio.TimerHandle):
-    """A scheduled callback. A cancelled handle stays in its queue, and the loop skips it."""
+    """A scheduled callback of a node. A cancelled handle stays in its queue, and the loop skips it."""
 
-    __slots__ = ("_args_given", "_call", "_node", "_run_context")
+    __slots__ = ("node",)
 
-    def __init__(self, when: float, node: str, callback: Callable[..., object], args: tuple[object, ...], context: Context) -> None:
-        self._when = when
-        self._node = node
-        self._call: Callable[..., object] | None = callback
-        self._args_given = args
-        self._run_context = context
-
-    def cancel(self) -> None:
-        self._call = None
-        self._args_given = ()
-
-    def cancelled(self) -> bool:
-        return self._call is None
-
-    def when(self) -> float:
-        return self._when
-
-    def __repr__(self) -> str:
-        return f"<VirtualHandle of {self._node} at {self._when:.6f}: {'cancelled' if self._call is None else name_of(self._call)}>"
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[object],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+        node: str | None = None,
+    ) -> None:
+        """`node`: None for the node of the context."""
+        super().__init__(when, callback, args, loop, context)
+        self.node = self._context.get(current_node, OUTSIDE) if node is None else node  # type: ignore[attr-defined]
 
 
-class VirtualTask(asyncio.Task[T]):
-    """A task whose hash is its number. Task groups and `asyncio.wait` iterate over sets of tasks. With hashes by address, the
-    order of cancellation would depend on memory addresses."""
+class _Numbered:
+    """A waitable whose hash is its number. Task groups and `asyncio.wait` iterate over sets; with hashes by address, the order of
+    cancellation would depend on memory addresses."""
 
-    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
-        self.number = number  # first, since asyncio's constructor puts the task into a set
-        super().__init__(*arguments, **options)
+    number: int
 
     def __hash__(self) -> int:
         return self.number
@@ -62,18 +47,28 @@ class VirtualTask(asyncio.Task[T]):
         return self is other
 
 
-class VirtualFuture(asyncio.Future[T]):
-    """A future whose hash is its number, for the same reason."""
+class VirtualTask(_Numbered, asyncio.Task[T]):
+    def __init__(self, number: int, node: str, *arguments: Any, **options: Any) -> None:
+        self.number, self.node = number, node  # first, since asyncio's constructor puts the task into a set
+        super().__init__(*arguments, **options)
 
+
+class VirtualFuture(_Numbered, asyncio.Future[T]):
     def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
         super().__init__(loop=loop)
 
-    def __hash__(self) -> int:
-        return self.number
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+def set_result(future: asyncio.Future[T], result: T) -> None:
+    """Set the result of a future, unless it is done: its waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(result)
+
+
+def set_error(future: asyncio.Future[Any], error: Exception) -> None:
+    """Set the exception of a future, unless it is done."""
+    if not future.done():
+        future.set_exception(error)
 
 
 def name_of(callback: Callable[..., object]) -> str:
@@ -87,6 +82,7 @@ def name_of(callback: Callable[..., object]) -> str:
 
 
 def chain_of(coroutine: Any) -> str:
+    """The chain of calls that a coroutine waits in, with file and line of each."""
     places = []
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None) or getattr(coroutine, "ag_frame", None)

@@ -19,22 +19,22 @@ from flowrt.simulation.loop import START_SECONDS, VirtualLoop
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.simulated_seams import ComputeCost, SimulatedClock, SimulatedCompute, thread_of
 from flowrt.simulation.transport import SimulatedNetwork
-from flowrt.simulation.waitables import OUTSIDE, current_node
+from flowrt.simulation.waitables import OUTSIDE, current_node, set_result
 from flowrt.timer import LoopTimer
 
 T = TypeVar("T")
 
 
-class Process:
+class SimulatedProcess:
     """One incarnation of a simulated process. `node` is its name, and its number when it is not the first of that name."""
 
     def __init__(self, name: str, node: str, parent: str, exit: asyncio.Future[str]) -> None:
         self.name, self.node, self.parent = name, node, parent  # `parent`: the node that started it
-        self.exit = exit  # how it ended, as its parent learns it
+        self.exit = exit  # how it ended, set when the parent is notified
         self.clocks: list[SimulatedClock] = []  # one per worker, as are these
         self.computes: list[SimulatedCompute] = []
         self.pid = 0
-        self.stalls: list[tuple[float, float]] = []  # when its loop computed instead of turning: start, end
+        self.stalls: list[tuple[float, float]] = []  # intervals in which its loop was blocked: start, end
 
     @property
     def nodes(self) -> tuple[str, str]:
@@ -50,13 +50,13 @@ class World:
         self.loop = loop
         loop.tick_seconds = conditions.tick_seconds
         self.network = SimulatedNetwork(loop, seed, conditions)
-        self.one_clock = False  # all processes are on one machine, whose clock they share; to be said before they start
-        self.processes: dict[str, Process] = {}  # the latest incarnation of each name
-        self.deaths: list[Callable[[Process], None]] = []  # called at the moment of a `kill`, before any process is notified
+        self.one_clock = False  # all processes share the clock of one machine; set it before they start
+        self.processes: dict[str, SimulatedProcess] = {}  # the latest incarnation of each name
+        self.deaths: list[Callable[[SimulatedProcess], None]] = []  # called at the moment of a `kill`, before any process is notified
         self.errors: list[str] = []  # that ended processes
-        self.num_faults: Counter[str] = Counter()  # faults that met something, by kind
+        self.num_faults: Counter[str] = Counter()  # faults that hit a living target, by kind
         self._cost = cost
-        self._by_pid: dict[int, Process] = {}
+        self._by_pid: dict[int, SimulatedProcess] = {}
         self._num_incarnations = 0
         self._num_starts: Counter[str] = Counter()
         self._random = random.Random(f"world {seed}")
@@ -101,7 +101,7 @@ class World:
         return f"{self._num_incarnations:04x}"
 
     def random_of(self, what: str) -> random.Random:
-        """A chooser of its own, so that what one part of a run draws changes nothing of the others'."""
+        """A separate random generator, so that the draws of one part of a run do not change those of other parts."""
         return random.Random(f"{what} {self.seed}")
 
     def new_key(self) -> bytes:
@@ -111,16 +111,16 @@ class World:
     # processes
 
     def next_node(self, name: str) -> str:
-        """The node of the next process of this name, for what must be known before it is started."""
+        """The node of the next process of this name, before it is started."""
         starts = self._num_starts[name]
         return name if not starts else f"{name}~{starts + 1}"
 
-    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]], aliases: Iterable[str] = ()) -> Process:
+    def start(self, name: str, main: Callable[[Seams], Coroutine[Any, Any, None]], aliases: Iterable[str] = ()) -> SimulatedProcess:
         """Run `main` as a process, found in `processes` by its aliases too. Its end is reported through `exit`; no task awaits it, so
         that it can be cut off."""
         node, here = self.next_node(name), current_node.get()
         self._num_starts[name] += 1
-        process = Process(name, node, here, self.loop.create_future())
+        process = SimulatedProcess(name, node, here, self.loop.create_future())
         process.pid = len(self._by_pid) + 1
         self._by_pid[process.pid] = process
         self.processes |= dict.fromkeys((name, *aliases), process)
@@ -135,9 +135,9 @@ class World:
         task.add_done_callback(ended, context=self.context(node))
         return process
 
-    def kill(self, process: Process, how: str = "was killed by SIGKILL") -> bool:
+    def kill(self, process: SimulatedProcess, how: str = "was killed by SIGKILL") -> bool:
         """As kill -9: no code of it runs any more, its channels end, its parent is notified. Returns False if it had already ended."""
-        if process.exit.done() or self.loop.is_dead(process.node):
+        if not self.is_alive(process):
             return False
         for node in process.nodes:
             self.loop.kill(node)
@@ -157,7 +157,7 @@ class World:
 
     def process_activity(self, pid: int) -> Activity | None:
         process = self._by_pid.get(pid)
-        if process is None or process.exit.done() or self.loop.is_dead(process.node):
+        if process is None or not self.is_alive(process):
             return None
         loop, thread = map(self.loop.is_parked, process.nodes)
         if loop and thread:
@@ -166,29 +166,24 @@ class World:
 
     def leftovers(self) -> list[str]:
         """Processes, channels and listeners that still exist although all processes should have ended."""
-        left = [f"process {process.node}" for process in dict.fromkeys(self.processes.values()) if self._is_alive(process)]
+        left = [f"process {process.node}" for process in dict.fromkeys(self.processes.values()) if self.is_alive(process)]
         left += [f"channel from {channel.label}" for channel in self.network.open_channels() if not self.loop.is_dead(channel.node)]
         return left + [f"listener {address} of {listener.node}" for address, listener in self.network.listeners.items()]
 
-    def _is_alive(self, process: Process) -> bool:
+    def is_alive(self, process: SimulatedProcess) -> bool:
         return not process.exit.done() and not self.loop.is_dead(process.node)
 
-    def _report_exit(self, process: Process, how: str) -> None:
+    def _report_exit(self, process: SimulatedProcess, how: str) -> None:
         when = self.loop.time() + self._random.uniform(20e-6, 500e-6)
         node = OUTSIDE if self.loop.is_dead(process.parent) else process.parent
-        self.loop.call_at_node(when, node, _set_how, process.exit, how)
+        self.loop.call_at_node(when, node, set_result, process.exit, how)
 
 
 def _text_of(error: BaseException) -> str:
-    """The first error at the bottom, on one line: more than an exit code says outside."""
+    """The first innermost error, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _set_how(future: asyncio.Future[str], how: str) -> None:
-    if not future.done():
-        future.set_result(how)
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ class Outcome(Generic[T]):
     virtual_seconds: float
     num_steps: int
     num_frames: int
-    num_faults: Mapping[str, int] = field(default_factory=dict)  # by kind, of those that met something
+    num_faults: Mapping[str, int] = field(default_factory=dict)  # by kind, of faults that hit a living target
 
 
 def run(
@@ -214,15 +209,15 @@ def run(
     """Run `main(world)` to its end in virtual time.
 
     Raises what it raises, DeadlockError, LivelockError, and UnhandledError when a task was left running or an error went unseen.
-    The collector of cycles is off meanwhile, since what it would find first is not the seed's choice, and runs once at the end.
+    The collector of cycles is off meanwhile, because the seed does not determine its order, and runs once at the end.
     """
     collecting = gc.isenabled()
     gc.disable()
-    gc.freeze()  # what was there before is not looked at when the run's own leavings are collected
+    gc.freeze()  # exclude older objects from the collection of the run's own garbage
     try:
         return _run(seed, main, conditions or NetworkConditions(), cost or ComputeCost(), max_seconds)
     finally:
-        gc.collect()  # the loop itself, and what the dead have left, before they are mixed with what was there before
+        gc.collect()  # the loop itself and the objects of dead processes, before `unfreeze` mixes them with older objects
         gc.unfreeze()
         if collecting:
             gc.enable()
@@ -231,7 +226,7 @@ def run(
 def _run(
     seed: int, main: Callable[[World], Coroutine[Any, Any, T]], conditions: NetworkConditions, cost: ComputeCost, max_seconds: float
 ) -> Outcome[T]:
-    loop = VirtualLoop(seed, max_seconds=max_seconds)  # type: ignore[abstract]  # sockets and signals are left out on purpose
+    loop = VirtualLoop(seed, max_seconds=max_seconds)
     try:
         world = World(seed, loop, conditions, cost)
         try:
@@ -249,6 +244,6 @@ def _run(
             raise UnhandledError(f"seed {seed}: tasks left running at the end: {', '.join(left)}")
         return outcome
     finally:
-        with contextlib.suppress(Exception):  # the tasks of the dead may end in any way
+        with contextlib.suppress(Exception):  # tasks of dead processes may end in any way
             loop.bury()
         loop.close()

@@ -17,7 +17,6 @@ from flowrt.graph.schema import json_schema
 REMAINING = {
     "flowrt/launcher/": "the launcher and its tests are renamed together",
     "tests/launcher/": "the launcher and its tests are renamed together",
-    "flowrt/simulation/": "they follow the names of the launcher",
     "flowrt/actors/heartbeats.py": "it follows the names of the monitor's connection",
     "flowrt/processes/exit_lock.py": "it follows the names of the launcher",
     "flowrt/graph/explicit.py": "the text between the two ends of an edge in a graph file is an arrow",
@@ -28,7 +27,7 @@ REMAINING = {
     "operators/row_blocks.py": "copies of a tensor",
     "tests/exchange/test_omitted_experts.py": "it follows the names of the expert client",
 }
-REPEATED_CLASSES = {"Child", "ExpertsUnavailable", "Fork", "Kill", "Placed", "Process", "Worker"}  # to be renamed in launcher and processes
+REPEATED_CLASSES = {"Child", "ExpertsUnavailable", "Fork", "Kill", "Placed", "Worker"}  # to be renamed in launcher and processes
 INCOMPLETE = (
     "flowrt/actors/fallback.py",
     "flowrt/actors/lazy_channel.py",

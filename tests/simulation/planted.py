@@ -1,6 +1,6 @@
-"""The planted bugs: what could be wrong with mechanisms that exist today, one at a time. See planting.py and plant.py.
+"""Lists the planted bugs: possible faults of the existing mechanisms, one at a time. See planting.py and plant.py.
 
-Mechanisms to come (hand-over, balance) bring their bugs with them.
+New mechanisms add their bugs here.
 """
 
 # ruff: noqa: E501  (code within strings)
@@ -15,7 +15,6 @@ RUNNER = "flowrt.dataflow.runner"
 SUBGRAPH = "flowrt.dataflow.subgraph"
 MAILBOX = "flowrt.actors.mailbox"
 LINK = "flowrt.actors.link"
-LINKS = "flowrt.actors.links"
 INCARNATIONS = "flowrt.actors.incarnations"
 BEATS = "flowrt.actors.heartbeats"
 OUTBOUND = "flowrt.dataflow.outbound_edges"
@@ -52,9 +51,9 @@ HANDSHAKE = "flowrt.transports.wire.handshake"
 
 BUGS: tuple[Bug, ...] = (
     # tags and matching
-    bug("micro_batches-mixed", "rows are matched without regard to the micro_batch", (
+    bug("micro-batches-mixed", "rows are matched without the micro-batch", (
         MATCHING, "MatchingTable.arrive", "key = (edge.target, tag)", "key = (edge.target, Tag(tag.source, tag.epoch, 0, tag.step, tag.layer))")),
-    bug("layer-forgotten", "what a node needs is looked up without the layer", (
+    bug("layer-forgotten", "the inputs of a node are looked up without the layer", (
         MATCHING, "MatchingTable.arrive", "self._shapes.get((edge.target, tag.layer)) or self._shape(edge.target, tag.layer)",
         "self._shape(edge.target, 1)")),
     bug("rows-survive-rollback", "a roll-back leaves old rows in the table", (
@@ -62,58 +61,59 @@ BUGS: tuple[Bug, ...] = (
     bug("epoch-begins-at-zero", "a stateful node of a new epoch waits for step 0", (
         MATCHING, "MatchingTable._in_turn", "tag.step if tag.epoch else 0", "0")),
     # parts
-    bug("parts-in-order-of-arrival", "answers are combined in order of arrival", (
-        PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]")),
-    bug("part-missing", "a tag counts as whole when one part is missing", (
+    bug("parts-in-order-of-arrival", "responses are added in order of arrival to the rows of the parts in plan order", (
+        PARTS, "Cover.complete", "for part in cover]", "for part in sorted(cover, key=list(self._arrived).index)]"), (
+        DISPATCH, "Combine._combine", "if numbers != list(range(len(where))):", "if sorted(numbers) != list(range(len(where))):")),
+    bug("part-missing", "a tag counts as complete when one part is missing", (
         PARTS, "Cover.complete", "cover = self._cover(self._plan)", "cover = self._cover(self._plan)\n    if len(self._arrived) + 1 >= len(cover):\n        cover = [part for part in cover if part in self._arrived]")),
     bug("part-twice", "the last part is added twice", (
         DISPATCH, "Combine._combine", "zip(where, responses, strict=True)]", "zip(where, responses, strict=True)]\n    parts = parts + parts[-1:] if len(parts) > 2 else parts")),
-    bug("parts-overwrite", "a row with answers of two servers keeps the last", (
+    bug("parts-overwrite", "a row with responses of two servers keeps the last", (
         TORCH_KERNELS, "add_parts", "total_TH.index_add_(0, rows_R, y_RH)", "total_TH.index_copy_(0, rows_R, y_RH)")),
     bug("residual-in-place", "combine writes into a received buffer and adds it again", (
         TORCH_KERNELS, "add_parts", "total_TH = torch.zeros_like(residual_TH)", "total_TH = residual_TH")),
-    bug("wrong-part-id", "a server batching requests answers all with the first one's part id", (
+    bug("wrong-part-id", "all responses of a batch have the part id of its first request", (
         SERVICE, "ExpertService.__call__", "request.header_as(PartHeader)", "requests[0].header_as(PartHeader)")),
     # the expert service and its map
-    bug("batch-offset", "rows of a second request in a batch are taken from the first", (
+    bug("batch-offset", "the second request of a batch is computed from the rows of the first", (
         SERVICE, "ExpertService._compute", "offset += size", "offset += 0")),
-    bug("answers-swapped", "two requests answered in one batch get each other's answers", (
+    bug("responses-swapped", "two requests of one batch get each other's responses", (
         SERVICE, "ExpertService.__call__", "zip(places, requests, self._compute(layer, requests), strict=True)",
         "zip(reversed(places), requests, self._compute(layer, requests), strict=True)")),
     bug("layers-batched", "requests of different layers are computed with one layer's experts", (
         SERVICE, "ExpertService.__call__", "by_layer.setdefault(firing.tag.layer, [])", "by_layer.setdefault(firings[0].tag.layer, [])")),
-    bug("answer-to-everybody", "an answer is sent along every answering edge", (
+    bug("response-on-every-edge", "a response is sent on every response edge", (
         SUBGRAPH, "FusedSubgraph.run", "if route.request_id is not None and route.request_id not in firing.via:", "if False:")),
-    bug("stale-map", "dispatch uses a map in which each expert still lies on the neighbouring server", (
+    bug("stale-map", "dispatch uses a map in which each expert is on the neighbouring server", (
         CUT, "ReplicaTable.from_lists", "return cls(table.to(device),", "return cls((table + 1) % num_servers,")),
     bug("pair-lost", "the last pair of a large part is not sent", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:2], *(x[:len(x) - (len(x) > 6)] for x in fields[2:])) for fields in")),
     # credits and epochs in the runner
-    bug("credit-lost", "an answer does not bring its request's credit back", (
+    bug("credit-lost", "a response does not return its request's credit", (
         RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "pass")),
-    bug("credit-doubled", "an answer brings two credits back", (
+    bug("credit-doubled", "a response returns two credits", (
         RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._outbound.release(edge.request_id, 2)")),
     bug("credit-never-taken", "sending takes no credit", (
         OUTBOUND, "OutboundEdges.take", "outbound.free -= 1", "outbound.free -= 0")),
-    bug("credit-returned-with-answer", "a request's credit comes back with its answer and once more by itself", (
+    bug("credit-returned-twice", "a request's credit returns with its response and once more by itself", (
         INBOUND, "InboundEdges.consume", "if responded and (edge_id, tag) in responded:", "if False:")),
-    bug("credit-of-stale-lost", "the credit of an answer to an old epoch is lost", (
+    bug("credit-of-stale-lost", "the credit of a response to an old epoch is lost", (
         RUNNER, "Runner.accept", "self._outbound.release(edge.request_id, 1)", "self._is_stale(tag) or self._outbound.release(edge.request_id, 1)")),
-    bug("epoch-unchecked", "messages of an old epoch are taken", (
+    bug("epoch-unchecked", "messages of an old epoch are accepted", (
         RUNNER, "Runner._is_stale", "return bool(self._epochs) and tag.epoch < self._epochs.get(tag.source, 0)", "return False")),
     bug("rollback-forgets-ready", "firings that were ready before a roll-back still fire", (
         RUNNER, "Runner.roll_back", "for node, firings in list(self._ready.items()):", "for node, firings in []:")),
-    bug("leaves-before-its-plan", "what leaves early goes without what was given before it, as the plan that counts its answers", (
+    bug("early-output-before-plan", "an early output is sent before the plan that counts its responses", (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is None]", "if output.edge.id in self._crossing]"), (
         SUBGRAPH, "FusedSubgraph.run", "if output.edge.request_id is not None]", "if output.edge.id not in self._crossing]")),
-    bug("leaves-twice", "what left early leaves again at the end", (
+    bug("early-output-twice", "an early output is sent again at the end of the firing", (
         SUBGRAPH, "FusedSubgraph.run", "outgoing = [output for output in outgoing if output.edge.request_id is not None]", "pass")),
     # waking up
     bug("missed-wakeup-of-emit", "emitting does not wake the runner", (
         RUNNER, "Runner.emit", "self._wake()", "pass")),
-    bug("missed-wakeup-of-settle", "messages that leave something to fire do not wake the runner", (
+    bug("missed-wakeup-of-settle", "messages that make a node ready do not wake the runner", (
         RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
-    bug("wakeup-between", "the runner sleeps on a future made too late for who wakes it", (
+    bug("wakeup-between", "the runner misses wake-ups between its check and its sleep", (
         RUNNER, "Runner._sleep", "self._sleeper = asyncio.get_running_loop().create_future()",
         "await asyncio.sleep(0)\n    self._sleeper = asyncio.get_running_loop().create_future()")),
     bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
@@ -124,97 +124,96 @@ BUGS: tuple[Bug, ...] = (
         ENDPOINT, "QueuedChannel._wake_receiver", "if future is not None and (not future.done()):",
         "if future is not None and (not future.done()) and (self._counters.messages_received % 16 != 15):")),
     # links and channels
-    bug("outbox-lost", "a message that found the channel full is forgotten", (
+    bug("outbox-lost", "a message for a full channel is dropped", (
         LINK, "Link.post", "self._outbox.post(message)", "pass")),
-    bug("unpaused", "messages taken in one go are not settled", (
+    bug("read-not-settled", "messages of one read are not settled", (
         LINK, "Link._read", "on_pause()", "pass")),
-    bug("lost-link-untold", "a worker keeps a lost peer to itself", (
+    bug("lost-link-unreported", "a worker does not report a lost peer", (
         PROCESS, "Worker._run_links", "self._control.send(LinkLost(lost.peer, lost.reason))", "pass")),
-    bug("repeats-taken", "a message that arrives twice is taken twice", (
+    bug("duplicates-accepted", "a duplicate message is accepted", (
         CODEC, "is_repeat", "return True", "return False")),
     bug("window-off-by-one", "a sender sends one message more than the channel holds", (
         WINDOW, "SendWindow.fits", "on_the_way < self.capacity_messages", "on_the_way <= self.capacity_messages")),
-    bug("window-forgets", "a sender never learns that its messages were taken", (
+    bug("window-forgets", "a sender never learns that its messages were consumed", (
         WINDOW, "SendWindow.update", "self.taken_messages = taken_messages", "pass")),
-    bug("stop-unheard", "a worker told to stop before it has nothing to do goes on", (
+    bug("stop-ignored", "a worker that is told to stop while it is busy goes on", (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
-    bug("parts-not-cut-anew", "parts of a dead server are not asked of others", (
+    bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
         FAILOVER, "Failover.mark_lost", "self._redispatch(tag, part)", "pass")),
-    bug("map-keeps-the-dead", "a dead server stays in its client's map", (
+    bug("map-keeps-dead-server", "a dead server stays in its client's map", (
         FAILOVER, "Failover.mark_lost", "self.client.remove_server(server)", "pass")),
-    bug("map-never-regains", "a server that is back stays out of the map", (
+    bug("map-never-restored", "a restarted server stays out of the map", (
         FAILOVER, "Failover.mark_joined", "self.client.restore_server(server)", "pass")),
-    bug("edges-stay-open", "edges to a dead server are not closed: what is sent there is swallowed", (
+    bug("edges-stay-open", "edges to a dead server are not closed, so messages are lost", (
         FAILOVER, "Failover.mark_lost", "self._runner.close_edges(self._edges.get(process, []))", "pass")),
-    bug("edges-stay-closed", "edges to a server that is back are not opened", (
+    bug("edges-stay-closed", "edges to a restarted server are not opened", (
         FAILOVER, "Failover.mark_joined", "self._runner.open_edges(self._edges.get(process, []))", "pass")),
-    bug("unsent-forgotten", "a part cut for a server that died before it was sent is forgotten", (
+    bug("unsent-forgotten", "an unsent part for a server that died is dropped", (
         FAILOVER, "Failover.on_unsent", "self._redispatch(output.tag, part)", "pass")),
-    bug("parked-forgotten", "parts that wait for an expert are not asked when it is back", (
+    bug("waiting-parts-forgotten", "parts that wait for an expert are not dispatched when it is back", (
         FAILOVER, "Failover.mark_joined", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
-    bug("parked-while-cut", "parts cut by the map of before, while the server came back, wait for ever", (
+    bug("older-map-parts-forgotten", "parts from an older map wait for ever after the server came back", (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
-    bug("window-not-renewed", "a new life begins with the credits that the old one left", (
+    bug("window-not-renewed", "a new incarnation begins with the credits that remained of the old one", (
         OUTBOUND, "OutboundEdge.renew", "self.free = self.size", "self.free = getattr(self, 'free', self.size)")),
-    bug("pending-survives", "what waited for a credit of a dead server waits for its next life", (
+    bug("pending-survives", "outputs that wait for a credit of a dead server wait for its next incarnation", (
         OUTBOUND, "OutboundEdge.renew", "self.pending: deque[RoutedOutput] = deque()", "self.pending = getattr(self, 'pending', None) or deque()")),
-    bug("superseded-twice", "a part and the parts in its place are both added up", (
+    bug("superseded-twice", "a part and the parts that supersede it are both added", (
         PARTS, "Cover.complete", "for part in cover]",
         "for each in cover for part in (each, *(new for new in self._replaced_by.get(each, ()) if new in self._arrived))]")),
-    bug("half-a-cover", "one of the parts in the place of another counts for all of them", (
+    bug("half-a-cover", "one of the superseding parts counts for all of them", (
         PARTS, "Cover._cover", "self._cover(self._replaced_by[part]) if", "([new for new in self._replaced_by[part] if new in self._arrived] or self._replaced_by[part]) if")),
-    bug("rows-of-the-first-cut", "answers to parts cut anew are added where the first cut says", (
+    bug("rows-of-first-dispatch", "responses to redispatched parts are added to the rows of the first dispatch", (
         CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, entry.num_first - 1)]")),
-    bug("pairs-of-all", "a part cut anew names its pairs by their places in it", (
+    bug("pairs-renumbered", "a redispatched part numbers its pairs within the part", (
         CUT, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
-    bug("turns-of-others", "a part cut anew takes the weights of other pairs", (
+    bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
         CUT, "_by_server", "[Part(*fields) for fields in", "[Part(*fields[:4], weight_P[:len(fields[4])], fields[5]) for fields in")),
-    bug("others-regained", "with one server back, others that are down are in the map again", (
+    bug("others-restored", "when one server is back, others that are down are in the map again", (
         CLIENT, "ExpertClient.restore_server", "left = left.without_server(lost)", "left = left")),
-    bug("avoided-to-nowhere", "an expert of which only a slow server holds a copy has none", (
+    bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
         CLIENT, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
-    bug("hedge-to-nowhere", "a late part is asked of others although they do not hold all that it needs", (
+    bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
         CLIENT, "ExpertClient.hedge", "self._tables_avoiding(self._avoided | {part.server})", "ReplicaTables(self._map.without_server(part.server), frozenset(), self._num_servers, self._device)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),
     bug("rollback-forgets-parts", "a roll-back leaves the parts of its tags with the client", (
         GROUP, "Group._begin_epoch", "self._client.roll_back(self._source, self._engine.epoch)", "pass")),
-    bug("asked-before-linked", "a new life is asked before its link is up", (
+    bug("used-before-linked", "a new incarnation receives parts before its link is up", (
         MEMBERSHIP, "Membership._join", "if await self._links.join(joined.process, joined.incarnation, joined.addresses) and self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)",
         "if self._failover is not None:\n        self._incarnations[joined.process] = joined.incarnation\n        self._failover.mark_joined(joined.process)\n    await self._links.join(joined.process, joined.incarnation, joined.addresses)")),
-    bug("left-unheard", "a worker that is told of a death drops the link and keeps the server", (
+    bug("left-ignored", "a worker ignores the notice of a server's death", (
         MEMBERSHIP, "Membership.on_control", "self._end(control.process, control.incarnation)", "pass")),
-    bug("link-end-unheard", "a worker whose link has ended waits to be told of the death", (
+    bug("link-end-ignored", "a worker whose link has ended waits for the notice of the death", (
         MEMBERSHIP, "Membership.on_lost", "self._end(peer.name, peer.incarnation)", "self._ended.add((peer.name, peer.incarnation))")),
-    bug("never-refused", "requests that need a lost expert wait for ever", (
+    bug("never-refused", "requests that need an unavailable expert wait for ever", (
         MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "False")),
-    bug("refused-at-once", "requests end as soon as an expert is lost", (
+    bug("refused-at-once", "requests end as soon as an expert is unavailable", (
         MEMBERSHIP, "Membership._watch_parts", "self._clock.now() - self._lost_since >= self._unavailable_expert_seconds", "True")),
     bug("refused-for-ever", "requests are refused although the expert is back", (
         GROUP, "Group.accept", "self._refusal = None", "pass")),
-    bug("lost-time-adds-up", "the time without an expert is not counted anew when it is lost again", (
+    bug("unavailable-time-adds-up", "the time without an expert is not reset when the expert is lost again", (
         MEMBERSHIP, "Membership._end", "if was_whole:", "if not self._lost_since:")),
-    bug("refused-and-running", "requests that end for a lost expert keep their steps", (
+    bug("refused-and-running", "requests that end for an unavailable expert keep their steps", (
         GROUP, "Group.refuse", "self._engine.fail_all(error)", "[]")),
-    bug("old-life-read", "messages of a life that is over are read on", (
-        LINKS, "Links._end", "reader.cancel()", "pass"), (
-        LINKS, "Links._end", "link.end()", "pass")),
+    body("ended-incarnation-linked", "a link to an incarnation that ended during the join counts as up", INCARNATIONS, "Incarnations.has_ended",
+         "return False"),
     # heartbeats and the monitor
-    body("heartbeats-of-the-dead", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
+    body("heartbeats-of-any-incarnation", "a heartbeat of any incarnation counts", DETECTOR, "Detector.record_heartbeat",
          "watched = self._watched.get(process)\nif watched is not None:\n    watched.silent_seconds = 0.0\n    watched.heard_at = now\nreturn []"),
-    body("path-unseen", "silence of the launcher is taken for the workers'", DETECTOR, "Detector.record_launcher_heartbeat", "pass"),
+    body("launcher-silence-ignored", "silence of the launcher counts as silence of the workers", DETECTOR, "Detector.record_launcher_heartbeat", "pass"),
     body("silence-is-death", "silence alone marks a process dead", DETECTOR, "Detector._evidence",
          "return 'silent' if watched.silent_seconds >= self._timeouts.suspect_seconds else None"),
     body("never-dead", "no evidence is enough", DETECTOR, "Detector._evidence", "return None"),
-    bug("busy-is-hung", "an operation that takes long is taken for one that hangs", (
+    bug("busy-is-hung", "a long operation counts as hung", (
         BEATS, "OperationWatch.look", "computed - self._computed > STILL_SHARE * passed", "False")),
     # the launcher: starts, control connections, restarts, ends
-    bug("start-unsent", "a worker is never told what to load", (
+    bug("start-unsent", "a worker never receives its start message", (
         RUN_STATE, "RunState.on_forked", "self._act(SendStart(worker.name))", "pass")),
-    bug("peers-unsent", "workers never learn where the others listen", (
+    bug("peers-unsent", "workers never receive the addresses of their peers", (
         RUN_STATE, "RunState._send_peers", "self._act(Send(worker.name, Peers(dict(self._addresses), dict(self.incarnations))))", "pass")),
-    bug("addresses-of-the-first", "a restarted process keeps the addresses of its first incarnation", (
+    bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
         RUN_STATE, "RunState.on_listening", "(True, listening.addresses)", "(True, self._addresses.get(worker, listening.addresses))")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
         RUN_STATE, "RunState._fork_again", "self.incarnations[worker.name] = self._new_incarnation()", "pass")),
@@ -223,36 +222,36 @@ BUGS: tuple[Bug, ...] = (
     bug("exit-ignored", "a process that ended is not started again", (
         RUN_STATE, "RunState._on_dead", "self._restart(process)", "pass")),
     body("marked-dead-not-killed", "a process that was marked dead is not killed", RUN_STATE, "RunState.fence", "pass"),
-    body("exits-unheard", "the backend's exit notices are dropped", LAUNCHER, "Launcher.on_exited", "pass"),
-    body("backend-loss-unheard", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),
+    body("exits-ignored", "the backend's exit notices are dropped", LAUNCHER, "Launcher.on_exited", "pass"),
+    body("backend-loss-ignored", "the end of the fork server is not noticed", LAUNCHER, "Launcher.on_backend_lost", "pass"),
     body("left-behind", "the end of a run leaves its processes", LAUNCHER, "Launcher._clear", "pass"),
-    body("stop-unsent", "workers are not told to stop", CONNECTION, "ControlConnection.send_stop", "return True"),
+    body("stop-unsent", "workers receive no stop message", CONNECTION, "ControlConnection.send_stop", "return True"),
     body("notice-lost", "a notice that finds the control connection full is lost", CONNECTION, "ControlConnection._send_posted", "pass"),
-    body("drained-unheard", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
+    body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request_drain",
          "self.post(Drain())\nreturn asyncio.get_running_loop().create_future()"),
-    body("statistics-unheard", "a worker's statistics are not kept", CONNECTION, "ControlConnection.give_up_requests", "pass"),
-    bug("failure-unseen", "what fails a run is collected and never looked at", (
+    body("statistics-unheard", "requests for statistics are not given up", CONNECTION, "ControlConnection.give_up_requests", "pass"),
+    bug("failure-unseen", "the reports of a failed run are never examined", (
         RUN_STATE, "RunState._report", "if not self._reports:", "if False:")),
-    body("failures-ignored", "what a worker says of its failure is ignored", RUN_STATE, "RunState._blame", "pass"),
+    body("failures-ignored", "a worker's failure report is ignored", RUN_STATE, "RunState._blame", "pass"),
     body("heartbeats-unrelayed", "the monitor gets no heartbeats", MONITORING, "MonitorClient.relay", "pass"),
-    body("verdicts-ignored", "what the monitor decides is ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
+    body("detector-reports-ignored", "the monitor's decisions are ignored", RUN_STATE, "RunState.on_detector_report", "pass"),
     # admission and requests
-    body("fence-ignored", "requests of a fenced group go on waiting", REQUESTS, "Requests.fence_group", "pass"),
-    body("client-not-woken", "clients are not woken for what was committed", REQUESTS, "Requests._carry_out", "pass"),
-    body("failure-untold", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
-    body("left-uncancelled", "a request whose client left goes on", REQUESTS, "Requests._let_go", "del self._changed[index]"),
+    body("fence-ignored", "requests of a fenced group do not end", REQUESTS, "Requests.fence_group", "pass"),
+    body("client-not-woken", "clients are not woken for committed tokens", REQUESTS, "Requests._carry_out", "pass"),
+    body("failure-unannounced", "clients are not woken when the run fails", REQUESTS, "Requests.fail", "self._failure = error"),
+    body("left-uncancelled", "a request whose client left continues", REQUESTS, "Requests._let_go", "del self._changed[index]"),
     body("never-full", "requests are admitted without bound", GATEWAY, "Gateway.is_full", "return False"),
     body("always-full", "every request is refused", GATEWAY, "Gateway.is_full", "return True"),
     body("refused-is-active", "a refused request stays active", GATEWAY, "Gateway.refuse",
          "log = self._logs[index]\nlog.events.append(EndEvent(log.index, 'error', '', error))\nreturn log.events[-1]"),
     # lazy and fallback channels, the resend buffer
-    body("offer-dropped", "the peer's call of a lazy channel is dropped", LAZY, "LazyChannel.offer", "pass"),
-    bug("never-called", "a lazy channel is not opened by what is sent", (
+    body("offer-dropped", "an incoming connection of a lazy channel is dropped", LAZY, "LazyChannel.offer", "pass"),
+    bug("lazy-channel-never-opened", "sending does not open a lazy channel", (
         LAZY, "LazyChannel.send_nowait", "self._step(Event.WANTED)", "pass"), (
         LAZY, "LazyChannel._ready", "self._step(Event.WANTED)", "pass")),
     bug("resend-buffer-empty", "messages sent at once are not kept for resending", (
         FALLBACK, "FallbackChannel.send_nowait", "self.buffer.kept.append(message)", "pass")),
-    body("resent-taken-twice", "a message that was sent again after a fallback is taken twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
+    body("resent-accepted-twice", "a message resent after a fallback is accepted twice", RESEND_BUFFER, "ResendBuffer.is_new", "self.received += 1\nreturn True"),
     body("call-never-marked", "the accepting end of a lazy channel never confirms it", LAZY, "LazyChannel._mark", "return True"),
     bug("nothing-resent", "after a fallback, unacknowledged messages are not sent again", (
         FALLBACK, "FallbackChannel._fall_back", "*self.buffer.begin()", "*self.buffer.begin()[:0]")),
@@ -282,7 +281,7 @@ BUGS: tuple[Bug, ...] = (
         ENGINE, "Engine.step_done", "if sequence.cancelled:\n            self._scheduler.remove(sequence)", "if sequence.cancelled:\n            pass")),
     bug("page-freed-while-shared", "a page is free when one of its holders ends", (
         PAGES, "PageAllocator.free", "if not holders:", "if True:")),
-    bug("page-of-two", "pages taken are given out again", (
+    bug("page-of-two", "allocated pages are allocated again", (
         PAGES, "PageAllocator.allocate", "self._is_free[page] = False", "self._is_free[page] = True")),
     bug("shared-before-filled", "a choice reads a sibling's pages before they are filled", (
         SCHEDULER, "Scheduler._shared_pages", "if other.num_computed_tokens >= num_tokens:", "if True:")),
@@ -294,7 +293,7 @@ BUGS: tuple[Bug, ...] = (
         SCHEDULER, "Scheduler._release", "if self._claim is sequence:\n        self._claim = None", "pass")),
     bug("moved-in-step", "a sequence changes its micro_batch while its step runs", (
         SCHEDULER, "Scheduler._balance", "sequence.micro_batch == fullest and (not sequence.in_step)", "sequence.micro_batch == fullest")),
-    bug("micro_batch-starves", "only the first micro_batch gets steps when something happens", (
+    bug("micro-batch-starves", "only the first micro_batch gets steps when something happens", (
         ENGINE, "Engine.next_steps", "for micro_batch in range(len(self._steps))", "for micro_batch in range(1)")),
     bug("step-never-over", "a sequence stays marked as in a step when the step ends without a token", (
         ENGINE, "Engine.step_done", "sequence.in_step = False", "sequence.in_step = not produces_token(sequence, num_rows)")),
@@ -306,23 +305,23 @@ BUGS: tuple[Bug, ...] = (
         ENGINE, "Engine.step_done", "next(tokens) if produces_token(sequence, num_rows) else None", "next(tokens, None)")),
     bug("chunk-miscounted", "a chunk counts one row less than it had", (
         ENGINE, "Engine.step_done", "sequence.num_computed_tokens += num_rows", "sequence.num_computed_tokens += max(1, num_rows - 1)")),
-    bug("noise-repeats", "the noise of a draw does not depend on the place in the output", (
+    bug("noise-repeats", "the noise of a draw does not depend on the token index", (
         BATCH, "build_batch", "sequence.num_output_tokens", "0")),
     bug("choices-alike", "all choices draw with the first one's noise", (
         BATCH, "build_batch", "sequence.choice", "0")),
-    bug("penalties-behind", "penalties do not count the tokens drawn so far", (
+    bug("penalties-behind", "penalties do not count the output tokens", (
         SEQUENCE, "Sequence.append", "self.output_counts.get(token_id, 0) + 1", "self.output_counts.get(token_id, 0)")),
     bug("stop-too-early", "min_tokens does not hold stop tokens back", (
         SEQUENCE, "Sequence.forbidden_token_ids", "self.num_output_tokens < self.request.params.min_tokens", "False")),
     # group and gateway
-    bug("end-before-tokens", "the end of a request is told before its last token", (
+    bug("end-before-tokens", "the end of a request is sent before its last token", (
         GROUP, "Group._carry_out", "if tokens:\n        self._send(Tokens(tokens))\n    for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)",
         "for each in decisions:\n        if isinstance(each, Ended):\n            self._send(each)\n    if tokens:\n        self._send(Tokens(tokens))")),
     bug("step-number-off", "the layout of a step is emitted for all layers but the last when micro_batches are busy", (
         GROUP, "Group._emit", "for tag in tags:", "for tag in tags[:len(tags) - (start.micro_batch > 0)]:")),
     bug("ends-with-one-choice", "a request ends with the first of its choices", (
         GATEWAY, "Gateway._end_choice", "if all((each.finish_reason is not None for each in log.choices)):", "if True:")),
-    bug("ended-twice", "the end of a request that its client cancelled is told again when the worker says so", (
+    bug("ended-twice", "the end of a cancelled request is reported again when the worker reports it", (
         GATEWAY, "Gateway.on_ended", "if log is None or ended.attempt != log.attempt:\n        return []",
         "if log is None:\n        log = self._logs[int(ended.request_id.split('-')[1])]\n        log.events.append(EndEvent(log.index, ended.reason))\n        return []")),
 )  # fmt: skip

@@ -24,7 +24,7 @@ def test_a_bad_graph_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected_text"),
     [
         (["{empty}"], "no *.yaml in it"),
         (["{graph}", "--scenario", "{empty}/none.yaml"], "no such file; give the path of a scenario file"),
@@ -32,13 +32,13 @@ def test_a_bad_graph_is_one_line(tmp_path: Path) -> None:
         (["{graph}", "--keep-faults", "one"], "'one' is not a list of numbers"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(arguments: list[str], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "scenario.yaml").write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
     places = {"empty": tmp_path / "empty", "graph": GRAPHS / "2x3.yaml", "scenario": tmp_path / "scenario.yaml"}
     assert main([argument.format(**places) for argument in arguments]) == 2
     printed = capsys.readouterr().err
-    assert says in printed
+    assert expected_text in printed
     assert len(printed.strip().splitlines()) == 1
 
 

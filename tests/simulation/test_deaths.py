@@ -97,7 +97,7 @@ def test_servers_that_die_one_after_another_cost_no_token() -> None:
         outcome = serve_under(seed, graph, submitted, *faults)
         assert outcome.result.finish_reasons == ("length",) * len(submitted)
         assert outcome.num_faults["restarted"] >= 3
-        num_repeated += outcome.num_faults["part asked again"]
+        num_repeated += outcome.num_faults["part redispatched"]
     assert num_repeated > 0
 
 
@@ -190,9 +190,13 @@ def test_server_lost_by_the_launcher_is_started_again(seed: int) -> None:
         (Stall(process="experts.0", at_seconds=0.02, for_seconds=3.0), 1, 1),
         (Hang(process="experts.0", at_seconds=0.02, for_seconds=4.0), 1, 1),
         (Pause(process="experts.0", at_seconds=0.02, for_seconds=0.3), 0, 0),
-        (Slow(process="experts.0", at_seconds=0.02, for_seconds=3.0, factor=50.0), 0, 0),  # who beats is not dead, however slow
+        (
+            Slow(process="experts.0", at_seconds=0.02, for_seconds=3.0, factor=50.0),
+            0,
+            0,
+        ),  # slow, but it sends heartbeats
         (Pause(process="gateway", at_seconds=0.02, for_seconds=2.0), 0, 0),
-        (Pause(process="gateway", at_seconds=0.02, for_seconds=3.0), 0, 0),  # hears nobody, for which nobody else is to blame
+        (Pause(process="gateway", at_seconds=0.02, for_seconds=3.0), 0, 0),  # receives nothing, which is no evidence against others
         (Pause(process="monitor", at_seconds=0.5, for_seconds=0.9), 0, 0),
         (Crash(process="monitor", at_seconds=0.5), 0, 1),
     ],
@@ -244,7 +248,7 @@ def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.M
         for seed in range(20):  # whether a part waits at all is the seed's choice
             serve_under(seed, load("tight.yaml"), requests(5), Crash(process="experts.1", at_seconds=0.05))
 
-    with pytest.raises(InvariantError, match=r"I5: part \d+ of .* waits at attention.0 since .* for a replica that is there"):
+    with pytest.raises(InvariantError, match=r"I5: part \d+ of .* waits at attention.0 since .* for an available replica"):
         serve_until_it_fails()
 
 

@@ -127,7 +127,7 @@ def gap(times: list[float]) -> float:
     ("fault", "loop_stops", "compute_stops"),
     [
         (Pause(process="worker", at_seconds=0.55, for_seconds=1.0), True, True),
-        (Stall(process="worker", at_seconds=0.55, for_seconds=1.0), True, True),  # the thread goes on, and nobody fetches what it did
+        (Stall(process="worker", at_seconds=0.55, for_seconds=1.0), True, True),  # the thread continues, and nothing reads its result
         (Hang(process="worker", at_seconds=0.55, for_seconds=1.0), False, True),
     ],
 )
@@ -259,7 +259,7 @@ def test_of_faults_that_overlap_the_worst_counts_and_each_takes_back_its_own() -
         inject(world, *links, slow)
         seen = []
         for _ in range(5):
-            seen.append(world.network.link("other", "one").slowness)
+            seen.append(world.network.links("other", "one")[0].slowness)
             await asyncio.sleep(1.01)
         assert await process.exit == "exited with status 0"
         assert world.num_faults == {"slow_link": 2, "slow": 1}

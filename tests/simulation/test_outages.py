@@ -17,7 +17,7 @@ def test_an_expert_is_lost_while_all_its_servers_are_down() -> None:
     outages = Outages(HOLDERS)
     outages.down("a", 1.0)
     outages.down("b", 3.0)
-    outages.down("b", 4.0)  # said again
+    outages.down("b", 4.0)  # repeated
     assert outages.stretches("one", 5.0) == [(3.0, 5.0)]
     outages.up("one", "a", 6.0)
     assert outages.stretches("one", 9.0) == [(3.0, 6.0)]
@@ -46,7 +46,7 @@ def test_each_group_has_its_own_view() -> None:
     assert not outages.is_down("other", "b")
     assert outages.stretches("one", 4.0) == [(3.5, 4.0)]
     assert outages.stretches("other", 4.0) == [(1.0, 4.0)]
-    assert outages.longest("nobody", 0.0, 4.0) == 0.0
+    assert outages.longest("unknown", 0.0, 4.0) == 0.0
 
 
 def test_holders_are_those_of_the_graph() -> None:

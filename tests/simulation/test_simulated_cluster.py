@@ -187,7 +187,7 @@ def test_what_does_not_heal_ends_every_request_with_an_error_that_names_it(fault
     assert all(reason in ("length", "error") for reason in served.finish_reasons)
     references = [reference_of(draw(0, [graph]), request) for request in requests]
     check(graph, scenario, requests, served, references)
-    with pytest.raises(InvariantError, match="I7"):  # the same outcome is wrong where nothing befell that process
+    with pytest.raises(InvariantError, match="I7"):  # the same outcome is wrong where no fault hit that process
         check(graph, Scenario(), requests, served, references)
     with pytest.raises(InvariantError, match="I7"):
         check(graph, Scenario(faults=(fault,), expect="tokens"), requests, served, references)
@@ -214,7 +214,7 @@ def test_the_checks_find_what_they_should() -> None:
     def checked(served: Served) -> str:
         with pytest.raises(InvariantError) as caught:
             check(graph, Scenario(), requests, served, references)
-        return caught.value.invariant
+        return caught.value.kind
 
     def changed(**fields: object) -> Served:
         """The first client's record with other fields."""

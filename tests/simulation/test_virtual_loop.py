@@ -211,13 +211,14 @@ def test_a_loop_inside_a_loop_is_refused() -> None:
         return None
 
     async def main(world: World) -> None:
-        coroutine = inner()
+        coroutine, loop = inner(), VirtualLoop(0)
         try:
-            VirtualLoop(0).run_until_complete(coroutine)
+            loop.run_until_complete(coroutine)
         finally:
             coroutine.close()
+            loop.close()
 
-    with pytest.raises(RuntimeError, match="inside another loop"):
+    with pytest.raises(RuntimeError, match="while another loop is running"):
         run(0, main)
 
 
