@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -17,11 +15,10 @@ from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched
 from flowrt.launcher.launcher import ANSWER_SECONDS
 from flowrt.launcher.transport_choice import host_name, pack
-from flowrt.operators.families.registry import read_model_config
 from flowrt.reliability import scenario as kinds
 from flowrt.reliability.scenario import PERMANENT_SECONDS, AnyFault, Scenario
 from flowrt.sampling_params import SamplingParams
-from flowrt.simulation.cluster import serve
+from flowrt.simulation.cluster import config_of, serve
 from flowrt.simulation.inside import EXACT_MODEL
 from flowrt.simulation.invariants import Reference, check, with_cohosted
 from flowrt.simulation.invariants import mortal as mortal_workers
@@ -177,8 +174,9 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     key = (case.graph.model.path, case.graph.numerics, case.exact, request.prompt_token_ids, request.params)
     if key not in _known:
         if case.exact:
-            path = case.graph.model.path
-            gateway = Gateway(["any"], case.graph.group_limits(), _positions(path), _vocabulary(path), draw_seed=lambda: 0)
+            config = config_of(case.graph.model.path)
+            limits = case.graph.group_limits()
+            gateway = Gateway(["any"], limits, config.max_position_embeddings, config.vocab_size, draw_seed=lambda: 0)
             placed = gateway.admit(request.prompt_token_ids, request.params)
             assert isinstance(placed, Placed), placed
             module = import_module(EXACT_MODEL)
@@ -189,25 +187,15 @@ def reference_of(case: Case, request: SimulatedRequest) -> Reference:
     return _known[key]
 
 
-@lru_cache(maxsize=64)
-def _positions(path: str) -> int:
-    return read_model_config(Path(path)).max_position_embeddings
-
-
-@lru_cache(maxsize=64)
-def _vocabulary(path: str) -> int:
-    return read_model_config(Path(path)).vocab_size
-
-
 def _pool(graph: Graph) -> list[SimulatedRequest]:
     """The requests that seeds choose from: lengths from one token to several chunks and pages, and each sampling parameter."""
     assert graph.model is not None
-    vocabulary, limits, chance = _vocabulary(graph.model.path), graph.group_limits(), random.Random("pool")
-    room = min(limits.kv_pages * limits.page_size, _positions(graph.model.path))
+    config, limits, chance = config_of(graph.model.path), graph.group_limits(), random.Random("pool")
+    vocabulary, max_positions = config.vocab_size, min(limits.kv_pages * limits.page_size, config.max_position_embeddings)
     max_new = min(limits.max_tokens, 8)
     pool = []
     for number in range(POOL):
-        length = min((1, 3, 9, 17, 30, 13)[number % 6], room - max_new)
+        length = min((1, 3, 9, 17, 30, 13)[number % 6], max_positions - max_new)
         stops = tuple(chance.sample(range(vocabulary), vocabulary // 5)) if number % 4 == 2 else ()
         sampled = number % 3 == 1
         params = SamplingParams(
@@ -227,26 +215,24 @@ def _pool(graph: Graph) -> list[SimulatedRequest]:
     return pool
 
 
+# How a client behaves: a draw of the fields of its request, and the weight.
+_BEHAVIOURS: dict[Callable[[random.Random], dict[str, Any]], int] = {
+    lambda chance: {}: 68,
+    lambda chance: {"cancel_seconds": chance.uniform(0.0, 0.1)}: 12,
+    lambda chance: {"leaves_after": chance.randint(1, 4)}: 6,
+    lambda chance: {"pause_seconds": 10 ** chance.uniform(-3, -0.5)}: 6,
+    lambda chance: {"reads_late": True}: 6,
+    lambda chance: {"is_unreadable": True}: 2,
+}
+
+
 def _draw_requests(chance: random.Random, graph: Graph) -> tuple[SimulatedRequest, ...]:
     pool = _pool(graph)
     apart = chance.choice((0.0, 2e-3, 30e-3, 0.5))
     drawn = []
     for _ in range(chance.choice((2, 3, 4, 5))):
-        request = replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart))
-        match chance.choices(
-            ("reads", "leaves", "leaves while reading", "reads slowly", "reads late", "writes nonsense"), (68, 12, 6, 6, 6, 2)
-        )[0]:
-            case "leaves":
-                request = replace(request, cancel_seconds=chance.uniform(0.0, 0.1))
-            case "leaves while reading":
-                request = replace(request, leaves_after=chance.randint(1, 4))
-            case "reads slowly":
-                request = replace(request, pause_seconds=10 ** chance.uniform(-3, -0.5))
-            case "reads late":
-                request = replace(request, reads_late=True)
-            case "writes nonsense":
-                request = replace(request, is_unreadable=True)
-        drawn.append(request)
+        draw_behaviour = chance.choices(list(_BEHAVIOURS), list(_BEHAVIOURS.values()))[0]
+        drawn.append(replace(chance.choice(pool), after_seconds=chance.uniform(0.0, apart), **draw_behaviour(chance)))
     if chance.random() < 0.25:  # one arrives after the faults, except permanent ones
         latest = 4.0 if graph.reliability.detector else 16.0
         drawn[-1] = replace(

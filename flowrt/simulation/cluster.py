@@ -81,7 +81,7 @@ async def serve(
 
 
 @lru_cache(maxsize=64)
-def _config_of(path: str) -> ModelConfig:
+def config_of(path: str) -> ModelConfig:
     return read_model_config(Path(path))
 
 
@@ -120,7 +120,7 @@ class _SimulatedRun:
             worker=worker,
             unavailable_reason=lambda scheme: None,  # the network stands in for all of them
         )
-        config = _config_of(graph.model.path)
+        config = config_of(graph.model.path)
         self._gateway = Gateway(
             [node.process for node in graph.nodes.values() if node.operator == SOURCE],
             graph.group_limits(),
@@ -144,7 +144,7 @@ class _SimulatedRun:
         self._first_seconds = self._failed_seconds = world.loop.time()
         self._progress, self._progress_seconds = 0, world.loop.time()
         world.loop.accounts.append(self.account)
-        world.loop.watch(self.look)
+        world.loop.watchers.append(self.look)
 
     # The run.
 

@@ -31,19 +31,19 @@ T = TypeVar("T")
 
 _CLOSING = "close a generator"  # a generator dropped in the last step: not an error
 WATCH_EVERY = 8  # jumps of time between two calls of a watcher, which would otherwise cost more than the run
+MAX_STEPS, MAX_STEPS_AT_INSTANT = 20_000_000, 50_000
 START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caught
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """One run each: `run_until_complete` once, then `finish` and `close`. Errors of a run: DeadlockError, LivelockError, UnhandledError."""
 
-    def __init__(
-        self, seed: int, *, max_steps: int = 20_000_000, max_steps_at_instant: int = 50_000, max_seconds: float = 24 * 3600.0
-    ) -> None:
+    def __init__(self, seed: int, *, max_seconds: float = 24 * 3600.0) -> None:
         super().__init__()
         self.num_steps = 0
         self.tick_seconds = 0.0  # timers fire at multiples of this, so that many share an instant; 0: each at its own
         self.accounts: list[Callable[[], list[str]]] = []  # lines on what waits for what, for the text of a deadlock or livelock
+        self.watchers: list[Callable[[], None]] = []  # called after every WATCH_EVERY jumps of time; they may raise, but change nothing
         self._random = random.Random(f"schedule {seed}")
         self._now = START_SECONDS
         self._queues: dict[str, deque[VirtualHandle]] = {}  # the ready handles of each node
@@ -56,9 +56,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._digest = hashlib.blake2b(digest_size=16)
         self._failures: list[str] = []
         self._thread = threading.get_ident()
-        self._max_steps, self._max_steps_at_instant, self._max_seconds = max_steps, max_steps_at_instant, max_seconds
+        self._max_steps, self._max_seconds = MAX_STEPS, max_seconds
         self._dead: dict[str, list[asyncio.Task[Any]]] = {}  # nodes that never run again, and their tasks, which must not be collected
-        self._watchers: list[Callable[[], None]] = []
         self._from_thread: list[VirtualHandle] | None = None  # handles passed on within `on_a_thread`
 
     def digest(self) -> str:
@@ -76,10 +75,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
-
-    def watch(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` whenever time has moved WATCH_EVERY times: it may look at everything and raise, but change nothing."""
-        self._watchers.append(watcher)
 
     # nodes that stop
 
@@ -210,7 +205,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
         for node in list(self._parked):
             self.unpark(node)
-        self._watchers.clear()
+        self.watchers.clear()
         self._instant_began = self.num_steps  # a run that lasted too long may still end
         self._max_steps += self.num_steps
         self._max_seconds += self._now
@@ -246,9 +241,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _step(self, node: str, handle: Any) -> None:
         name = name_of(handle._callback)
         self.num_steps += 1
-        if self.num_steps - self._instant_began > self._max_steps_at_instant:
+        if self.num_steps - self._instant_began > MAX_STEPS_AT_INSTANT:
             where = f"now {node}: {name}\n{self.describe_waiting()}"
-            raise LivelockError(f"{self._max_steps_at_instant} steps at {self._now:.6f} s; {where}")
+            raise LivelockError(f"{MAX_STEPS_AT_INSTANT} steps at {self._now:.6f} s; {where}")
         if self.num_steps > self._max_steps:
             raise LivelockError(f"{self._max_steps} steps and no end; at {self._now:.6f} s")
         self._trace.append(f"{self._instant} {node} {name}\n")
@@ -272,7 +267,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._release_timer()
         self._num_jumps += 1
         if self._num_jumps % WATCH_EVERY == 0:
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher()
 
     def _release_timer(self) -> None:

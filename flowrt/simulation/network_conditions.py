@@ -43,10 +43,6 @@ class LinkState:
     held: list[Callable[[], None]] = field(default_factory=list)  # sends to be made when it heals, oldest first
 
     @property
-    def calm(self) -> bool:
-        return not self.num_cuts and not self.slow_factors and not self.duplicate_one_in and not self.held
-
-    @property
     def slowness(self) -> float:
         """Every delay is multiplied by this."""
         return max(self.slow_factors, default=1.0)

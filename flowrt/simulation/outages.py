@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
 from flowrt.graph.model import Graph
 from flowrt.graph.placement import expert_map_of
 from flowrt.operators.model_config import ModelConfig
 
-Stretch = tuple[float, float]
+Interval = tuple[float, float]  # begin, end
 Holders = frozenset[frozenset[str]]  # each inner set: the processes that hold a replica of one expert
 
 
@@ -31,52 +32,38 @@ class Outages:
 
     def __init__(self, holders: Mapping[str, Holders]) -> None:
         self._holders = holders
-        self._down: dict[tuple[str, str], list[Stretch]] = {}  # (group, server) -> over and done
-        self._since: dict[tuple[str, str], float] = {}
+        self._down: defaultdict[str, set[str]] = defaultdict(set)  # group -> servers that it cannot use now
+        self._ended: defaultdict[str, list[Interval]] = defaultdict(list)  # group -> outages that are over
+        self._since: dict[str, float] = {}  # group -> begin of the current outage
 
     def down(self, server: str, now: float, by: str | None = None) -> None:
         """From now on the group `by` (None: no group) cannot use this incarnation of the server."""
         for group in self._holders if by is None else (by,):
-            self._since.setdefault((group, server), now)
+            self._down[group].add(server)
+            self._update(group, now)
 
     def is_down(self, group: str, server: str) -> bool:
-        return (group, server) in self._since
+        return server in self._down[group]
 
     def up(self, group: str, server: str, now: float) -> None:
         """From now on the group can use a new incarnation of the server."""
-        since = self._since.pop((group, server), None)
-        if since is not None:
-            self._down.setdefault((group, server), []).append((since, now))
+        self._down[group].discard(server)
+        self._update(group, now)
 
-    def stretches(self, group: str, now: float) -> list[Stretch]:
-        """The merged intervals until now in which all holders of at least one expert were down."""
-        found: list[Stretch] = []
-        for holders in self._holders.get(group, ()):
-            common: list[Stretch] = [(float("-inf"), float("inf"))]
-            for server in holders:
-                own = list(self._down.get((group, server), ()))
-                if (since := self._since.get((group, server))) is not None:
-                    own.append((since, now))
-                common = _common(common, own)
-            found += common
-        return _merged(found)
+    def intervals(self, group: str, now: float) -> list[Interval]:
+        """The intervals until now in which all holders of at least one expert were down."""
+        current = [(self._since[group], now)] if group in self._since else []
+        return self._ended[group] + current
 
     def longest(self, group: str, since: float, now: float) -> float:
         """The length of the longest interval that ended at or after `since`; 0 if there is none."""
-        return max((end - begin for begin, end in self.stretches(group, now) if end >= since), default=0.0)
+        return max((end - begin for begin, end in self.intervals(group, now) if end >= since), default=0.0)
 
-
-def _merged(stretches: Iterable[Stretch]) -> list[Stretch]:
-    merged: list[Stretch] = []
-    for begin, end in sorted(stretches):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _common(ones: Iterable[Stretch], others: Iterable[Stretch]) -> list[Stretch]:
-    others = list(others)
-    both = [(max(one[0], other[0]), min(one[1], other[1])) for one in ones for other in others]
-    return [(begin, end) for begin, end in both if begin < end]
+    def _update(self, group: str, now: float) -> None:
+        """Begin or end the outage of a group. One that begins at the end of the last continues it."""
+        is_out = any(servers <= self._down[group] for servers in self._holders.get(group, ()))
+        ended = self._ended[group]
+        if is_out and group not in self._since:
+            self._since[group] = ended.pop()[0] if ended and ended[-1][1] == now else now
+        elif not is_out and group in self._since:
+            ended.append((self._since.pop(group), now))

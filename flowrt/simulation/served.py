@@ -54,10 +54,6 @@ class ClientRecord:
         return tuple(tuple(event.token_id for event in self.tokens(choice)) for choice in range(self.request.params.n))
 
     @property
-    def indexes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(event.index for event in self.tokens(choice)) for choice in range(self.request.params.n))
-
-    @property
     def degraded(self) -> tuple[tuple[int, ...], ...]:
         """For each choice, the indexes of tokens marked as degraded."""
         return tuple(tuple(event.index for event in self.tokens(choice) if event.degraded) for choice in range(self.request.params.n))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
 from typing import ClassVar, Literal
@@ -49,7 +50,7 @@ class SimulatedNetwork:
         self._random = random.Random(f"network {seed}")
         self.addresses, self.channel_numbers = count(1), count(1)
         self._channels: list[SimulatedChannel] = []
-        self._links: dict[tuple[str, str], LinkState] = {}
+        self._links: defaultdict[tuple[str, str], LinkState] = defaultdict(LinkState)
         self._trips: list[tuple[str, str, asyncio.Future[None]]] = []
 
     def transport(self, scheme: str) -> Transport:
@@ -60,7 +61,7 @@ class SimulatedNetwork:
 
     def links(self, one: str, other: str) -> list[LinkState]:
         """The directions there and back between two nodes, to put a fault on them."""
-        return [self._links.setdefault(ends, LinkState()) for ends in ((one, other), (other, one))]
+        return [self._links[one, other], self._links[other, one]]
 
     def open_channels(self, *nodes: str) -> list[SimulatedChannel]:
         """Ends that are neither closed nor broken, at one of `nodes` (none: anywhere)."""
@@ -89,10 +90,8 @@ class SimulatedNetwork:
 
     def depart(self, source: str, target: str, send: Callable[[float, int], None]) -> None:
         """Call `send(delay factor, number of frames)` when the link between the nodes carries frames: now, unless it is cut."""
-        state = self._links.get((source, target))
-        if state is None or state.calm:
-            send(1.0, 1)
-        elif state.num_cuts:
+        state = self._links[source, target]
+        if state.num_cuts:
             state.held.append(lambda: self.depart(source, target, send))
         else:
             num_frames = 1 + any(is_hit(self._random, one_in) for one_in in state.duplicate_one_in)

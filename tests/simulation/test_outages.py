@@ -18,14 +18,14 @@ def test_an_expert_is_lost_while_all_its_servers_are_down() -> None:
     outages.down("a", 1.0)
     outages.down("b", 3.0)
     outages.down("b", 4.0)  # repeated
-    assert outages.stretches("one", 5.0) == [(3.0, 5.0)]
+    assert outages.intervals("one", 5.0) == [(3.0, 5.0)]
     outages.up("one", "a", 6.0)
-    assert outages.stretches("one", 9.0) == [(3.0, 6.0)]
+    assert outages.intervals("one", 9.0) == [(3.0, 6.0)]
     outages.down("c", 8.0)
-    assert outages.stretches("one", 9.0) == [(3.0, 6.0), (8.0, 9.0)]
+    assert outages.intervals("one", 9.0) == [(3.0, 6.0), (8.0, 9.0)]
     assert outages.longest("one", 0.0, 9.0) == 3.0
     assert outages.longest("one", 7.0, 9.0) == 1.0
-    assert outages.stretches("other", 9.0) == [(8.0, 9.0)]
+    assert outages.intervals("other", 9.0) == [(8.0, 9.0)]
 
 
 def test_one_expert_after_another_is_one_outage() -> None:
@@ -33,7 +33,7 @@ def test_one_expert_after_another_is_one_outage() -> None:
     for server, when in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         outages.down(server, when)
     outages.up("one", "a", 3.0)
-    assert outages.stretches("one", 5.0) == [(1.0, 5.0)]
+    assert outages.intervals("one", 5.0) == [(1.0, 5.0)]
 
 
 def test_each_group_has_its_own_view() -> None:
@@ -44,8 +44,8 @@ def test_each_group_has_its_own_view() -> None:
     outages.down("a", 3.5, by="one")
     assert outages.is_down("one", "b")
     assert not outages.is_down("other", "b")
-    assert outages.stretches("one", 4.0) == [(3.5, 4.0)]
-    assert outages.stretches("other", 4.0) == [(1.0, 4.0)]
+    assert outages.intervals("one", 4.0) == [(3.5, 4.0)]
+    assert outages.intervals("other", 4.0) == [(1.0, 4.0)]
     assert outages.longest("unknown", 0.0, 4.0) == 0.0
 
 
