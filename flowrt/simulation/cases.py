@@ -74,7 +74,7 @@ def draw(seed: int, graphs: Sequence[Graph], scenario: Scenario | None = None, e
     graph = graphs[chance.randrange(len(graphs))]
     processes, faults_from_launch = ProcessConditions(), False
     if scenario is None:
-        graph = _draw_opening(random.Random(f"opening {seed}"), _draw_reliability(random.Random(f"reliability {seed}"), graph))
+        graph = _draw_reliability(random.Random(f"reliability {seed}"), graph)
         graph, processes, faults_from_launch = _draw_processes(random.Random(f"processes {seed}"), graph)
     requests = _draw_requests(random.Random(f"requests {seed}"), graph)
     requests += _draw_cancelled(random.Random(f"cancelled {seed}"), graph, num_cancelled)
@@ -126,7 +126,8 @@ def run_case(case: Case) -> Outcome[Served]:
 
 
 def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, ProcessConditions, bool]:
-    """How workers share processes, how the system treats processes, and whether faults come while the run starts."""
+    """How workers share processes, how the system treats processes, and whether faults occur during the launch. In some cases, all
+    links open at the start."""
     processes: int | Literal["one", "many"] = chance.choice(("many", "many", "many", "many", "many", "many", 2, 3, "one"))
     conditions = ProcessConditions(
         refused_one_in=chance.choice((0, 0, 3, 8)),
@@ -134,14 +135,9 @@ def _draw_processes(chance: random.Random, graph: Graph) -> tuple[Graph, Process
         unseen_one_in=chance.choice((0, 1, 3)),
         refuses_first=chance.random() < 0.03,
     )
+    if chance.random() < 0.3:
+        graph = replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
     return replace(graph, processes=processes), conditions, chance.random() < 0.2
-
-
-def _draw_opening(chance: random.Random, graph: Graph) -> Graph:
-    """In some cases, all links open at the start."""
-    if chance.random() < 0.7:
-        return graph
-    return replace(graph, edges={name: replace(edge, open="start") for name, edge in graph.edges.items()})
 
 
 def _draw_reliability(chance: random.Random, graph: Graph) -> Graph:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -83,16 +84,12 @@ class SimulatedCompute:
         return self._running is None and self._short.get(label, False)
 
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
-        self._begin(label, BOUND_SECONDS)
-        try:
+        with self._running_call(label, BOUND_SECONDS):
             return call()
-        finally:
-            self._end(label)
 
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         short = self.is_short(label)
-        self._begin(label, BOUND_SECONDS if bound_seconds is None else bound_seconds)
-        try:
+        with self._running_call(label, BOUND_SECONDS if bound_seconds is None else bound_seconds):
             if short:
                 return call()
             seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
@@ -106,19 +103,19 @@ class SimulatedCompute:
             finally:
                 if handles or before < seconds:
                     await self._pass(seconds - before, handles)
-        finally:
-            self._end(label)
 
-    def _begin(self, label: str, bound_seconds: float) -> None:
+    @contextmanager
+    def _running_call(self, label: str, bound_seconds: float) -> Iterator[None]:
         if self._running is not None:
             raise RuntimeError(f"{label} while {self._running.label} runs: a worker computes one call at a time")
         if self._closed:
             raise RuntimeError(f"{label} after the end of this worker's computing")
         self._running = Running(label, self._clock.now(), bound_seconds)
-
-    def _end(self, label: str) -> None:
-        self._running = None
-        self._short[label] = is_hit(self._random, self._cost.short_one_in)
+        try:
+            yield
+        finally:
+            self._running = None
+            self._short[label] = is_hit(self._random, self._cost.short_one_in)
 
     async def aclose(self) -> None:
         self._closed = True
