@@ -1,4 +1,4 @@
-"""Workers that fail to start: what no drawn fault makes of a real worker."""
+"""Workers that fail to start, which no drawn fault causes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def serve_under(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_server_that_dies_costs_no_token_and_is_used_again(seed: int) -> None:
+def test_death_of_a_server_changes_no_token_and_its_next_incarnation_is_used(seed: int) -> None:
     graph = load("2x3.yaml")
     submitted = requests(8)
     outcome = serve_under(seed, graph, submitted, Crash(process=f"experts.{seed % 3}", at_seconds=0.12), expect="tokens")
@@ -88,7 +88,7 @@ def crash_while_starting(seed: int, at_seconds: float) -> Outcome[Served]:
     )
 
 
-def test_servers_that_die_one_after_another_cost_no_token() -> None:
+def test_repeated_deaths_change_no_token() -> None:
     graph = load("2x3.yaml", restarts=9)
     submitted = requests(34, apart=0.3)
     num_repeated = 0
@@ -102,7 +102,7 @@ def test_servers_that_die_one_after_another_cost_no_token() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_last_replica_is_waited_for(seed: int) -> None:
+def test_requests_wait_for_the_last_replica(seed: int) -> None:
     graph = load("tight.yaml")
     outcome = serve_under(seed, graph, requests(5), Crash(process="experts.1", at_seconds=0.05), expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 5
@@ -122,7 +122,7 @@ def test_requests_end_when_the_last_replica_does_not_return(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("numerics", ["fast", "strict"])
-def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int, numerics: Literal["fast", "strict"]) -> None:
+def test_requests_continue_degraded_when_the_graph_permits_it(seed: int, numerics: Literal["fast", "strict"]) -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     graph = replace(graph, numerics=numerics, limits=replace(graph.limits, chunk_tokens=4))
     served = serve_under(seed, graph, requests(8, apart=0.2), Crash(process="experts.1", at_seconds=0.05)).result
@@ -131,7 +131,7 @@ def test_requests_go_on_degraded_and_marked_when_the_graph_asks_for_it(seed: int
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_output_is_whole_and_unmarked_when_a_replica_is_back(seed: int) -> None:
+def test_output_is_not_degraded_after_a_replica_is_back(seed: int) -> None:
     graph = load("tight.yaml", restarts=1, unavailable_expert_seconds=0.05, unavailable_expert="degrade")
     submitted = requests(6, apart=0.1) + requests(2, apart=8.0)
     outcome = serve_under(seed, graph, submitted, Crash(process="experts.1", at_seconds=0.02))
@@ -144,7 +144,7 @@ def _unmarked(event: ClientEvent) -> ClientEvent:
     return msgspec.structs.replace(event, degraded=False) if isinstance(event, TokenEvent) else event
 
 
-def test_a_mark_needs_an_outage_as_long_as_the_graph_says() -> None:
+def test_degraded_tokens_need_an_outage_of_the_configured_length() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5, unavailable_expert="degrade")
     submitted = requests(8, apart=0.2)
     result = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05)).result
@@ -210,7 +210,7 @@ def test_process_marked_dead_by_the_monitor(fault: Fault, num_marked_dead: int, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_only_holder_of_an_expert_is_waited_for_although_slow(seed: int) -> None:
+def test_requests_wait_for_a_slow_server_that_is_the_only_holder(seed: int) -> None:
     slow = Slow(process="experts.1", at_seconds=1e-3, for_seconds=5.0, factor=50.0)
     outcome = serve_under(seed, load("uneven.yaml", recovery="fine"), requests(6), slow, expect="tokens")
     assert outcome.result.finish_reasons == ("length",) * 6
@@ -227,7 +227,7 @@ def test_a_request_after_an_outage_is_served() -> None:
     assert refused > 0
 
 
-def test_a_call_that_outlasts_every_request_is_waited_for() -> None:
+def test_run_waits_for_a_call_that_outlasts_every_request() -> None:
     graph = load("tight.yaml", unavailable_expert_seconds=0.1, restarts=0)
     slow = Slow(process="attention.0", at_seconds=0.01, for_seconds=5.0, factor=4000.0)
     for seed in range(3):
@@ -252,7 +252,7 @@ def test_part_that_waits_for_an_available_replica_is_found(monkeypatch: pytest.M
         serve_until_it_fails()
 
 
-def test_an_error_needs_an_outage_as_long_as_the_graph_says() -> None:
+def test_errors_need_an_outage_of_the_configured_length() -> None:
     graph = load("tight.yaml", restarts=0, unavailable_expert_seconds=0.5)
     submitted = requests(8, apart=0.2)
     outcome = serve_under(0, graph, submitted, Crash(process="experts.1", at_seconds=0.05))

@@ -64,7 +64,7 @@ def test_a_crash_is_a_power_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_channels_and_listeners_of_the_dead_are_gone(seed: int) -> None:
+def test_channels_and_listeners_of_a_dead_process_are_removed(seed: int) -> None:
     async def main(world: World) -> None:
         key, transport = world.new_key(), world.network.transport("shm")
         address: asyncio.Future[str] = world.loop.create_future()
@@ -137,7 +137,7 @@ def test_stopped_processes(fault: object, loop_stops: bool, compute_stops: bool)
     assert (gap(computed) > 0.9) == compute_stops
 
 
-def test_slow_and_skewed_processes_take_other_times() -> None:
+def test_slow_and_skewed_processes_have_other_times() -> None:
     plain, _ = run(1, lambda world: heartbeats(world)).result
     fast, _ = run(1, lambda world: heartbeats(world, Skew(process="worker", rate=2.0))).result
     assert plain[-1] == pytest.approx(2.0)
@@ -163,7 +163,7 @@ def test_slow_and_skewed_processes_take_other_times() -> None:
 
 
 @pytest.mark.parametrize(("direction", "there_late", "back_late"), [("both", True, True), ("there", True, False), ("back", False, True)])
-def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: bool, back_late: bool) -> None:
+def test_cut_holds_frames_until_it_heals(direction: str, there_late: bool, back_late: bool) -> None:
     async def main(world: World) -> dict[str, list[float]]:
         key, transport = world.new_key(), world.network.transport("shm")
         address: asyncio.Future[str] = world.loop.create_future()
@@ -200,7 +200,7 @@ def test_a_cut_holds_what_is_sent_until_it_heals(direction: str, there_late: boo
     assert (gap([time - arrivals["left"][0] for time in arrivals["left"]]) > 2.5) == back_late
 
 
-def test_healing_ends_what_has_begun_and_calls_off_the_rest() -> None:
+def test_healing_ends_active_faults_and_cancels_the_rest() -> None:
     async def main(world: World) -> float:
         async def work(seams: Seams) -> None:
             for _ in range(20):
@@ -246,7 +246,7 @@ def test_a_process_that_is_left_is_named() -> None:
     assert run(0, main).result == ["process worker"]
 
 
-def test_of_faults_that_overlap_the_worst_counts_and_each_takes_back_its_own() -> None:
+def test_worst_of_overlapping_faults_applies_and_each_reverts_itself() -> None:
     async def main(world: World) -> list[float]:
         async def work(seams: Seams) -> None:
             seams.new_compute("compute")

@@ -39,7 +39,7 @@ def counted(fails: Callable[[Case], bool]) -> tuple[Callable[[Case], bool], list
     return count, seen
 
 
-def test_only_what_is_needed_is_kept(case: Case) -> None:
+def test_shrinking_keeps_only_what_the_failure_needs(case: Case) -> None:
     fault, request = case.scenario.faults[2], case.requests[1]
     fails, seen = counted(lambda smaller: fault in smaller.scenario.faults and request in smaller.requests)
     kept = shrink(case, fails)
@@ -48,7 +48,7 @@ def test_only_what_is_needed_is_kept(case: Case) -> None:
     assert len(seen) < 60
 
 
-def test_what_always_fails_keeps_no_fault_and_one_request(case: Case) -> None:
+def test_case_that_always_fails_keeps_no_fault_and_one_request(case: Case) -> None:
     kept = shrink(case, lambda smaller: True)
     assert (kept.faults, len(kept.requests or ()), kept.calm) == ((), 1, True)
 
@@ -61,7 +61,7 @@ def test_network_conditions_are_kept_when_they_matter_and_runs_are_bounded(case:
     assert len(seen) <= 5
 
 
-def test_a_failing_seed_prints_a_command_that_replays_what_is_left(
+def test_failing_seed_prints_a_command_that_replays_the_smallest_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """With roll-backs that leave old epochs running, a seed with a roll-back in it fails, shrinks, and fails again by its command."""

@@ -160,7 +160,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("fault", HARMLESS, ids=lambda fault: f"{fault.kind}-{'-'.join(fault.processes)}")
-def test_what_heals_changes_no_token(fault: Fault) -> None:
+def test_faults_that_heal_change_no_token(fault: Fault) -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
     outcome = run(5, lambda world: serve(world, graph, requests, scenario=Scenario(faults=(fault,)), exact=True))
@@ -176,7 +176,7 @@ def test_what_heals_changes_no_token(fault: Fault) -> None:
         (Reset(between=("gateway", "attention.1"), at_seconds=0.02), {"attention.1"}, "without being told to"),
     ],
 )
-def test_what_does_not_heal_ends_every_request_with_an_error_that_names_it(fault: Fault, named: set[str], why: str) -> None:
+def test_permanent_faults_end_every_request_with_an_error_that_names_the_process(fault: Fault, named: set[str], why: str) -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
     scenario = Scenario(faults=(fault,))
@@ -193,7 +193,7 @@ def test_what_does_not_heal_ends_every_request_with_an_error_that_names_it(fault
         check(graph, Scenario(faults=(fault,), expect="tokens"), requests, served, references)
 
 
-def test_a_lost_link_costs_no_token_or_ends_the_run_by_name() -> None:
+def test_lost_link_changes_no_token_or_ends_the_run_by_name() -> None:
     """Which of both is up to the links: they may have something to fall back on."""
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(3, 6)
@@ -205,7 +205,7 @@ def test_a_lost_link_costs_no_token_or_ends_the_run_by_name() -> None:
         check(graph, scenario, requests, outcome.result, references)
 
 
-def test_the_checks_find_what_they_should() -> None:
+def test_checks_find_wrong_outcomes() -> None:
     graph = load(GRAPHS / "2x3.yaml")
     requests = make_requests(2, 4)
     good = run(3, lambda world: serve(world, graph, requests, exact=True)).result

@@ -28,7 +28,7 @@ LONG = ComputeCost(1.0, 2.0, short_one_in=0)
 
 
 async def one_call(world: World, *faults: object) -> tuple[list[float], float]:
-    """When the loop got the three things that a call gave on its way, and when the call ended; in seconds from its beginning."""
+    """The arrival times of the three early outputs of a call, and its end, in seconds from its beginning."""
     loop, came = world.loop, []
     ended = 0.0
 
@@ -43,7 +43,7 @@ async def one_call(world: World, *faults: object) -> tuple[list[float], float]:
 
         await compute.run("call", call)
         ended = loop.time() - began
-        assert [number for number, _ in came] == [0, 1, 2]  # all of it, in order, before anybody sees the end
+        assert [number for number, _ in came] == [0, 1, 2]  # all of them, in order, before the end is visible
         await compute.aclose()
 
     process = world.start("worker", work)
@@ -53,17 +53,17 @@ async def one_call(world: World, *faults: object) -> tuple[list[float], float]:
     return [when for _, when in came], ended
 
 
-def test_what_a_call_gives_on_its_way_comes_before_its_end() -> None:
+def test_early_outputs_of_a_call_arrive_before_its_end() -> None:
     early = 0
     for seed in SEEDS:
         came, ended = run(seed, one_call, cost=LONG).result
         assert came == sorted(came)
         assert came[-1] <= ended
         early += came[0] < ended - 0.1
-    assert 5 < early < len(SEEDS)  # not always: a call may give all of it at its end
+    assert 5 < early < len(SEEDS)  # not always: a call may send all outputs at its end
 
 
-def test_a_hung_thread_gives_nothing() -> None:
+def test_hung_thread_sends_no_output() -> None:
     for seed in SEEDS:
         came, _ = run(seed, lambda world: one_call(world, Hang(process="worker", for_seconds=5.0)), cost=LONG).result
         assert came[0] >= 5.0
@@ -94,7 +94,7 @@ def test_a_call_is_timed_by_the_clock_of_its_process() -> None:
     run(0, main, cost=LONG)
 
 
-def test_an_emulated_graph_keeps_to_its_model_in_virtual_time() -> None:
+def test_emulated_graph_takes_its_modelled_time() -> None:
     graph = load_graph(GRAPHS / "emulated.yaml", facts_of=lambda path: ModelFacts.of(read_model_config(path)))
     assert graph.emulation is not None
     requests = [SimulatedRequest((5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), after_seconds=0.0)] * 2

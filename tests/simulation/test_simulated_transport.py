@@ -127,7 +127,7 @@ def test_a_seed_gives_the_same_keys_of_windows() -> None:
     assert first.result != other.result
 
 
-def test_the_digest_covers_what_is_sent() -> None:
+def test_digest_covers_messages() -> None:
     async def main(world: World, size: int) -> None:
         left, right = await connected(world)
         await left.send(message(size, 8))
@@ -141,7 +141,7 @@ def test_the_digest_covers_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_orderly_end_comes_after_what_was_sent(seed: int) -> None:
+def test_close_arrives_after_sent_messages(seed: int) -> None:
     async def main(world: World) -> int:
         left, right = await connected(world)
         for value in range(5):
@@ -163,7 +163,7 @@ def test_an_orderly_end_comes_after_what_was_sent(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_power_cut_breaks_the_channel_after_what_was_sent(seed: int) -> None:
+def test_power_cut_breaks_the_channel_after_sent_messages(seed: int) -> None:
     async def main(world: World) -> int:
         left, right = await connected(world)
         for value in range(3):
@@ -206,7 +206,7 @@ def test_a_full_channel_makes_the_sender_wait_and_a_waiting_call_wakes_at_the_cl
     assert run(0, main).result == ["recv", "send"]
 
 
-def test_strangers_and_oversize_messages_are_refused() -> None:
+def test_unknown_peers_and_oversize_messages_are_refused() -> None:
     async def main(world: World) -> int:
         transport = world.network.transport("zmq")
         async with await transport.listen("zmq://there", Limits(), world.new_key(), Identity("right")) as listener:

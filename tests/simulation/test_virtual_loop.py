@@ -198,7 +198,7 @@ def test_a_task_left_running_ends_the_run() -> None:
         run(0, main)
 
 
-def test_real_sockets_cannot_slip_in() -> None:
+def test_real_sockets_are_not_available() -> None:
     async def main(world: World) -> None:
         await asyncio.open_connection("127.0.0.1", 1)
 
