@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from flowrt.actors.control import Cancel, Ended, Logprobs, Request, Token
-from flowrt.engine.routing import GroupLoad, choose_group
 from flowrt.engine.validation import max_new_tokens, prompt_refusal, refusal
 from flowrt.errors import shown
 from flowrt.gateway.request_log import ChoiceEvent, ChoiceLog, ClientEvent, Detokenizer, EndEvent, RequestLog, TokenEvent
+from flowrt.gateway.routing import GroupLoad, choose_group
 from flowrt.gateway.stop_strings import StopStrings
 from flowrt.graph.model import GraphLimits
 from flowrt.sampling_params import FinishReason, SamplingParams, checked_params

@@ -89,9 +89,9 @@ def _process_lines(graph: Graph, process: str, fusion: Fusion) -> Iterator[tuple
     nodes = graph.nodes_of(process)
     yield from (("  emits tags:", f" {short(node.name)}") for node in nodes if node.operator == "source")
     for chain in fusion.chains:
-        kind = "batches" if graph.nodes[chain[0]].batches else "waits"
+        kind = "fires in batches" if graph.nodes[chain[0]].batches else "fires"
         yield f"  {kind}:", f" {' -> '.join(short(name) for name in chain)}"
     yield from (("  holds:", f" experts {experts_text(node.options['experts'])}") for node in nodes if "experts" in node.options)
     yield from (("  calls:", f" {short(node.name)} = {node.operator}") for node in nodes if ":" in node.operator)
     rule = rule_of(graph, process)
-    yield "  death:", f" {rule.recovery if survives(graph, process) else 'ends the run'} (keeps: {rule.keeps})"
+    yield "  on death:", f" {rule.recovery if survives(graph, process) else 'ends the run'} (state: {rule.keeps})"

@@ -72,7 +72,7 @@ def test_show_in_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert call("show", str(QUICKSTART)) == 0
     plain = capsys.readouterr().out
     assert "process attention.1\n" in plain
-    assert "  waits: combine -> attention -> gate -> dispatch -> head\n" in plain
+    assert "  fires: combine -> attention -> gate -> dispatch -> head\n" in plain
     assert "edge attention.0.dispatch.server1 <-> experts.1.rows: auto (ub), 2 credits\n" in plain
     assert "\x1b" not in plain
     assert call("show", str(QUICKSTART), "--mermaid") == 0
@@ -150,8 +150,8 @@ def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.Cap
     plain, styled = capsys.readouterr().out.split("g.yaml: ")[1:]
     assert re.sub("\x1b[^m]*m", "", styled) == plain
     assert "  holds: experts 0-1,5-7\n" in plain
-    assert "  death: redispatch (keeps: nothing between two requests)\n" in plain
-    assert "  death: ends the run (keeps: sequences)\n" in plain
+    assert "  on death: redispatch (state: nothing between two requests)\n" in plain
+    assert "  on death: ends the run (state: sequences)\n" in plain
     assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 2 credits\n" in plain
 
 

@@ -13,7 +13,7 @@ README = ROOT / "README.md"
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[\s`$;])flowrt +([a-z][a-z-]*)(?: +(validate|show|expand|schema))?")
 _TARGET = re.compile(r"(?:^|[\s`$;])make +([a-z]+)")
-_PATH = re.compile(r"\b(?:docs|examples|tests|tools|flowrt|transports|operators)/[\w./-]+\w")
+_PATH = re.compile(r"(?<![@\w])(?:docs|examples|tests|tools|flowrt|transports|operators)/[\w./-]+\w")
 
 
 def packages() -> list[str]:
@@ -51,7 +51,7 @@ def test_make_targets_exist(name: str) -> None:
     assert named <= known, named - known
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/README.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
 def test_paths_exist(name: str) -> None:
     missing = sorted({path for path in _PATH.findall(code_of(name)) if not (ROOT / path).exists()})
     assert not missing, f"{name} names what is not in the tree: {missing}"

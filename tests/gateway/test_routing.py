@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrt.engine.routing import GroupLoad, choose_group
+from flowrt.gateway.routing import GroupLoad, choose_group
 
 
 def test_fewest_sequences_then_fewest_tokens_then_the_first_named() -> None:
